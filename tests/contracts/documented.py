@@ -13,7 +13,6 @@ _PAGE = ROOT / "docs" / "strategies.md"
 
 
 def block() -> str:
-    """Return the page's block that holds the class."""
     blocks: list[str] = re.findall(r"^```python\n(.*?)^```$", _PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (found,) = [text for text in blocks if "class AllReduceStrategy" in text]
     return found

@@ -69,7 +69,6 @@ def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def _reference(num_ranks: int, *, counts: bool, clip: float | None, norm_type: float = 2.0) -> dict[str, Any]:
-    """Train by hand on one device."""
     net = Net()
     optimizer = make_optimizer(net)
     rows = _ROWS * num_ranks * _ACCUMULATE

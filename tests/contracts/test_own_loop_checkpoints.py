@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,10 @@ def _train(
 
 
 def _run(name: str, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = run_distributed(_run_here, _STRATEGIES[name][1], name, options, init=False, timeout=240)[0]
+    found: dict[str, Any] = run_distributed(
+        partial(_train, name, **options), _STRATEGIES[name][1], init=False, timeout=240
+    )[0]
     return found
-
-
-def _run_here(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    return _train(name, **options)
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +164,9 @@ def _train_several(name: str, path: str, *, saves: bool) -> dict[str, Any]:
 
 
 def _several(name: str, path: str, *, saves: bool) -> dict[str, Any]:
-    ranks = 1 if name == "single" else 2
-    found: dict[str, Any] = run_distributed(_several_here, ranks, name, path, saves, init=False, timeout=240)[0]
+    work = partial(_train_several, name, path, saves=saves)
+    found: dict[str, Any] = run_distributed(work, 1 if name == "single" else 2, init=False, timeout=240)[0]
     return found
-
-
-def _several_here(name: str, path: str, saves: bool) -> dict[str, Any]:
-    return _train_several(name, path, saves=saves)
 
 
 @pytest.mark.distributed

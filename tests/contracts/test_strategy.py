@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from tests.contracts.documented import documented_strategy
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
+from tests.helpers.runs import SaveAtEnd, StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -48,14 +47,8 @@ STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
     "zero2_4": ("deepspeed_stage_2", 4),
     "zero3_4": ("deepspeed_stage_3", 4),
 }
-_DATA_RANKS = {
-    "tp": 1,
-    "tp_4": 1,
-    "fsdp_tp_4": 2,
-    "pp": 1,
-    "pp_4": 2,
-    "pp_tp_4": 1,
-}  # where several processes see the same data
+# where several processes see the same data
+_DATA_RANKS = {"tp": 1, "tp_4": 1, "fsdp_tp_4": 2, "pp": 1, "pp_4": 2, "pp_tp_4": 1}
 
 NAMES = list(STRATEGIES)
 _FOUR = [name for name in NAMES if STRATEGIES[name][1] == 4]
@@ -71,14 +64,8 @@ PAIRS = [
 
 
 # Pairs of two sharded strategies that `make test` keeps; the other pairs without "single" are exhaustive.
-_KEPT_PAIRS = {
-    ("fsdp", "zero3"),
-    ("zero3", "fsdp"),
-    ("tp", "fsdp"),
-    ("fsdp", "fsdp_tp_4"),
-    ("pp", "fsdp"),
-    ("fsdp", "pp"),
-}
+_KEPT_PAIRS = {*itertools.permutations(("fsdp", "zero3")), *itertools.permutations(("fsdp", "pp"))}
+_KEPT_PAIRS |= {("tp", "fsdp"), ("fsdp", "fsdp_tp_4")}
 
 
 def _is_kept(reader: str, writer: str) -> bool:
@@ -128,17 +115,14 @@ class ContractTask(TaskModule):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean over the micro-batch's items."""
         inputs, targets = batch
         self.calls += 1
         return functional.mse_loss(self.net(inputs), targets)
 
     def num_items(self, batch: Any) -> int:
-        """Count the items."""
         return len(batch[0])
 
     def tensor_parallel_plan(self, mesh: Any) -> dict[str, Any]:
-        """Split both layers over the width between them."""
         return {"net.0": "colwise", "net.2": "rowwise"}
 
     def configure_optimizers(self) -> Any:
@@ -148,16 +132,6 @@ class ContractTask(TaskModule):
         optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.02)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class SaveAtEnd(Callback):
-    """Saves while the model lies as it is trained; after a stage it is whole again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 def train(

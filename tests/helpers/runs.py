@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,6 +57,16 @@ def weights_of(task: torch.nn.Module) -> dict[str, torch.Tensor]:
 def assert_equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
     """Fail unless names, dtypes and every bit agree."""
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+class SaveAtEnd(Callback):
+    """Saves while the model lies as it is trained; after a stage it is whole again."""
+
+    def __init__(self, path: Path, weights_only: bool = False) -> None:
+        self.path, self.weights_only = path, weights_only
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        trainer.save_checkpoint(self.path, weights_only=self.weights_only)
 
 
 class StepRecorder(Callback):

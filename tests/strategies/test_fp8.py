@@ -46,8 +46,6 @@ _STEPS, _VOCABULARY, _LENGTH = 20, 32, 16
 
 
 class Block(nn.Module):
-    """A transformer block."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -55,15 +53,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return hidden states."""
         query, key, value = self.qkv(self.norm_1(x)).unsqueeze(1).chunk(3, dim=-1)
         x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1))
         return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))
 
 
 class TinyGPT(nn.Module):
-    """A language model of two blocks."""
-
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -72,7 +67,6 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(width, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of predicting each next token."""
         hidden = self.embedding(tokens[:, :-1])
         for block in self.blocks:
             hidden = block(hidden)
@@ -80,8 +74,6 @@ class TinyGPT(nn.Module):
 
 
 class Language(TaskModule):
-    """Trains the model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = TinyGPT()
@@ -90,7 +82,6 @@ class Language(TaskModule):
         self.seen = False
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss."""
         self.seen = has_ao_layers(self)
         loss: torch.Tensor = self.model(batch[0])
         self.losses.append(loss.detach().clone())
@@ -98,11 +89,9 @@ class Language(TaskModule):
         return loss
 
     def shard_units(self) -> Any:
-        """Gather blocks one by one."""
         return list(self.model.blocks)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with a state."""
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
@@ -118,7 +107,6 @@ def loader() -> DataLoader[Any]:
 
 
 def fit(precision: Any, task: Any = None, **arguments: Any) -> Language:
-    """Train a task for all steps."""
     task = task or Language()
     arguments = {"max_epochs": 1, "precision": precision, **arguments}
     quiet_trainer(**arguments).fit(task, loader())
@@ -131,13 +119,17 @@ def _is_inner(module: nn.Module, name: str) -> bool:
 
 
 def by_hand(
-    batches: Any, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, recipe: str = "tensorwise"
+    batches: Any,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    recipe: str = "tensorwise",
+    after_step: Callable[[nn.Module], None] = lambda model: None,
+    **options: bool,
 ) -> Any:
     """Train with torchao alone; return the losses and the weights."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = TinyGPT()
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True, **options)
     convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
     called = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -147,6 +139,7 @@ def by_hand(
             loss = called(batch)
         loss.backward()
         optimizer.step()
+        after_step(model)
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses, weights_of(model)
@@ -200,21 +193,22 @@ def test_shards_train_as_replicas_do() -> None:
 
 
 class Split(Language):
-    """Splits the feed-forward layers."""
-
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Return the plan."""
         return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
+
+
+def _shard(model: Any, mesh: Any = None) -> nn.Module:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    return model  # type: ignore[no-any-return]  # a module
 
 
 def _by_hand_on(mesh: Any) -> Callable[[nn.Module], nn.Module]:
     def wrap(model: nn.Module) -> nn.Module:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-        for part in (*model.blocks, model) if "dp" in mesh.mesh_dim_names else ():  # type: ignore[misc]
-            fully_shard(part, mesh=mesh["dp"], mp_policy=policy)
-        return model
+        return _shard(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
 
     return wrap
 
@@ -285,34 +279,8 @@ def test_shards_of_layers_have_sizes_of_float8_products() -> None:
     run_distributed(_narrow, 2)
 
 
-def _gathered_by_hand(batches: Any) -> list[torch.Tensor]:
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
-
-    model = TinyGPT()
-    config = Float8LinearConfig(emulate=True, pad_inner_dim=True, enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=_is_inner)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for part in (*model.blocks, model):
-        fully_shard(part, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for batch in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        precompute_float8_dynamic_scale_for_fsdp(model)
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 def _gathered(strategy: Any, devices: int) -> None:
-    from torchao.float8 import Float8LinearConfig
+    from torchao.float8 import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 
     recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
     moved: dict[bool, int] = {}
@@ -328,7 +296,8 @@ def _gathered(strategy: Any, devices: int) -> None:
     narrow, wide = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
     assert narrow == pytest.approx(wide, rel=0.02)
     if strategy.tp == 1:
-        expected = torch.stack(_gathered_by_hand(tasks[True].batches)).numpy()
+        options = {"after_step": precompute_float8_dynamic_scale_for_fsdp, "enable_fsdp_float8_all_gather": True}
+        expected = torch.stack(by_hand(tasks[True].batches, _shard, **options)[0]).numpy()
         assert narrow == pytest.approx(expected, rel=1e-6)
 
 
@@ -469,11 +438,9 @@ class _Layers(nn.Module):
     ],
 )
 def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    from contextlib import ExitStack
-
     model = _Layers()
     before = copy.deepcopy(dict(vars(model.second)))
-    with caplog.at_level(logging.INFO, "trainwright"), ExitStack() as undo:
+    with caplog.at_level(logging.INFO, "trainwright"), contextlib.ExitStack() as undo:
         precision.convert([model], torch.device("cpu"), undo)
         assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == expected
         (text,) = [record.getMessage() for record in caplog.records if "fp8:" in record.getMessage()]
@@ -484,10 +451,8 @@ def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.L
 
 
 def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
-    from contextlib import ExitStack
-
     with pytest.raises(ConfigurationError, match=r"_Layers has no module 'thrid'. Did you mean 'third'"):
-        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), ExitStack())
+        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), contextlib.ExitStack())
 
 
 def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:

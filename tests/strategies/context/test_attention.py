@@ -16,16 +16,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.distributed import run_distributed
-from tests.strategies.context.joining import join_sequence
 from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.context import blocks
 from trainwright.strategies.context.attention import Kind, SplitAttention
+from trainwright.strategies.context.blocks import backward_block, forward_block
 from trainwright.strategies.context.ring import ring_attention
-from trainwright.strategies.context.split import positions, split_sequence
+from trainwright.strategies.context.split import Order, positions, split_sequence
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, group: Any, order: Order) -> Tensor:
+        ctx.dim, ctx.group, ctx.order = dim, group, order
+        size = dist.get_world_size(group)
+        here = positions(tensor.shape[dim] * size, group, order)
+        parts, places = ([torch.empty_like(one) for _ in range(size)] for one in (tensor, here))
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        dist.all_gather(places, here, group=group)
+        return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return split_sequence(gradient, ctx.dim, ctx.group, ctx.order), None, None, None
+
+
+def join_sequence(tensor: Tensor, dim: int, group: Any, order: Order) -> Tensor:
+    """Return the full tensor on every rank. Its gradient is summed over the ranks."""
+    joined: Tensor = _Join.apply(tensor, dim, group, order)  # type: ignore[no-untyped-call]  # untyped in torch
+    return joined
 
 
 @contextmanager
 def attention_over(group: dist.ProcessGroup | None, kind: Kind = "ring") -> Iterator[None]:
-    """Make attention span the ranks of a group."""
     attention = SplitAttention(group, kind)
     with attention.installed(), attention.over_ranks(required=False):
         yield
@@ -171,14 +195,9 @@ def _sizes() -> tuple[int, int, int]:
 
 
 @pytest.mark.distributed
-def test_a_ring_creates_no_tensor_larger_than_a_part() -> None:
-    assert [largest for largest, *_ in run_distributed(_sizes, 4)] == [1, 1, 1, 1]
-
-
-@pytest.mark.distributed
-def test_a_ring_does_not_compute_blocks_in_the_future() -> None:
+def test_a_ring_creates_no_tensor_larger_than_a_part_and_computes_no_blocks_in_the_future() -> None:
     # A rank computes its own block of 128 x 128 positions, and half a block for each of the three others.
-    assert [blocks for _, *blocks in run_distributed(_sizes, 4)] == [[2.5 * 128**2] * 2] * 4
+    assert run_distributed(_sizes, 4) == [(1, 2.5 * 128**2, 2.5 * 128**2)] * 4
 
 
 def _order_of_events() -> list[str]:
@@ -247,7 +266,6 @@ def test_llama_of_transformers_gives_the_logits_and_gradients_of_the_full_sequen
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -306,3 +324,86 @@ def _refused_heads() -> str:
 @pytest.mark.distributed
 def test_heads_that_ulysses_cannot_divide_are_refused() -> None:
     assert "k has 1 heads" in run_distributed(_refused_heads, 2)[0]
+
+
+# Blocks: two of them merge into attention over both, with every kernel
+
+
+def _largest_error_of_blocks(dtype: torch.dtype, device: str) -> float:
+    """Return the largest error of the output and gradients of two merged blocks; full attention in float64 is true."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 40, 16), (2, 2, 80, 16), (2, 2, 80, 16)
+    inputs = [torch.randn(*shape, generator=generator).to(device, dtype) for shape in shapes]
+    full = [tensor.double().requires_grad_() for tensor in inputs]
+    expected = functional.scaled_dot_product_attention(*full, enable_gqa=True)
+    true = torch.autograd.grad(expected.sum(), full)
+    q, k, v = inputs
+    halves: list[tuple[Tensor, Tensor]] = [(k[:, :, at], v[:, :, at]) for at in (slice(0, 40), slice(40, None))]
+    results = [forward_block(q, *half, is_causal=False, scale=None) for half in halves]
+    lse = torch.stack([of for _, of in results]).logsumexp(0)
+    out = sum((of - lse).exp().unsqueeze(-1) * part for part, of in results)
+    assert isinstance(out, Tensor)
+    arguments = out.to(dtype), lse
+    grads = [backward_block(torch.ones_like(q), q, *half, *arguments, is_causal=False, scale=None) for half in halves]
+    found = [out, grads[0][0] + grads[1][0], *(torch.cat([grads[0][i], grads[1][i]], 2) for i in (1, 2))]
+    return max((one - other).abs().max().item() for one, other in zip((expected, *true), found, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "plain"])
+def test_blocks_merge_on_the_cpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_kernel", lambda *_: kernel)
+    assert _largest_error_of_blocks(torch.float64, "cpu") < 1e-12
+    assert _largest_error_of_blocks(torch.float32, "cpu") < 1e-5
+
+
+@pytest.mark.requires("cuda", reason="flash and efficient attention have kernels for CUDA only")
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "bound"),
+    [("flash", torch.bfloat16, 5e-2), ("efficient", torch.float32, 1e-4), ("plain", torch.float64, 1e-12)],
+)
+def test_blocks_merge_on_cuda(kernel: str, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_kernel", lambda *_: kernel)
+    assert _largest_error_of_blocks(dtype, "cuda") < bound
+
+
+# Sequences: who holds which positions, splitting and joining
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("order", "expected"), [("plain", [[0, 1, 2, 3], [4, 5, 6, 7]]), ("zigzag", [[0, 1, 6, 7], [2, 3, 4, 5]])]
+)
+def test_each_rank_holds_the_positions_of_the_order(order: str, expected: list[list[int]]) -> None:
+    assert run_distributed(lambda order: positions(8, None, order).tolist(), 2, order) == expected
+
+
+def _join_parts(order: str) -> None:
+    full = torch.randn(3, 8, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    part = split_sequence(full, -2, None, order)
+    assert part.is_contiguous()
+    assert part.shape == (3, 4, 2)
+    assert torch.equal(join_sequence(part, -2, None, order), full)
+    (gradient,) = torch.autograd.grad((join_sequence(part, -2, None, order) * full.detach()).sum(), full)
+    expected = torch.zeros_like(full)
+    expected[:, positions(8, None, order)] = 2 * full.detach()[:, positions(8, None, order)]  # of the sum of two losses
+    assert torch.equal(gradient, expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+def test_joining_the_parts_gives_the_full_sequence_and_sums_gradients(order: str) -> None:
+    run_distributed(_join_parts, 2, order)
+
+
+def _refused(order: str) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        split_sequence(torch.zeros(1, 9), 1, None, order)
+    return str(error.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("order", "following"), [("plain", 10), ("zigzag", 12)])
+def test_a_length_that_is_not_divisible_is_refused_with_the_next_one_that_is(order: str, following: int) -> None:
+    message = run_distributed(_refused, 2, order)[0]
+    assert "9 positions" in message
+    assert f"Pad it to {following}" in message

@@ -14,10 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.megatron import test_pipeline as pipeline
+from tests.strategies.megatron.test_pipeline import assert_same
 from tests.strategies.megatron.test_transformers import Hf, make_model
 from tests.strategies.megatron.test_transformers import batches as hf_batches
-from trainwright.cli.parity_tape import StepTape, Tape, Tolerance, compare
+from trainwright.cli.parity_tape import Tolerance
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.context.sequences import SplitSequences
@@ -35,7 +37,6 @@ class Block(nn.Module):
         self.out = nn.Linear(_WIDTH, _WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attend to earlier positions."""
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -53,7 +54,6 @@ class Speaker(TaskModule):
             self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return logits."""
         x = self.embed(tokens) + self.places(positions)
         for block in self.blocks:
             x = block(x)
@@ -61,36 +61,29 @@ class Speaker(TaskModule):
         return logits
 
     def split_sequences(self, batch: Any, split: Any) -> Any:
-        """Split tokens, targets and positions."""
         tokens, targets, positions = batch
         return split(tokens), split(targets), split(positions, 0)
 
     def num_items(self, batch: Any) -> Any:
-        """Count the targets."""
         return (batch[1] > 0).sum()
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the mean over the targets."""
         tokens, targets, positions = batch
         return functional.cross_entropy(self(tokens, positions).flatten(0, 1), targets.flatten(), ignore_index=0)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Log the loss."""
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss."""
         self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the logits."""
         logits: torch.Tensor = self(batch[0], batch[2])
         return logits
 
     def shard_units(self) -> list[nn.Module]:
-        """Return the blocks."""
         return list(self.blocks)
 
     def configure_optimizers(self) -> Any:
@@ -108,28 +101,10 @@ def batches(num: int, rows: int = 2) -> list[Any]:
     return found
 
 
-def train(folder: Path, task: Any, data: list[Any], strategy: Any = "single", **options: Any) -> dict[str, Any]:
+def train(folder: Path, task: Any, data: list[Any], strategy: Any = "single") -> dict[str, Any]:
     """Train four steps of two micro-batches each, validate and predict."""
-    folder.mkdir(exist_ok=True)
-    trainer = quiet_trainer(
-        strategy=strategy, devices=1 if strategy == "single" else "auto", max_steps=4, accumulate_grad_batches=2,
-        gradient_clip_val=0.5, callbacks=[StepTape(folder, 4, seed=0)], **options,
-    )  # fmt: skip
-    trainer.fit(task, data, data[:2])
-    return {
-        "tape": Tape.read(type(trainer.strategy).__name__, folder),
-        "metrics": dict(trainer.callback_metrics),
-        "weights": weights_of(task),
-        "predictions": trainer.predict(task, data[:2]) if isinstance(task, Speaker) else None,
-    }
-
-
-def check(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Check losses, norms, gradients, parameters and metrics."""
-    assert compare(expected["tape"], found["tape"], _EXACT).found == []
-    assert {k: float(v) for k, v in found["metrics"].items()} == pytest.approx(expected["metrics"], rel=1e-5)
-    for name, value in expected["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-4, msg=name)
+    options = {"max_epochs": None, "max_steps": 4, "accumulate_grad_batches": 2}
+    return pipeline.train(folder, strategy, task=task, data=data, val=data[:2], **options)
 
 
 _STRATEGIES: dict[str, Any] = {
@@ -151,8 +126,6 @@ def _split(folder: Path, kind: str, model: str | None = None) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Returns what one process trains."""
-
     @cache
     def found(model: str | None = None) -> dict[str, Any]:
         task: Any = Speaker() if model is None else Hf(model)
@@ -165,7 +138,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 @pytest.mark.parametrize("kind", ["cp", "sp", "recomputed"])
 def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
     found = run_distributed(_split, 2, tmp_path / "run", kind)[0]
-    check(found, expected())
+    assert_same(found, expected(), _EXACT)
     torch.testing.assert_close(found["predictions"], expected()["predictions"], atol=1e-5, rtol=1e-4)
 
 
@@ -173,7 +146,7 @@ def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cp", "replicas", "pp_cp", "pp_sp"])
 def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
-    check(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected())
+    assert_same(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected(), _EXACT)
 
 
 @pytest.mark.distributed
@@ -190,7 +163,7 @@ def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, t
 def test_models_of_transformers_equal_one_process(
     kind: str, model: str, world: int, expected: Any, tmp_path: Path
 ) -> None:
-    check(run_distributed(_split, world, tmp_path / "run", kind, model)[0], expected(model))
+    assert_same(run_distributed(_split, world, tmp_path / "run", kind, model)[0], expected(model), _EXACT)
 
 
 @pytest.fixture
@@ -249,15 +222,6 @@ def test_labels_that_the_batch_does_not_hold_are_an_error(kind: str, split: Spli
         with pytest.raises(ConfigurationError, match="needs targets that were shifted"):
             model(input_ids=ids, labels=ids.clone(), position_ids=own["position_ids"])
     assert model.loss_function is before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [({"cp": 0}, "cp=0: use an integer"), ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways")],
-)
-def test_sizes_are_checked(arguments: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        FSDPStrategy(**arguments)  # type: ignore[arg-type]  # sizes alone
 
 
 def test_processes_that_do_not_fit_are_an_error() -> None:

@@ -14,15 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from tests.helpers.distributed import RankError, run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies import DDPStrategy, EngineSettings
+from trainwright.core.task import TaskModule
+from trainwright.strategies import DDPStrategy, EngineSettings, LocalSGDStrategy
 from trainwright.strategies.precision import Precision
 from trainwright.trainer.trainer import Trainer
 
@@ -35,44 +36,6 @@ def fit(
     trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1, **arguments)
     trainer.fit(task, regression_loader(num_samples))
     return trainer, weights_of(task)
-
-
-# Communication
-
-
-class HookCounter(Callback):
-    """Counts the gradient buckets that are exchanged, through a communication hook of torch's own."""
-
-    def __init__(self) -> None:
-        self.exchanges = 0
-        self.micro_batches = 0
-
-    def on_fit_start(self, trainer: Any, task: Any) -> None:
-        trainer.strategy._replica.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
-
-    def _exchange(self, bucket: Any) -> Any:
-        self.exchanges += 1
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
-
-    def on_after_backward(self, trainer: Any, task: Any) -> None:
-        self.micro_batches += 1
-
-
-def _count(accumulate: int, num_samples: int) -> tuple[int, int, int]:
-    counter = HookCounter()
-    trainer, _ = fit(DDPStrategy(), num_samples=num_samples, accumulate_grad_batches=accumulate, callbacks=[counter])
-    return counter.micro_batches, counter.exchanges, trainer.global_step
-
-
-def _count_all() -> list[tuple[int, int, int]]:
-    return [_count(1, 16), _count(4, 16), _count(3, 16), _count(100, 16)]
-
-
-@pytest.mark.distributed
-def test_gradients_are_exchanged_in_the_last_micro_batch_of_a_step_only() -> None:
-    for counts in run_distributed(_count_all, 2):
-        # Eight micro-batches on each rank and one bucket: as many exchanges as steps, the short last group included.
-        assert counts == [(8, 8, 8), (8, 2, 2), (8, 3, 3), (8, 1, 1)]
 
 
 # Options
@@ -101,8 +64,6 @@ def test_no_option_changes_what_is_learned() -> None:
 
 
 class ReplicaKeeper(Callback):
-    """Notes what torch's wrapper was built with."""
-
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
 
@@ -138,8 +99,6 @@ def test_the_options_reach_torch() -> None:
 
 
 class PartlyUsedTask(RegressionTask):
-    """Uses one of two heads in turn."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -147,18 +106,13 @@ class PartlyUsedTask(RegressionTask):
             self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Train the body and one head."""
         output = self(batch[0]) + self.heads[batch_idx % 2](batch[0])
         return nn.functional.mse_loss(output, batch[1])
 
 
-def _fit_partly_used() -> dict[str, torch.Tensor]:
-    return fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1]
-
-
 @pytest.mark.distributed
 def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
-    first, second = run_distributed(_fit_partly_used, 2)
+    first, second = run_distributed(lambda: fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1], 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert not torch.equal(first["heads.1.weight"], weights_of(PartlyUsedTask())["heads.1.weight"])
 
@@ -170,10 +124,7 @@ def test_parameters_that_a_step_does_not_use_are_torchs_own_error_otherwise() ->
 
 
 class SleepyTask(RegressionTask):
-    """Rank 1 comes late."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Sleep on rank 1."""
         if self.global_rank == 1:
             time.sleep(6)
         return self.loss(batch)
@@ -220,14 +171,11 @@ def test_synchronized_batch_norm_is_refused_on_the_cpu() -> None:
 
 
 class DifferentTask(RegressionTask):
-    """Starts from weights of its rank's own."""
-
     def __init__(self, rank: int) -> None:
         super().__init__(seed=rank)
         self.register_buffer("mark", torch.tensor(float(rank)))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the prediction."""
         return self(batch[0])
 
 
@@ -261,12 +209,10 @@ class SeesBuffers(RegressionTask):
         self.seen: list[float] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Count up, rank 1 faster."""
         self.mark.add_(1 + self.trainer.global_rank)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Note it."""
         self.seen.append(float(self.mark))
 
 
@@ -285,18 +231,16 @@ def test_every_rank_evaluates_with_rank_zeros_buffers() -> None:
 # Ending
 
 
-def _groups_left() -> list[bool]:
+def _groups_left(strategy: str) -> list[bool]:
     gc.disable()
     groups: list[weakref.ref[Any]] = []
     for _ in range(3):
-        trainer = quiet_trainer(devices="auto", max_epochs=1, callbacks=[GroupWatcher(groups)])
+        trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1, callbacks=[GroupWatcher(groups)])
         trainer.fit(RegressionTask(), regression_loader(4))
     return [group() is not None for group in groups]
 
 
 class GroupWatcher(Callback):
-    """Takes a weak reference to each stage's process group."""
-
     def __init__(self, groups: list[weakref.ref[Any]]) -> None:
         self.groups = groups
 
@@ -305,10 +249,11 @@ class GroupWatcher(Callback):
 
 
 @pytest.mark.distributed
-def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector(strategy: str) -> None:
     # The collector may run in a loader's forked worker, where freeing a gloo group waits for threads that are not
     # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
-    for alive in run_distributed(_groups_left, 2, init=False):
+    for alive in run_distributed(_groups_left, 2, strategy, init=False):
         assert alive[1:] == [False, False]
 
 
@@ -345,3 +290,77 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
     engine = DDPStrategy(sync_batchnorm=True).engine(EngineSettings("cuda", [0], 1, Precision.parse("32-true")))
     engine._build(task)
     assert isinstance(task.late, nn.SyncBatchNorm)
+
+
+# Parameters that are frozen or unfrozen during a fit
+
+
+class Thawing(Blocks):
+    """Its middle block is unfrozen before the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].requires_grad_(self.current_epoch == 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class ThawingLater(Thawing):
+    """The block is unfrozen between two micro-batches of one step."""
+
+    def on_train_epoch_start(self) -> None:
+        """Leave it as it is."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Unfreeze before the last micro-batch of an epoch, which is this one's on any number of ranks."""
+        if torch.equal(batch, batches()[-1]) or torch.equal(batch, batches()[-2]):
+            self.blocks[1].requires_grad_(True)
+
+
+class ThawingAll(Thawing):
+    """Nothing is trained when the strategy takes the task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.requires_grad_(True)
+
+
+class Freezing(Blocks):
+    """Its middle block is frozen after the first epoch of two steps, which end between two averages."""
+
+    def on_train_epoch_start(self) -> None:
+        self.blocks[1].requires_grad_(self.current_epoch == 0)
+
+
+_TASKS: dict[str, type[TaskModule]] = {"epoch": Thawing, "step": ThawingLater, "all": ThawingAll}
+
+
+def _train_all() -> dict[str, Any]:
+    found: dict[str, Any] = {name: train(DDPStrategy(), 2, task()) for name, task in _TASKS.items()}
+    frozen = Freezing()
+    trainer = quiet_trainer(devices="auto", strategy=LocalSGDStrategy(3), max_epochs=2, accumulate_grad_batches=2)
+    trainer.fit(frozen, batches())
+    return found | {"local_sgd": weights_of(frozen)}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, Any]]:
+    return run_distributed(_train_all, 2, timeout=120, init=False)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", list(_TASKS))
+def test_replicas_average_what_is_unfrozen_during_a_fit(name: str, trained: list[dict[str, Any]]) -> None:
+    assert_trained_alike([found[name] for found in trained], train("single", 1, _TASKS[name]()))
+
+
+@pytest.mark.distributed
+def test_local_sgd_averages_what_was_frozen_since_the_last_average(trained: list[dict[str, Any]]) -> None:
+    assert_equal_weights(trained[0]["local_sgd"], trained[1]["local_sgd"])

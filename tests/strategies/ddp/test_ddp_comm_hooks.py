@@ -62,14 +62,11 @@ def train(strategy: DDPStrategy, **arguments: Any) -> dict[str, Any]:
 
 
 def annotated(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Count, and average."""
     state["calls"] += 1
     return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
 
 
 def doubled(hook: Any) -> Any:
-    """Return a hook whose result is twice that of another one."""
-
     def run(state: Any, bucket: Any) -> Any:
         return hook(state, bucket).then(lambda done: done.value().mul_(2))
 
@@ -129,14 +126,12 @@ def _train_with_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    """What each rank saw under each strategy."""
     return run_distributed(_train_with_all, 2, timeout=240)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("fp16", torch.float16), ("bf16", torch.bfloat16), ("stock bf16", torch.bfloat16)],
+    ("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("stock bf16", torch.bfloat16)]
 )
 def test_gradients_are_cast_before_they_are_averaged(name: str, dtype: torch.dtype, runs: list[dict[str, Any]]) -> None:
     for of_rank in runs:
@@ -152,9 +147,9 @@ def test_replicas_stay_equal_under_every_hook(runs: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["full rank", "batched"])
-def test_power_sgd_of_full_rank_is_an_average(name: str, runs: list[dict[str, Any]]) -> None:
-    torch.testing.assert_close(runs[0][name]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=1e-5)
+@pytest.mark.parametrize(("name", "atol"), [("full rank", 1e-5), ("batched", 1e-5), ("late", 1e-6)])
+def test_power_sgd_of_full_rank_or_before_it_starts_is_an_average(name: str, atol: float, runs: list[Any]) -> None:
+    torch.testing.assert_close(runs[0][name]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=atol)
 
 
 @pytest.mark.distributed
@@ -162,11 +157,6 @@ def test_power_sgd_of_full_rank_is_an_average(name: str, runs: list[dict[str, An
 def test_power_sgd_of_rank_one_compresses(name: str, runs: list[dict[str, Any]]) -> None:
     difference = (runs[0][name]["weights"]["net.0.weight"] - runs[0]["plain"]["weights"]["net.0.weight"]).abs()
     assert difference.max() > 1e-4
-
-
-@pytest.mark.distributed
-def test_power_sgd_averages_plainly_before_it_starts(runs: list[dict[str, Any]]) -> None:
-    torch.testing.assert_close(runs[0]["late"]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.distributed
@@ -210,6 +200,9 @@ def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
+        ({"start_method": "auto"}, "in one way, which works in scripts"),
+        ({"model_averaging_period": "auto"}, "LocalSGDStrategy"),
+        ({"find_unused_parameter": "auto"}, "Did you mean 'find_unused_parameters'"),
         ({"ddp_comm_hook": "pf16"}, "Did you mean 'fp16'"),
         ({"ddp_comm_hook": 16}, "or a function"),
         ({"ddp_comm_wrapper": "power_sgd"}, "Known: no, fp16, bf16"),
@@ -220,7 +213,7 @@ def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
         ({"ddp_comm_hook": "power_sgd", "ddp_comm_state": {"start_powerSGD_iter": 1}}, "start_powerSGD_iter"),
     ],
 )
-def test_a_hook_that_cannot_be_is_an_error_at_construction(options: dict[str, Any], text: str) -> None:
+def test_an_option_that_cannot_be_served_is_an_error_at_construction(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         DDPStrategy(**options)
 
@@ -236,12 +229,8 @@ def test_the_options_of_an_accelerate_script_are_understood() -> None:
     strategy = DDPStrategy.from_kwargs(kwargs, timeout=60)
     assert (strategy.comm_hook.hook, strategy.comm_hook.wrapper) == ("power_sgd", "fp16")
     assert strategy.comm_hook.power_sgd == {"matrix_approximation_rank": 2, "process_group": None}
-    assert strategy.ddp_options == {
-        "find_unused_parameters": True,
-        "static_graph": False,
-        "gradient_as_bucket_view": False,
-        "broadcast_buffers": False,
-    }
+    ours = {"find_unused_parameters": True, "gradient_as_bucket_view": False, "broadcast_buffers": False}
+    assert strategy.ddp_options == DDPStrategy(**ours).ddp_options
     with pytest.raises(ConfigurationError, match="check_reduction"):
         DDPStrategy.from_kwargs(DistributedDataParallelKwargs(check_reduction=True))
 

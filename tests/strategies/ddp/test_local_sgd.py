@@ -31,7 +31,6 @@ class Task(RegressionTask):
         self.register_buffer("moved", torch.zeros(1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Move the buffer, and return the loss."""
         self.moved.add_(1 + self.global_rank)
         return super().training_step(batch, batch_idx)
 
@@ -44,7 +43,6 @@ class ByHand(Task):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        """Accumulate, and step at every second batch."""
         optimizer = self.optimizers()
         self.manual_backward(self.loss(batch) / 2)
         if batch_idx % 2:
@@ -82,13 +80,13 @@ class Watcher(Callback):
         del self._put_back
 
 
-def train(task: Task, num_samples: int = 40, **arguments: Any) -> Any:
+def train(task: Task, ckpt_path: str | None = None, **arguments: Any) -> Any:
     """Train two epochs on this rank; one sample a micro-batch, two in a step."""
     settings: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **arguments}
     if task.automatic_optimization:
         settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings}
     trainer = quiet_trainer(devices="auto", strategy=LocalSGDStrategy(_STEPS), **settings)
-    trainer.fit(task, regression_loader(num_samples))
+    trainer.fit(task, regression_loader(40), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -130,17 +128,12 @@ def _train_all(folder: Path) -> dict[str, Any]:
     train(half, callbacks=[ModelCheckpoint(folder / "half", **saver)], max_steps=10)
     resumed = Task()
     path = str(next(p for p in sorted((folder / "half").iterdir()) if "step=5" in p.name))
-    train_on = quiet_trainer(
-        devices="auto", strategy=LocalSGDStrategy(_STEPS), max_epochs=2, num_sanity_val_steps=0,
-        accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=[ModelCheckpoint(folder / "half", **saver)],
-    )  # fmt: skip
-    train_on.fit(resumed, regression_loader(40), ckpt_path=path)
+    train(resumed, path, callbacks=[ModelCheckpoint(folder / "half", **saver)])
     return found | {"whole": weights_of(whole), "resumed": weights_of(resumed), "path": path}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw."""
     return run_distributed(_train_all, 2, tmp_path_factory.mktemp("local"), timeout=120)
 
 
@@ -180,14 +173,11 @@ def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> N
 
 
 class SeesWeights(Task):
-    """Notes a weight whenever it evaluates."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Note it."""
         self.seen.append(float(self.net[0].weight[0, 0]))
 
 
@@ -215,16 +205,11 @@ def test_every_rank_evaluates_the_average_and_a_search_tries_steps_out(tmp_path:
 
 
 class Ragged(Task):
-    """Counts the rows of a batch."""
-
     def num_items(self, batch: Any) -> int:
-        """Count them."""
         return len(batch[0])
 
 
 class FirstLoss(Callback):
-    """Keeps the losses and gradients of each step."""
-
     def __init__(self) -> None:
         self.grads: list[torch.Tensor] = []
 

@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import gc
-import pickle
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.fsdp.sharded import Blocks, batches
-from tests.strategies.fsdp.test_fsdp import GroupWatcher, _BadOn, _Fails, _LeavesGroup
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, train
+from tests.strategies.fsdp.test_fsdp import StateWatcher, _LeavesGroup
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import ConfigurationError, NonFiniteError, TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 pytestmark = pytest.mark.distributed
-
-
-def train(strategy: Any, processes: int, task: Blocks | None = None, **arguments: Any) -> dict[str, Any]:
-    """Train two epochs of steps of four micro-batches; return what can be compared."""
-    recorder, task = StepRecorder(), task or Blocks()
-    settings = {"accumulate_grad_batches": 4 // processes, "gradient_clip_val": 0.5, "max_epochs": 2, **arguments}
-    callbacks = [recorder, *settings.pop("callbacks", [])]
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1, strategy=strategy, callbacks=callbacks, num_sanity_val_steps=1,
-        **settings,
-    )  # fmt: skip
-    trainer.fit(task, batches(), batches(7))
-    return {
-        "losses": torch.tensor(recorder.losses), "weights": weights_of(task), "reported": recorder.reported,
-        "val": float(trainer.callback_metrics["val_loss"]),
-    }  # fmt: skip
-
-
-def assert_trained_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any], atol: float = 1e-6) -> None:
-    """Compare the mean of the ranks' losses and everything else with one process."""
-    losses = torch.stack([found["losses"] for found in by_rank]).mean(0)
-    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=atol)
-    for found in by_rank:
-        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=10 * atol)
-        assert found["val"] == pytest.approx(alone["val"], abs=10 * atol)
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -68,8 +37,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Inside(Callback):
-    """Looks at what this rank holds in the middle of training."""
-
     def __init__(self) -> None:
         self.empty = 0
         self.numel = 0
@@ -112,7 +79,6 @@ def _train_with_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Any]]:
-    """What each of two ranks trained with each of the options."""
     return run_distributed(_train_with_all, 2, timeout=290, init=False)
 
 
@@ -155,132 +121,7 @@ def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behin
         assert_trained_alike([found["left"][number] for found in trained], alone)
 
 
-# After a stage
-
-
-def _after() -> dict[str, Any]:
-    groups: list[weakref.ref[Any]] = []
-    linear, found = nn.functional.linear, {}
-    for stage in (1, 3):
-        task, plain = Blocks(), Blocks()
-        watcher = GroupWatcher(groups)
-        trainer = quiet_trainer(devices="auto", strategy=f"deepspeed_stage_{stage}", max_epochs=1, callbacks=[watcher])
-        trainer.fit(task, batches(), batches(3))
-        gc.disable()
-        same = [
-            (type(one), set(vars(one)), type(one._parameters)) == (type(other), set(vars(other)), dict)
-            for one, other in zip([*task.modules()][1:], [*plain.modules()][1:], strict=True)
-        ]
-        hooks = [key for m in task.modules() for key, value in vars(m).items() if key.endswith("_hooks") and value]
-        traces = {name for parameter in task.parameters() for name in vars(parameter)}
-        again = pickle.loads(pickle.dumps(task))
-        found[stage] = {
-            "plain": (same.count(False), hooks, traces, task.tied.weight is task.inputs.weight),
-            "outputs": again(batches()[3]).detach(), "weights": weights_of(task),
-            "predictions": trainer.predict(task, batches(3)),
-            "validated": trainer.validate(task, batches(3), verbose=False)[0]["val_loss"],
-        }  # fmt: skip
-        quiet_trainer(devices="auto", strategy=f"deepspeed_stage_{stage}", max_epochs=1).fit(task, batches())
-        found[stage]["moved"] = weights_of(task)
-        alive = weakref.ref(task)
-        del task, plain, watcher, trainer
-        gc.collect()
-        found[stage]["alive"] = alive() is not None
-        gc.disable()
-    found["groups"] = [group() is not None for group in groups[1:]]
-    found["linear"] = nn.functional.linear is linear
-    return found
-
-
-def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_used_again() -> None:
-    by_rank = run_distributed(_after, 2, timeout=280, init=False)
-    for stage in (1, 3):
-        first, second = (found[stage] for found in by_rank)
-        for found in (first, second):
-            assert found["plain"] == (0, [], set(), True)
-            assert_equal_weights(found["weights"], first["weights"])
-            assert_equal_weights(found["moved"], first["moved"])
-        task = Blocks()
-        task.load_state_dict(first["weights"])
-        with torch.no_grad():
-            torch.testing.assert_close(first["outputs"], task(batches()[3]))
-            torch.testing.assert_close(first["predictions"], [task(batch) for batch in batches(3)])
-        assert first["validated"] == second["validated"]
-        assert not first["alive"]
-        assert not torch.equal(first["moved"]["outputs.weight"], first["weights"]["outputs.weight"])
-    assert by_rank[0]["groups"] == [False]
-    assert by_rank[0]["linear"]
-
-
-# Steps that do not end
-
-
-class _ReturnsNone(Blocks):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
-
-
-def _train_on_bad(stage: int, policy: str) -> Any:
-    trainer = quiet_trainer(
-        devices="auto", strategy=DeepSpeedStrategy(stage=stage), max_epochs=1, num_sanity_val_steps=0,
-        accumulate_grad_batches=2, on_nonfinite=policy,
-    )  # fmt: skip
-    task = _BadOn(1)
-    try:
-        trainer.fit(task, batches())
-    except NonFiniteError as error:
-        return str(error)
-    return trainer.global_step, len(trainer.skipped_batches), weights_of(task)
-
-
-def _not_ending() -> dict[str, Any]:
-    import warnings
-
-    warnings.simplefilter("ignore")
-    found: dict[str, Any] = {
-        policy: [_train_on_bad(stage, policy) for stage in (0, 1, 2, 3)] for policy in ("skip", "raise")
-    }
-    with pytest.raises(TaskError) as none:
-        quiet_trainer(devices="auto", strategy="deepspeed_stage_2", max_epochs=1).fit(_ReturnsNone(), batches())
-    found["none"] = str(none.value)
-    return found
-
-
-def test_ranks_agree_on_a_gradient_that_is_not_finite() -> None:
-    first, second = run_distributed(_not_ending, 2, timeout=280, init=False)
-    for one, other in zip(first["skip"], second["skip"], strict=True):
-        assert one[:2] == other[:2] == (1, 1)
-        assert all(tensor.isfinite().all() for tensor in one[2].values())
-        torch.testing.assert_close(one[2], first["skip"][0][2], rtol=0, atol=1e-5)
-    assert all("outputs.bias" in text for text in first["raise"])
-    assert "Return a zero loss" in first["none"]
-
-
-def _fail() -> str:
-    task = _Fails()
-    with pytest.raises(OSError, match="disk"):
-        quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1).fit(task, batches())
-    with pytest.raises(ConfigurationError) as raised:
-        quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1).fit(task, batches())
-    return str(raised.value)
-
-
-def test_a_task_whose_stage_failed_says_that_it_holds_shards() -> None:
-    (text,) = run_distributed(_fail, 1, init=False, timeout=120)
-    assert "still holds shards of a run that failed" in text
-
-
 # Checkpoints
-
-
-class Names(Callback):
-    """Notes the devices of the weights that a checkpoint is about to hold."""
-
-    def __init__(self) -> None:
-        self.seen: set[str] = set()
-
-    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-        self.seen |= {value.device.type for value in checkpoint["state_dict"].values()}
 
 
 _SAVES = [(1, "sharded"), (2, "sharded"), (2, "full"), (3, "sharded"), (3, "full")]
@@ -289,15 +130,13 @@ _SAVES = [(1, "sharded"), (2, "sharded"), (2, "full"), (3, "sharded"), (3, "full
 def _save(folder: Path) -> list[set[str]]:
     seen = []
     for stage, kind in _SAVES:
-        watcher = Names()
+        watcher = StateWatcher()
         saver = ModelCheckpoint(folder / f"{stage}-{kind}", every_n_train_steps=2, save_top_k=-1)
         train(DeepSpeedStrategy(stage=stage, state_dict_type=kind), 2, callbacks=[watcher, saver])
-        seen.append(watcher.seen)
+        seen.append({device for _, device in watcher.seen})
     return seen
 
 
-@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*holds the state of a callback:UserWarning")
 @pytest.mark.exhaustive
 def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_one_process(tmp_path: Path) -> None:
     first, second = run_distributed(_save, 2, tmp_path, timeout=280, init=False)
@@ -312,9 +151,5 @@ def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_
         state = snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         assert state["exp_avg"].shape == (7, 7)
-        task = Blocks()
-        trainer = quiet_trainer(
-            max_epochs=2, accumulate_grad_batches=4, gradient_clip_val=0.5, num_sanity_val_steps=0,
-        )  # fmt: skip
-        trainer.fit(task, batches(), ckpt_path=path)
-        torch.testing.assert_close(weights_of(task), train("single", 1)["weights"], rtol=0, atol=1e-5)
+        continued = train("single", 1, ckpt_path=path)
+        torch.testing.assert_close(continued["weights"], train("single", 1)["weights"], rtol=0, atol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_
 from trainwright.strategies.deepspeed.options import NAMES, ZeroOptions
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+from trainwright.strategies.deepspeed.zero_model import connect_schedule
 
 
 def _config(**given: Any) -> EngineConfig:
@@ -87,6 +89,8 @@ def test_a_model_is_built_without_what_is_still_open() -> None:
         ({"stage": 4}, "write 0, 1, 2 or 3"),
         ({"stage": 2, "zero_optimization": False}, "contradict"),
         ({"stages": 2}, "Did you mean 'stage'"),
+        ({"remote_device": "auto"}, "offload_parameters=True"),
+        ({"load_full_weights": "auto"}, "every strategy loads full weights"),
         ({"offload_optimizer_device": "disk"}, "'cpu' or 'nvme'"),
         ({"stage": 2, "offload_optimizer": True, "offload_optimizer_device": "nvme"}, "only at stage 3. Use stage=3"),
         ({"stage": 2, "offload_parameters": True}, "only at stage 3. Use stage=3"),
@@ -158,10 +162,7 @@ def test_accelerates_names_are_understood() -> None:
     [
         ({"zero_stages": 2}, "Did you mean 'zero_stage'"),
         ({"deepspeed_hostfile": "hosts"}, "launcher"),
-        (
-            {"deepspeed_config_file": {"gradient_clipping": 2}, "gradient_clipping": 1.0},
-            "differs from 2 in the",
-        ),
+        ({"deepspeed_config_file": {"gradient_clipping": 2}, "gradient_clipping": 1.0}, "differs from 2 in the"),
         ({"offload_param_nvme_path": "/a", "offload_optimizer_nvme_path": "/b"}, "differ"),
     ],
 )
@@ -193,3 +194,25 @@ def test_a_configuration_with_an_optimizer_can_be_evaluated_without_one() -> Non
         total_steps=float("inf"), warmup_steps=0,
     )  # fmt: skip
     assert "optimizer" not in EngineConfig(content, ZeroOptions(), {}).resolved(facts, trains=False)
+
+
+def _take(scheduler: Any) -> None:
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
+    run: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler, interval="epoch")])
+    connect_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
+
+
+def test_a_torch_schedule_over_dummy_optim_is_an_error() -> None:
+    dummy = DummyOptim([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    schedules = torch.optim.lr_scheduler
+    for schedule in (schedules.LambdaLR(dummy, lambda step: 0.5), schedules.ReduceLROnPlateau(dummy)):
+        text = rf"{type(schedule).__name__} was created with a DummyOptim.*DummyScheduler"
+        with pytest.raises(ConfigurationError, match=text):
+            _take(schedule)
+
+
+def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
+    with pytest.raises(ConfigurationError, match="needs a 'scheduler'"):
+        _take(DummyScheduler(optimizer))

@@ -33,36 +33,30 @@ class Wide(TaskModule):
         self.named = named
 
     def configure_model(self) -> None:
-        """Build the layers."""
         if self.net is None:
             torch.manual_seed(3)
             layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
             self.net = nn.Sequential(*layers, nn.Linear(WIDTH, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
         output: torch.Tensor = self.net(batch)
         return output.square().mean() + output.mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log a loss."""
         self.log("val_loss", self.net(batch).square().mean())
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW, or what stands for the one in DeepSpeed's configuration."""
         if self.named:
             return DummyOptim(self.parameters(), lr=1e-4, weight_decay=0.01)
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.01)
 
 
 def batches(number: int = 4) -> list[torch.Tensor]:
-    """Return the data."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randn(2, WIDTH, generator=generator) for _ in range(number)]
 
 
 def strategy(disk: Path) -> DeepSpeedStrategy:
-    """Return one with states and weights on a disk, and with small buffers."""
     place = {"device": "nvme", "nvme_path": str(disk)}
     return DeepSpeedStrategy(
         {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,8 @@ from torch import nn
 
 from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.deepspeed.test_deepspeed import assert_trained_alike, train
-from tests.strategies.fsdp.sharded import Block, Blocks, batches
-from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.fsdp.sharded import Block, Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
@@ -30,19 +28,16 @@ class Named(Blocks):
     """Leaves its optimizer and its schedule to DeepSpeed's configuration."""
 
     def configure_optimizers(self) -> Any:
-        """Return stand-ins."""
         optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.01)
         return {"optimizer": optimizer, "lr_scheduler": DummyScheduler(optimizer, warmup_num_steps=4)}
 
 
-class Rates(Callback):
-    """Notes the learning rate of each step."""
+class Scheduled(Blocks):
+    """Leaves its optimizer to DeepSpeed's configuration, and schedules it by itself."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        self.seen.append(optimizer.param_groups[0]["lr"])
+    def configure_optimizers(self) -> Any:
+        optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)]
 
 
 def config(stage: int, *, on_host: bool = False) -> dict[str, Any]:
@@ -66,22 +61,11 @@ def _named(folder: Path, on_host: bool) -> dict[int, Any]:
     warnings.simplefilter("ignore")
     found = {}
     for stage in (1, 2, 3):
-        rates, task = Rates(), Named()
         strategy = DeepSpeedStrategy(config(stage, on_host=on_host))
-        whole = train(strategy, 2, task, callbacks=[rates])
-        trainer = quiet_trainer(
-            devices="auto", strategy=DeepSpeedStrategy(config(stage, on_host=on_host)), accumulate_grad_batches=2,
-            gradient_clip_val=0.5, max_epochs=1,
-        )  # fmt: skip
-        trainer.fit(Named(), batches())
-        trainer.save_checkpoint(folder / str(stage))
-        task = Named()
-        trainer = quiet_trainer(
-            devices="auto", strategy=DeepSpeedStrategy(config(stage, on_host=on_host)), accumulate_grad_batches=2,
-            gradient_clip_val=0.5, max_epochs=2,
-        )  # fmt: skip
-        trainer.fit(task, batches(), ckpt_path=folder / str(stage))
-        found[stage] = {**whole, "rates": rates.seen, "continued": weights_of(task)}
+        whole = train(strategy, 2, Named())
+        train(strategy, 2, Named(), max_epochs=1, save_to=folder / str(stage))
+        continued = train(strategy, 2, Named(), ckpt_path=folder / str(stage))
+        found[stage] = {**whole, "continued": continued["weights"]}
     return found
 
 
@@ -131,8 +115,6 @@ def test_optimizer_and_parameters_on_the_host_train_and_continue(tmp_path: Path)
 
 
 class BuiltLate(Blocks):
-    """Has no layers before a strategy asks for them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.tied = nn.Linear(5, 7)  # its own weight: ties across modules cannot be made of pieces
@@ -140,14 +122,11 @@ class BuiltLate(Blocks):
         self.blocks = None  # type: ignore[assignment]  # made later
 
     def configure_model(self) -> None:
-        """Build the blocks."""
         if self.blocks is None:
             self.blocks = nn.ModuleList([Block() for _ in range(3)])
 
 
 class Experts(nn.Module):
-    """Two layers, of which a batch goes through one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
@@ -159,8 +138,6 @@ class Experts(nn.Module):
 
 
 class Routed(Blocks):
-    """Sends each batch through one expert."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -169,7 +146,6 @@ class Routed(Blocks):
             self.experts = Experts()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Run the experts first."""
         return super().forward(self.experts(self.gate(inputs)))
 
     def configure_optimizers(self) -> Any:
@@ -191,7 +167,6 @@ class Teacher(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 5)` to the same shape."""
         outputs: torch.Tensor = self.net(inputs)
         return outputs
 
@@ -205,7 +180,6 @@ class Student(Blocks):
         self.held: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the distance to the teacher."""
         self.held.append(sum(parameter.numel() for parameter in self.teacher.parameters()))
         with torch.no_grad():
             wanted = self.teacher(batch)
@@ -213,7 +187,6 @@ class Student(Blocks):
 
 
 def _distil(folder: Path) -> dict[str, Any]:
-    """Train, and continue from the middle."""
     found: dict[str, Any] = {}
     for stage in (1, 2):
         task = Student()
@@ -221,22 +194,10 @@ def _distil(folder: Path) -> dict[str, Any]:
             "config": {"zero_optimization": {"stage": stage, **_KEPT_SMALL}}, "frozen_modules": ("Teacher",),
         }  # fmt: skip
         found[f"distilled {stage}"] = train(DeepSpeedStrategy(**options), 2, task) | {"held": task.held}
-        settings = {
-            "devices": "auto",
-            "accumulate_grad_batches": 2,
-            "gradient_clip_val": 0.5,
-            "num_sanity_val_steps": 0,
-        }
-        saver = ModelCheckpoint(folder / f"distilled-{stage}", every_n_train_steps=2, save_top_k=-1)
-        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=1, callbacks=[saver], **settings).fit(
-            Student(), batches()
-        )
-        continued = Student()
-        path = next(path for path in (folder / f"distilled-{stage}").iterdir() if "step=2" in path.name)
-        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=2, **settings).fit(
-            continued, batches(), ckpt_path=path
-        )
-        found[f"distilled {stage}"]["continued"] = weights_of(continued)
+        path = folder / f"distilled-{stage}"
+        train(DeepSpeedStrategy(**options), 2, Student(), max_epochs=1, callbacks=[SaveAtEnd(path)])
+        continued = train(DeepSpeedStrategy(**options), 2, Student(), ckpt_path=path)
+        found[f"distilled {stage}"]["continued"] = continued["weights"]
     return found
 
 
@@ -273,7 +234,6 @@ def _other_ways(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks made of other formats and ways to build."""
     return run_distributed(_other_ways, 2, tmp_path_factory.mktemp("others"), timeout=290, init=False)
 
 
@@ -347,42 +307,33 @@ def _sgd(task: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(task.parameters(), lr=0.1)
 
 
+_UNSCHEDULED = {key: value for key, value in config(2).items() if key != "scheduler"}
+_ON_DISK = {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}
+_REFUSED: list[tuple[Callable[[], Blocks], dict[str, Any], str]] = [
+    (lambda: _Returns(lambda task: [_sgd(task), _sgd(task)]), {"stage": 2}, "returned 2 optimizers"),
+    (lambda: _Returns(lambda task: torch.optim.LBFGS(task.parameters())), {"stage": 2}, "LBFGS evaluates"),
+    (lambda: _Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}, "not belong to the task"),
+    (lambda: _Returns(_sgd), {"stage": 2, "offload_optimizer": True}, "DeepSpeedCPUAdam"),
+    (Named, {"stage": 2}, "has no 'optimizer'"),
+    (Scheduled, {"config": _UNSCHEDULED}, "LambdaLR was created with a DummyOptim"),
+    (Blocks, {"config": config(2)}, "has an 'optimizer'"),
+    (Blocks, _ON_DISK, "configure_model"),
+    (Blocks, {"stage": 2, "moe_leaf_modules": ("Block",)}, "has no effect at stage=2"),
+    (Blocks, {"stage": 2, "frozen_modules": ("Block",)}, "has requires_grad=True"),
+    (lambda: _Sparse(_sgd), {"stage": 1}, "words has sparse=True"),
+]
+
+
 def _refuse() -> list[str]:
     texts = []
-    for task, options in (
-        (_Returns(lambda task: [_sgd(task), _sgd(task)]), {"stage": 2}),
-        (_Returns(lambda task: torch.optim.LBFGS(task.parameters())), {"stage": 2}),
-        (_Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}),
-        (_Returns(_sgd), {"stage": 2, "offload_optimizer": True}),
-        (Named(), {"stage": 2}),
-        (Blocks(), {"config": config(2)}),
-        (Blocks(), {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}),
-        (Blocks(), {"stage": 2, "moe_leaf_modules": ("Block",)}),
-        (Blocks(), {"stage": 2, "frozen_modules": ("Block",)}),
-        (_Sparse(_sgd), {"stage": 1}),
-    ):
+    for make, options, _ in _REFUSED:
         with pytest.raises(ConfigurationError) as raised:
-            quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(task, batches())
+            quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(make(), batches())
         texts.append(str(raised.value))
     return texts
 
 
 def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
     (texts,) = run_distributed(_refuse, 1, timeout=280, init=False)
-    for text, expected in zip(
-        texts,
-        [
-            "returned 2 optimizers",
-            "LBFGS evaluates",
-            "not belong to the task",
-            "DeepSpeedCPUAdam",
-            "has no 'optimizer'",
-            "has an 'optimizer'",
-            "configure_model",
-            "has no effect at stage=2",
-            "has requires_grad=True",
-            "words has sparse=True",
-        ],
-        strict=True,
-    ):
+    for text, (_, _, expected) in zip(texts, _REFUSED, strict=True):
         assert expected in text

@@ -9,57 +9,203 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.contracts.test_own_loop import Net, data, make_optimizer
+from tests.contracts.test_strategy import run
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, DeepSpeedPlugin, DeepSpeedStrategy, DummyOptim, DummyScheduler
+from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy, DummyOptim, DummyScheduler
+from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+_ROWS, _BATCHES = 2, 4
 
 
-def _run(function: Any, *arguments: Any) -> list[Any]:
-    found: list[Any] = run_distributed(function, 2, *arguments, init=False, timeout=240)
+def _net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _loader(ranks: int) -> DataLoader[Any]:
+    inputs = torch.randn(_ROWS * ranks * _BATCHES, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=_ROWS)
+
+
+def _alone(seed: int, *, sign: float, rates: list[float], clip: float | None = None) -> dict[str, torch.Tensor]:
+    """Train on one device, with one learning rate for each step."""
+    net = _net(seed)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    if clip is not None:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    inputs, targets = (each.flatten(0, 0) for each in _loader(2).dataset.tensors)  # type: ignore[attr-defined]
+    rows = len(inputs) // len(rates)
+    for i, rate in enumerate(rates):
+        optimizer.param_groups[0]["lr"] = rate
+        here = slice(i * rows, (i + 1) * rows)
+        functional.mse_loss(net(inputs[here]), sign * targets[here]).backward()
+        if clip is not None:
+            assert nn.utils.clip_grad_norm_(net.parameters(), clip) > clip
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in net.state_dict().items()}
+
+
+def _two_models(stage: int) -> list[dict[str, torch.Tensor]]:
+    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage), gradient_accumulation_steps=2, seed=0)
+    nets = [_net(1), _net(2)]
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in nets]
+    first, second, one, two, batches = accelerator.prepare(*nets, *reversed(optimizers), _loader(2))
+    for inputs, targets in batches:
+        for model, optimizer, sign in ((first, two, 1.0), (second, one, -1.0)):
+            with accelerator.accumulate(model):
+                accelerator.backward(functional.mse_loss(model(inputs), sign * targets))
+                optimizer.step()
+                optimizer.zero_grad()
+    found = [{k: v.clone() for k, v in accelerator.get_state_dict(model).items()} for model in (first, second)]
+    accelerator.end_training()
     return found
 
 
-def _train(accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: int = 4) -> list[float]:
-    losses = []
-    for i in range(steps):
-        x = torch.full((2, 4), 0.1 * (i + accelerator.process_index))
+def _clipped_by_config(stage: int, written_later: bool = False) -> dict[str, torch.Tensor]:
+    """Train with the configuration's clipping and micro-batches; the loop itself does not clip."""
+    config = {
+        "zero_optimization": {"stage": stage}, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2,
+        "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    if written_later:
+        config["gradient_clipping"] = "auto"
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
+        plugin = AcceleratorState().deepspeed_plugin
+        assert plugin is not None
+        plugin.deepspeed_config["gradient_clipping"] = 0.1
+    else:
+        accelerator = Accelerator(strategy=DeepSpeedStrategy(config), gradient_accumulation_steps=2, seed=0)
+    net = _net(1)
+    model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), _loader(2))
+    for inputs, targets in batches:
         with accelerator.accumulate(model):
-            output = model(x)
-            assert output.dtype is torch.float32
-            loss = (output - x.sum(1, keepdim=True)).square().mean()
-            accelerator.backward(loss)
+            accelerator.backward(functional.mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
+    found = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+    del model, optimizer
+    accelerator.free_memory()
+    assert not any(hasattr(module, "ds_id") or module._forward_hooks for module in net.modules())
+    accelerator.end_training()
+    return found
 
 
-def _two(stages: tuple[int, ...]) -> Any:
-    """Train a model of each stage's strategy; two under one Accelerator, in turn, and each alone."""
-    (stage,) = stages
+def _narrow(stage: int) -> dict[str, Any]:
+    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage), mixed_precision="bf16", seed=0)
+    net = _net(1)
+    model, optimizer, batches = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05), _loader(accelerator.num_processes)
+    )
+    losses, norms = [], []
+    for _ in range(5):
+        for inputs, targets in batches:
+            with accelerator.accumulate(model):
+                output = model(inputs)
+                assert output.dtype is torch.float32
+                loss = functional.mse_loss(output, targets)
+                accelerator.backward(loss)
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    weights = accelerator.get_state_dict(model)
+    held = {p.dtype for p in model.parameters()}
+    accelerator.end_training()
+    return {"losses": losses, "held": held, "weights": {v.dtype for v in weights.values()}, "norms": norms}
+
+
+def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
+    """Train with and without a group whose gradients are dropped before its step."""
     found = []
-    for chosen in ([0, 1], [0], [1]):
-        accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage))
-        nets = [Net() for _ in chosen]
-        prepared = accelerator.prepare(*nets, *[make_optimizer(net) for net in nets])
-        models, optimizers = prepared[: len(nets)], prepared[len(nets) :]
-        losses = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            losses.append(_train(accelerator, model, optimizer))
-        found.append(losses)
+    for drops in (True, False):
+        accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage), seed=0)
+        net = _net(1)
+        model, optimizer, batches = accelerator.prepare(
+            net, torch.optim.AdamW(net.parameters(), lr=0.05), _loader(accelerator.num_processes)
+        )
+        for inputs, targets in batches:
+            if drops:
+                accelerator.backward(functional.mse_loss(model(2 * inputs), targets))
+                optimizer.zero_grad()
+            accelerator.backward(functional.mse_loss(model(inputs), targets))
+            accelerator.clip_grad_value_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({k: v.clone() for k, v in accelerator.get_state_dict(model).items()})
         accelerator.end_training()
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_disjoint_models_train_as_each_would_alone(stage: int) -> None:
-    for both, first, second in _run(_two, (stage,)):
-        assert both == [*first, *second]
+def _train_all() -> dict[Any, Any]:
+    found: dict[Any, Any] = {("two models", stage): _two_models(stage) for stage in (0, 2, 3)}
+    found |= {("clipped", stage): _clipped_by_config(stage) for stage in (0, 1, 3)}
+    found |= {("bf16", stage): _narrow(stage) for stage in (1, 2, 3)}
+    found |= {("dropped", stage): _dropped(stage) for stage in (0, 1, 2, 3)}
+    return found | {"written later": _clipped_by_config(1, True), "dummies": _dummies()}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[Any, Any]]:
+    return run_distributed(_train_all, 2, init=False, timeout=290)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_each_of_two_models_has_its_engine(stage: int, trained: list[dict[Any, Any]]) -> None:
+    for seed, sign in ((1, 1.0), (2, -1.0)):
+        wanted = _alone(seed, sign=sign, rates=[0.05, 0.05])
+        torch.testing.assert_close(trained[0]["two models", stage][seed - 1], wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", [("clipped", 0), ("clipped", 1), ("clipped", 3), "written later"], ids=str)
+def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(case: Any, trained: list[Any]) -> None:
+    wanted = _alone(1, sign=1.0, rates=[0.5, 0.5], clip=0.1)
+    torch.testing.assert_close(trained[0][case], wanted, rtol=1e-4, atol=1e-5)
+
+
+def _check_narrow(found: dict[str, Any]) -> None:
+    assert found["held"] == {torch.bfloat16}
+    assert found["weights"] == {torch.float32}
+    assert sum(found["losses"][-4:]) < 0.7 * sum(found["losses"][:4])
+    assert min(found["norms"]) > 0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_models_compute_in_bf16_beside_float32_weights(stage: int, trained: list[dict[Any, Any]]) -> None:
+    _check_narrow(trained[0]["bf16", stage])
+
+
+def test_one_process_computes_in_bf16_beside_float32_weights() -> None:
+    for found in run_distributed(lambda: [_narrow(stage) for stage in (1, 2, 3)], 1, init=False, timeout=240)[0]:
+        _check_narrow(found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_without_a_step_drops_gradients(stage: int, trained: list[dict[Any, Any]]) -> None:
+    dropped, plain = trained[0]["dropped", stage]
+    torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
+
+
+def _offload_with_torchs_adam() -> str:
+    accelerator = Accelerator(strategy="deepspeed_stage_2_offload")
+    net = _net(1)
+    with pytest.raises(ConfigurationError) as error:
+        accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.end_training()
+    return str(error.value)
+
+
+def test_errors_about_an_optimizer_name_prepare() -> None:
+    for text in run_distributed(_offload_with_torchs_adam, 2, init=False):
+        assert "prepare() received AdamW" in text
+        assert "configure_optimizers" not in text
+        assert "DeepSpeedCPUAdam(model.parameters(), lr=…)" in text
 
 
 def _teacher(folder: str) -> Any:
@@ -70,7 +216,15 @@ def _teacher(folder: str) -> Any:
     student_model, optimizer, teacher_model = accelerator.prepare(student, make_optimizer(student), teacher)
     with torch.no_grad():
         found = teacher_model(torch.ones(2, 4))
-    losses = _train(accelerator, student_model, optimizer)
+    losses = []
+    for i in range(4):
+        x = torch.full((2, 4), 0.1 * (i + accelerator.process_index))
+        with accelerator.accumulate(student_model):
+            loss = (student_model(x) - x.sum(1, keepdim=True)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss.detach()))
     accelerator.save_model(teacher_model, folder, max_shard_size="500B")
     sharded = [p.ds_numel for p in teacher.parameters()]  # type: ignore[attr-defined]  # DeepSpeed's
     accelerator.end_training()
@@ -78,7 +232,7 @@ def _teacher(folder: str) -> Any:
 
 
 def test_a_model_without_an_optimizer_is_sharded_evaluated_and_saved(tmp_path: Path) -> None:
-    for expected, found, losses, count in _run(_teacher, str(tmp_path)):
+    for expected, found, losses, count in run_distributed(_teacher, 2, str(tmp_path), init=False, timeout=240):
         torch.testing.assert_close(found, expected)
         assert len(set(losses)) == len(losses)
         assert count == len(list(Net().parameters()))
@@ -86,27 +240,15 @@ def test_a_model_without_an_optimizer_is_sharded_evaluated_and_saved(tmp_path: P
     torch.testing.assert_close(saved, dict(Net().state_dict()), rtol=0, atol=0)
 
 
-_CONFIG = {
-    "zero_optimization": {"stage": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "warmup_type": "linear",
-        },
-    },
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-    "train_batch_size": "auto",
-    "zero_allow_untested_optimizer": True,
-}
-
-
 def _dummies() -> Any:
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_CONFIG), gradient_accumulation_steps=2)
+    rise = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    config = {
+        "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupLR", "params": rise}, "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
     net = Net()
     optimizer = DummyOptim(net.parameters(), lr=0.05)
     scheduler = DummyScheduler(optimizer, warmup_num_steps=4)
@@ -122,34 +264,17 @@ def _dummies() -> Any:
             losses.append(float(loss.detach()))
             if accelerator.sync_gradients:
                 rates.append(prepared.param_groups[0]["lr"])
-    config = accelerator.engine.resolved_config  # type: ignore[attr-defined]  # of this engine
+    resolved = accelerator.engine.resolved_config  # type: ignore[attr-defined]  # of this engine
     accelerator.end_training()
-    return rates, losses, config["train_batch_size"], config["optimizer"]["params"]["lr"]
+    return rates, losses, resolved["train_batch_size"], resolved["optimizer"]["params"]["lr"]
 
 
-def test_the_configurations_optimizer_and_scheduler_are_stepped_through_their_stand_ins() -> None:
-    for rates, losses, batch, rate in _run(_dummies):
+def test_the_configurations_optimizer_and_scheduler_are_stepped_through_their_stand_ins(trained: list[Any]) -> None:
+    for rates, losses, batch, rate in (found["dummies"] for found in trained):
         assert (batch, rate) == (8, 0.05)
         assert rates == sorted(rates)
         assert 0 < rates[-1] <= 0.05
         assert losses != sorted(losses)
-
-
-def _mixed(strategy: Any) -> Any:
-    accelerator = Accelerator(strategy=strategy, mixed_precision="bf16")
-    net = Net()
-    model, optimizer = accelerator.prepare(net, make_optimizer(net))
-    losses = _train(accelerator, model, optimizer)
-    weights = accelerator.get_state_dict(model)
-    accelerator.end_training()
-    return losses, {str(value.dtype) for value in weights.values()}
-
-
-def test_bfloat16_keeps_float32_weights() -> None:
-    expected = _run(_mixed, "ddp")
-    for (losses, dtypes), (wanted, _) in zip(_run(_mixed, DeepSpeedStrategy(stage=2)), expected, strict=True):
-        torch.testing.assert_close(losses, wanted, rtol=0.05, atol=0.02)
-        assert dtypes in ({"torch.float32"}, set())
 
 
 def _refusals() -> list[str]:
@@ -193,9 +318,21 @@ def _refusals() -> list[str]:
 
 
 def test_what_an_engine_cannot_train_is_refused() -> None:
-    for late, several, shared, joint, twice in _run(_refusals):
+    for late, several, shared, joint, twice in run_distributed(_refusals, 2, init=False, timeout=240):
         assert "was passed to prepare() after its model" in late
         assert "2 optimizers hold parameters of Net" in several
         assert "holds parameters of Net and of other models" in shared
         assert "after the forwards of 2 models" in joint
         assert "To sum losses, add them and call backward once" in twice
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_pieces_are_put_together_in_float32_and_saved_in_16_bits(name: str, tmp_path: Path) -> None:
+    [(_, _, weights)] = run(name, {"epochs": 1, "save_to": tmp_path / "checkpoint"})
+    assert len(list((tmp_path / "checkpoint").rglob("*.safetensors"))) > 2  # each rank has written its own
+    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        export_weights(tmp_path / "checkpoint", tmp_path / f"{dtype}.safetensors", dtype=dtype)
+        whole = load_file(tmp_path / f"{dtype}.safetensors")
+        for key in ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"):
+            assert whole[key].dtype == kind
+            assert torch.equal(whole[key], weights[key].to(kind))

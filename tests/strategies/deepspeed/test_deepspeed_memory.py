@@ -28,19 +28,15 @@ CASES = [("32-true", 0), *((precision, stage) for precision in ("32-true", "bf16
 
 
 class Deep(TaskModule):
-    """Two million parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
         output: torch.Tensor = self.net(batch)
         return output.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -103,7 +99,6 @@ def _look() -> dict[tuple[str, int], dict[str, int]]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[tuple[str, int], dict[str, int]]]:
-    """What two ranks have held in all cases."""
     return run_distributed(_look, RANKS, timeout=240, init=False)
 
 

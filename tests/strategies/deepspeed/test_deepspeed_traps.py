@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.sources import ROOT
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
@@ -19,6 +19,7 @@ from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 pytestmark = pytest.mark.distributed
 
 _SCRIPT = """
+import os
 import warnings
 
 warnings.simplefilter("ignore")
@@ -26,42 +27,34 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, batches
 
 task = Blocks()
+"""
+_ONE_PROCESS = """
+quiet_trainer(devices=1, strategy="deepspeed_stage_2", max_steps=1).fit(task, batches())
+assert "LOCAL_RANK" not in os.environ  # by which other libraries recognize torchrun
+"""
+# The script's own process stays, and the others are started anew for each stage.
+_TWO_STAGES = """
 trainer = quiet_trainer(devices=2, strategy="deepspeed_stage_3", max_epochs=1)
 trainer.fit(task, batches())
 (found,) = trainer.validate(task, batches(), verbose=False)
 (expected,) = quiet_trainer().validate(task, batches(), verbose=False)
 assert abs(found["val_loss"] - expected["val_loss"]) < 1e-6
-print("both stages are done")
 """
 
 
-def test_the_environment_is_left_as_it_was() -> None:
-    # Other libraries recognize torchrun by it.
-    fit = "fit(Blocks(), batches())\nassert 'LOCAL_RANK' not in os.environ"
-    script = _SCRIPT.replace("task = Blocks()", "import os").partition("trainer = ")[0]
-    script += f"quiet_trainer(devices=1, accelerator='cpu', strategy='deepspeed_stage_2', max_steps=1).{fit}"
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120, check=False
-    )
+@pytest.mark.parametrize(
+    "lines",
+    [_ONE_PROCESS, pytest.param(_TWO_STAGES, marks=[pytest.mark.slow, pytest.mark.exhaustive])],
+    ids=["leaves the environment as it was", "runs one stage after the other at stage 3"],
+)
+def test_a_script(lines: str) -> None:
+    command = [sys.executable, "-c", _SCRIPT + lines]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_script_runs_one_stage_after_the_other_at_stage_3() -> None:
-    # The script's own process stays, and the others are started anew for each stage.
-    command = [sys.executable, "-c", _SCRIPT]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
-    assert "both stages are done" in done.stdout, done.stderr[-3000:]
-
-
 class Accumulating(Blocks):
-    """Adagrad with two rates and a schedule."""
-
     def configure_optimizers(self) -> Any:
-        """Return both."""
         weights = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
         optimizer = torch.optim.Adagrad([{"params": weights, "lr": 0.02}, {"params": others}], lr=0.1)
@@ -70,10 +63,7 @@ class Accumulating(Blocks):
 
 
 class Factored(Blocks):
-    """An optimizer that looks at rows and columns."""
-
     def configure_optimizers(self) -> Any:
-        """Return it."""
         return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad])
 
 
@@ -86,12 +76,15 @@ class Thawing(Blocks):
         self.blocks[1].requires_grad_(begins)
 
     def on_train_epoch_start(self) -> None:
-        """Freeze or thaw."""
         self.blocks[1].requires_grad_(self.begins == (self.current_epoch % 2 == 0))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over what is frozen too."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class _ReturnsNone(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
 def _try_all() -> dict[str, Any]:
@@ -106,13 +99,15 @@ def _try_all() -> dict[str, Any]:
             with pytest.raises(TaskError) as failed:
                 trainer.fit(Thawing(begins), batches())
             found[f"thawing {stage} {begins}"] = str(failed.value), trainer.global_step
+    with pytest.raises(TaskError) as none:
+        quiet_trainer(devices="auto", strategy="deepspeed_stage_2", max_epochs=1).fit(_ReturnsNone(), batches())
+    found["none"] = str(none.value)
     found["stage 0"] = train(DeepSpeedStrategy(stage=0), 2, Thawing(begins=False))
     return found
 
 
 @pytest.fixture(scope="module")
 def tried() -> list[dict[str, Any]]:
-    """What two ranks found."""
     return run_distributed(_try_all, 2, timeout=240, init=False)
 
 
@@ -141,6 +136,10 @@ def test_what_is_frozen_or_thawed_later_is_an_error_before_the_step(
         message, steps = found[f"thawing {stage} {begins}"]
         assert f"blocks.1.norm.weight was {what} after" in message
         assert steps == 4  # those of the first epoch
+
+
+def test_a_step_without_a_loss_is_an_error(tried: list[dict[str, Any]]) -> None:
+    assert all("Return a zero loss" in found["none"] for found in tried)
 
 
 def test_stage_0_takes_what_is_thawed_later(tried: list[dict[str, Any]]) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
+from tests.helpers.language_models import make_model
+from tests.strategies.fsdp import sharded
+from tests.strategies.fsdp.sharded import batches
 from trainwright.core.task import TaskModule
 
 
 class Experts(nn.Module):
-    """Stacked experts with a bias."""
-
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
         self.num_experts = num_experts
@@ -25,7 +25,6 @@ class Experts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Map `(tokens, width)` to the same shape."""
         self.computed.add(len(self.up))
         found = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
@@ -44,7 +43,6 @@ class Mixture(nn.Module):
         self.top_k, self.only = top_k, only
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(tokens, width)` to the same shape."""
         weights, index = self.router(inputs).softmax(-1).topk(self.top_k, dim=-1)
         if self.only is not None:
             index, weights = torch.full_like(index[:, :1], self.only), weights[:, :1]
@@ -63,7 +61,6 @@ class MixtureTask(TaskModule):
             self.blocks = nn.ModuleList([Mixture(num_experts, only=only) for _ in range(2)])
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(tokens, 5)` to the same shape."""
         hidden = self.first(inputs)
         for block in self.blocks:
             hidden = block(hidden)
@@ -71,32 +68,21 @@ class MixtureTask(TaskModule):
         return outputs
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and log it."""
         loss = functional.mse_loss(self(batch), batch.flip(1))
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
         self.log("val_loss", functional.mse_loss(self(batch), batch.flip(1)), batch_size=len(batch))
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch)
 
     def shard_units(self) -> Any:
-        """Shard block by block."""
         return self.blocks
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-4)
-
-
-def batches(num: int = 12) -> list[torch.Tensor]:
-    """Return micro-batches of 1 to 4 rows of 5 numbers."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(1 + i % 4, 5, generator=generator) for i in range(num)]
 
 
 _KINDS: dict[str, dict[str, Any]] = {
@@ -109,39 +95,19 @@ _VOCABULARY = 24
 
 
 class Hf(TaskModule):
-    """A mixture of transformers with its own loss."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
-        import transformers
-
-        config = transformers.AutoConfig.for_model(
-            kind,
-            vocab_size=_VOCABULARY,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts_per_tok=2,
-            max_position_embeddings=16,
-            **_KINDS[kind],
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(2)
-            self.model: Any = transformers.AutoModelForCausalLM.from_config(config)
+        self.model = make_model(kind, intermediate_size=24, num_experts_per_tok=2, **_KINDS[kind])
         with torch.no_grad():
             for parameter in self.model.parameters():  # larger than those of transformers, so that routes differ
                 parameter.mul_(4 if parameter.dim() > 1 else 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the model's own loss."""
         loss = self.model(**batch, use_cache=False).loss
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the model's own loss."""
         self.log("val_loss", self.model(**batch, use_cache=False).loss, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:
@@ -158,18 +124,6 @@ def text(num: int = 12) -> list[dict[str, torch.Tensor]]:
 
 def train(task: TaskModule, strategy: Any = "single", processes: int = 1, **arguments: Any) -> dict[str, Any]:
     """Train three steps of four micro-batches; return what can be compared."""
-    recorder, data = StepRecorder(), text if isinstance(task, Hf) else batches
-    settings = {"gradient_clip_val": 0.5, "max_epochs": 1, **arguments}
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1,
-        strategy=strategy,
-        accumulate_grad_batches=4 // processes,
-        callbacks=[recorder, *settings.pop("callbacks", [])],
-        **{name: value for name, value in settings.items() if name != "ckpt_path"},
-    )
-    trainer.fit(task, data(), data(5), ckpt_path=settings.get("ckpt_path"))
-    return {
-        "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
-        "val": trainer.callback_metrics["val_loss"], "reported": torch.tensor(recorder.reported),
-        "computed": [module.computed for module in task.modules() if isinstance(module, Experts)],
-    }  # fmt: skip
+    data = text if isinstance(task, Hf) else batches
+    found = sharded.train(strategy, processes, task, data=(data(12), data(5)), **{"max_epochs": 1, **arguments})
+    return found | {"computed": [module.computed for module in task.modules() if isinstance(module, Experts)]}

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contracts.test_strategy import SaveAtEnd
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
-from tests.strategies.experts.mixtures import KINDS, Hf, Mixture, MixtureTask, batches, train
-from tests.strategies.fsdp.sharded import assert_trained_alike
+from tests.helpers.runs import SaveAtEnd, quiet_trainer
+from tests.strategies.experts.mixtures import KINDS, Hf, Mixture, MixtureTask, train
+from tests.strategies.fsdp.sharded import assert_trained_alike, batches
 from trainwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
@@ -35,7 +33,7 @@ def _assert_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """Compare with one process; the norm that clipping uses too."""
     assert_trained_alike(by_rank, alone)
     for found in by_rank:
-        torch.testing.assert_close(found["reported"], alone["norms"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(found["reported"]), alone["norms"], rtol=0, atol=1e-6)
 
 
 def test_two_ranks_train_a_mixture_as_one_process() -> None:
@@ -81,7 +79,7 @@ def test_transformers_mixtures_train_as_in_one_process(processes: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [("single", "ep"), ("ep", "single"), ("ep", "ep"), ("ep", "ep of 4"), ("fsdp", "ep"), ("ep", "fsdp")],
+    [("single", "ep"), ("ep of 4", "single"), ("ep", "ep"), ("ep", "ep of 4"), ("fsdp", "ep"), ("ep", "fsdp")],
 )
 def test_checkpoints_continue_under_other_strategies(writer: str, reader: str, tmp_path: Path) -> None:
     made: dict[str, tuple[Any, int]] = {
@@ -95,34 +93,16 @@ def test_checkpoints_continue_under_other_strategies(writer: str, reader: str, t
         strategy, processes = made[name]
 
         def one() -> Any:
-            return train(MixtureTask(), strategy, processes, default_root_dir=tmp_path, **arguments)
+            return train(MixtureTask(), strategy, processes, **arguments)
 
         return run_distributed(one, processes, init=False, timeout=200)
 
     path = tmp_path / "half"
     run(writer, max_epochs=2, callbacks=[SaveAtEnd(path)])
     alone = train(MixtureTask(), max_epochs=4)
-    for found in run(reader, max_epochs=4, ckpt_path=str(path)):
+    for found in run(reader, max_epochs=4, ckpt_path=path):
         torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=1e-5)
         assert float(found["val"]) == pytest.approx(float(alone["val"]), abs=1e-5)
-
-
-@pytest.mark.slow
-def test_checkpoints_hold_the_state_of_one_process(tmp_path: Path) -> None:
-    def one() -> Any:
-        return train(MixtureTask(), FSDPStrategy(ep=2), 4, callbacks=[SaveAtEnd(tmp_path / "divided")])
-
-    run_distributed(one, 4, init=False, timeout=200)
-    train(MixtureTask(), callbacks=[SaveAtEnd(tmp_path / "single")])
-    divided, single = (read_checkpoint(tmp_path / name) for name in ("divided", "single"))
-    assert divided.model is not None
-    assert single.model is not None
-    torch.testing.assert_close(dict(divided.model), dict(single.model), rtol=0, atol=1e-5)
-    states, expected = divided.optimizers[0]["state"], single.optimizers[0]["state"]
-    assert set(states) == set(expected) == {name for name, _ in MixtureTask().named_parameters()}
-    for name, state in expected.items():
-        for key, value in state.items():
-            torch.testing.assert_close(states[name][key], value, rtol=0, atol=1e-6)
 
 
 def _refused(task: TaskModule, strategy: FSDPStrategy, devices: int = 2) -> str:
@@ -143,12 +123,6 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
     assert "divided experts stay on the device" in _refused(MixtureTask(), FSDPStrategy(ep=2, cpu_offload=True))
 
 
-@pytest.mark.parametrize(("options", "text"), [({"ep": 0}, "ep=0: use"), ({"ep": 2, "tp": 2}, "ep=2 and tp=2")])
-def test_sizes_are_checked_where_they_are_written(options: Any, text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        FSDPStrategy(**options)
-
-
 def _own_loop(sizes: dict[str, int], save: str | None = None, load: str | None = None) -> dict[str, torch.Tensor]:
     """Train a user-written loop for three steps of four micro-batches, and save or load its state."""
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=_is_mixture) if sizes else None
@@ -158,7 +132,7 @@ def _own_loop(sizes: dict[str, int], save: str | None = None, load: str | None =
     net, optimizer = accelerator.prepare(net, optimizer)
     if load is not None:
         accelerator.load_state(load)
-    data, ranks = batches(), accelerator.engine.data_ranks
+    data, ranks = batches(12), accelerator.engine.data_ranks
     for step in range(3):
         for mine in range(0, 4, ranks.size):
             rows = data[4 * step + mine + ranks.rank]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +24,6 @@ class Block(nn.Module):
         self.mix = nn.Linear(width, width)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, width)` to the same shape."""
         mixed: torch.Tensor = inputs + torch.tanh(self.mix(self.norm(inputs)))
         return mixed
 
@@ -45,7 +46,6 @@ class Blocks(TaskModule):
         self.register_buffer("seen", torch.zeros(3))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 5)` to the same shape."""
         hidden = self.inputs(inputs)
         for block in self.blocks:
             hidden = block(hidden)
@@ -53,30 +53,24 @@ class Blocks(TaskModule):
         return outputs
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and log it."""
         loss = functional.mse_loss(self(batch), batch.flip(1))
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
         self.log("val_loss", functional.mse_loss(self(batch), batch.flip(1)), batch_size=len(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the outputs."""
         outputs: torch.Tensor = self(batch)
         return outputs
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch)
 
     def shard_units(self) -> Any:
-        """Cut block by block."""
         return self.blocks if self.own_units else None
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW over what is not frozen."""
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
@@ -86,22 +80,31 @@ def batches(num: int = 8) -> list[torch.Tensor]:
     return [torch.randn(1 + i % 4, 5, generator=generator) for i in range(num)]
 
 
-def train(strategy: Any, processes: int, task: TaskModule | None = None, **arguments: Any) -> dict[str, Any]:
-    """Train two epochs of steps of four micro-batches; return what can be compared, and the task."""
+def train(
+    strategy: Any,
+    processes: int,
+    task: TaskModule | None = None,
+    *,
+    ckpt_path: Path | None = None,
+    save_to: Path | None = None,
+    data: tuple[Any, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, Any]:
+    """Train two epochs of steps of four micro-batches, save if told; return what can be compared."""
     recorder, task = StepRecorder(), task or Blocks(own_units=not getattr(strategy, "auto_wrap_policy", None))
     settings = {"accumulate_grad_batches": 4 // processes, "gradient_clip_val": 0.5, "max_epochs": 2, **arguments}
-    callbacks = [recorder, *settings.pop("callbacks", [])]
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1,
-        strategy=strategy,
-        callbacks=callbacks,
-        num_sanity_val_steps=1,
-        **settings,
-    )
-    trainer.fit(task, batches(), batches(7))
+    settings |= {"callbacks": [recorder, *settings.get("callbacks", [])], "num_sanity_val_steps": 1}
+    trainer = quiet_trainer(devices="auto" if processes > 1 else 1, strategy=strategy, **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(generators start from scratch|holds the state of a callback)")
+        trainer.fit(task, *(data or (batches(), batches(7))), ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
     return {
         "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
-        "val": trainer.callback_metrics["val_loss"], "reported": recorder.reported,
+        "val": float(trainer.callback_metrics["val_loss"]), "reported": recorder.reported, "step": trainer.global_step,
+        "rates": [rates[0] for rates in recorder.lrs],
+        "hidden": trainer.strategy.capabilities.gradients == "hidden",
     }  # fmt: skip
 
 
@@ -110,6 +113,7 @@ def assert_trained_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any], a
     losses = torch.stack([found["losses"] for found in by_rank]).mean(0)
     torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=atol)
     for found in by_rank:
-        torch.testing.assert_close(found["norms"], alone["norms"], rtol=0, atol=atol)
+        if not found.get("hidden"):  # where this rank sees all gradients
+            torch.testing.assert_close(found["norms"], alone["norms"], rtol=0, atol=atol)
         torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=10 * atol)
         assert float(found["val"]) == pytest.approx(float(alone["val"]), abs=10 * atol)

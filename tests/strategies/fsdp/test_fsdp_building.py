@@ -41,7 +41,6 @@ class Grown(TaskModule):
         self.blocks: Any = None
 
     def configure_model(self) -> None:
-        """Build once."""
         if self.blocks is not None:
             return
         self.blocks = nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)])
@@ -50,22 +49,18 @@ class Grown(TaskModule):
             self.blocks.load_state_dict(torch.load(self.path))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         hidden = batch
         for block in self.blocks:
             hidden = block(hidden)
         return functional.mse_loss(hidden, batch.flip(1))
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
         self.log("error", self.training_step(batch, batch_idx))
 
     def shard_units(self) -> Any:
-        """Cut block by block."""
         return self.blocks
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
@@ -81,7 +76,6 @@ def _fit(strategy: Any, task: TaskModule, *, steps: int = 2, ckpt_path: Any = No
 
 
 def _held() -> int:
-    """Return the bytes of all tensors of this process."""
     gc.collect()
     found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found if t.device.type == "cpu"}
@@ -236,21 +230,7 @@ def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str)
         trainer.fit(Blocks(), _batches())
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Remove one of them"),
-        ({"weights_after_stage": "mian"}, "Did you mean 'main'"),
-    ],
-)
-def test_options_of_building_that_mean_nothing_are_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        FSDPStrategy(**options)
-
-
 class WithScalar(Blocks):
-    """Has a parameter without a dimension."""
-
     def __init__(self) -> None:
         super().__init__()
         self.temperature = nn.Parameter(torch.tensor(1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.fsdp.test_fsdp import Blocks, batches
+from tests.helpers.runs import assert_equal_weights
+from tests.strategies.fsdp.sharded import Blocks, train
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -26,7 +26,6 @@ class TwoOptimizers(Blocks):
     automatic_optimization = True  # all of its optimizers step on one loss
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW for the blocks and SGD for the rest."""
         blocks = list(self.blocks.parameters())
         mine = {id(p) for p in blocks}
         rest = [p for p in self.parameters() if id(p) not in mine and p.requires_grad]
@@ -35,80 +34,48 @@ class TwoOptimizers(Blocks):
         return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
-def train(strategy: str, name: str, task: Blocks, callbacks: list[Callback], **arguments: Any) -> dict[str, Any]:
-    """Train three epochs and save under `name`, which no other run may use; return what can be compared."""
-    processes = 1 if strategy == "single" else 2
-    path = arguments.pop("ckpt_path", None)
-    trainer = quiet_trainer(
-        devices=1 if strategy == "single" else "auto", strategy=strategy, accumulate_grad_batches=4 // processes,
-        gradient_clip_val=0.5, num_sanity_val_steps=0, callbacks=callbacks, **{"max_epochs": 3, **arguments},
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # generators that start anew on another number of processes
-        trainer.fit(task, batches(), batches(7), ckpt_path=path)
-    after = trainer.save_checkpoint(Path(arguments["default_root_dir"], f"after {name}"), weights_only=False)
-    return {"weights": weights_of(task), "val": float(trainer.callback_metrics["val_loss"]), "after": after,
-            "step": trainer.global_step}  # fmt: skip
-
-
-def ema() -> EMAWeightAveraging:
-    """Return a fast average."""
-    return EMAWeightAveraging(decay=0.7)
-
-
-def swa() -> StochasticWeightAveraging:
-    """Return an average of the last two epochs."""
-    return StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2)
-
-
-def saver(folder: Path) -> ModelCheckpoint:
-    """Return a callback that keeps a checkpoint after the first epoch's steps."""
-    return ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-
-
 def first_checkpoint(folder: Path) -> Path:
-    """Return the one of step 2."""
     return next(path for path in folder.iterdir() if "step=2" in path.name)
 
 
 def train_all(strategy: str, folder: Path) -> dict[str, Any]:
-    """Train in every way; `folder` is the strategy's own."""
-    root = {"default_root_dir": str(folder)}
-    found = {
-        "ema": train(strategy, "ema", Blocks(), [ema(), saver(folder / "ema")], **root),
-        "swa": train(strategy, "swa", Blocks(), [swa(), saver(folder / "swa")], **root),
-        "two": train(strategy, "two", TwoOptimizers(), [saver(folder / "two")], **root),
-        "stopped": train(
-            strategy, "stopped", Blocks(lr=1e-9), [EarlyStopping("val_loss", patience=1, min_delta=1.0)], **root
-        ),
+    """Train three epochs in every way, and once more from a checkpoint of step 2; `folder` is the strategy's own."""
+
+    def run(name: str, task: Blocks, callbacks: list[Callback], ckpt_path: Path | None = None) -> dict[str, Any]:
+        root = {"default_root_dir": str(folder), "callbacks": callbacks, "max_epochs": 3}
+        after = folder / f"after {name}"
+        processes = 1 if strategy == "single" else 2
+        return train(strategy, processes, task, ckpt_path=ckpt_path, save_to=after, **root) | {"after": after}
+
+    def saver(name: str) -> ModelCheckpoint:
+        return ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1)
+
+    kinds: dict[str, tuple[type[Blocks], Callable[[], list[Callback]]]] = {
+        "ema": (Blocks, lambda: [EMAWeightAveraging(decay=0.7)]),
+        "swa": (Blocks, lambda: [StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=2)]),
+        "two": (TwoOptimizers, list),
     }
-    for name, task, callbacks in (("ema", Blocks, [ema()]), ("swa", Blocks, [swa()]), ("two", TwoOptimizers, [])):
-        again = [*callbacks, saver(folder / name)]
-        path = first_checkpoint(folder / name)
-        found[f"{name} resumed"] = train(strategy, f"{name} resumed", task(), again, ckpt_path=path, **root)
-        elsewhere = first_checkpoint(folder.parent / "single" / name)
-        again = [*callbacks, saver(folder / f"{name}-elsewhere")]
-        found[f"{name} from single"] = train(
-            strategy, f"{name} from single", task(), again, ckpt_path=elsewhere, **root
-        )
+    found = {name: run(name, task(), [*make(), saver(name)]) for name, (task, make) in kinds.items()}
+    found["stopped"] = run("stopped", Blocks(lr=1e-9), [EarlyStopping("val_loss", patience=1, min_delta=1.0)])
+    for name, (task, make) in kinds.items():
+        for kind, start in ((f"{name} resumed", folder), (f"{name} from single", folder.parent / "single")):
+            path = first_checkpoint(start / name)
+            found[kind] = run(kind, task(), [*make(), saver(name if start == folder else kind)], path)
     return found
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both strategies save."""
     return tmp_path_factory.mktemp("beside")
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
-    """What one process does."""
     return train_all("single", folder / "single")
 
 
 @pytest.fixture(scope="module")
 def sharded(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each of two ranks with pieces does."""
     assert alone
     return run_distributed(train_all, 2, "fsdp", folder / "fsdp", timeout=300)
 

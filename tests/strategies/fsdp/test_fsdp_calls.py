@@ -29,23 +29,19 @@ class Sampling(Blocks):
         self.samples: list[torch.Tensor] = []
 
     def sample(self) -> None:
-        """Call the whole, a part in no unit and a unit."""
         inputs = torch.ones(2, 5)
         hidden = self.inputs(inputs)
         found = [self(inputs), hidden, self.blocks[0](hidden)]
         self.samples += [tensor.detach().float().clone() for tensor in found]
 
     def on_train_start(self) -> None:
-        """Sample."""
         self.sample()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Sample, with gradients recorded as always here."""
         if batch_idx == 1:
             self.sample()
 
     def on_validation_epoch_end(self) -> None:
-        """Sample."""
         self.sample()
 
 
@@ -59,16 +55,13 @@ class Experts(TaskModule):
         self.units: Any = None
 
     def shard_units(self) -> Any:
-        """Return what the test wants."""
         return self.units
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean square."""
         loss: torch.Tensor = self.experts[int(batch[1])](batch[0]).square().mean()
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -115,7 +108,6 @@ def _try_all(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks found."""
     folder = tmp_path_factory.mktemp("calls")
     found = run_distributed(_try_all, 2, folder, timeout=120, init=False)
     for of_rank in found:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -80,6 +81,14 @@ def test_lightnings_and_torchs_ways_to_say_it_are_understood(options: dict[str, 
         ),
         ({"fsdp_state_dict_type": "SHARDED_STATE_DICT"}, {"sharding_strategy": "FULL_SHARD"}),
         ({"fsdp_activation_checkpointing_offload": False}, {"activation_checkpointing": False}),
+        ({"fsdp_forward_prefetch": "true", "fsdp_backward_prefetch_policy": "BACKWARD_PRE"}, {"forward_prefetch": 1}),
+        ({"fsdp_offload_params": True, "fsdp_use_orig_params": True}, {"cpu_offload": True}),
+        ({"fsdp_state_dict_type": "FULL_STATE_DICT"}, {"state_dict_type": "full"}),
+        ({"fsdp_activation_checkpointing": "false"}, {"activation_checkpointing": False}),
+        (
+            {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block, Linear"},
+            {"auto_wrap_policy": ["Block", "Linear"]},
+        ),
     ],
 )
 def test_every_field_of_accelerates_configuration_that_can_be_served_is(
@@ -104,6 +113,13 @@ def test_every_field_of_accelerates_configuration_that_can_be_served_is(
         ({"mixed_precision_policy": "fp8"}, "Known: bf16, fp16, fp32"),
         ({"mixed_precision_policy": {"param_dtype": _BF16, "buffer_dtype": _BF16}}, "Remove buffer_dtype"),
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "needs fsdp_min_num_params"),
+        ({"fsdp_use_orig_params": False}, "option of|FSDP2 always"),
+        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH"}, "Remove it"),
+        ({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "needs fsdp_transformer_layer_cls_to_wrap"),
+        ({"fsdp_auto_wrap_policy": "SOME_WRAP"}, "Known"),
+        ({"fsdp_offload_params": "maybe"}, "true or false"),
+        ({"fsdp_colour": "red"}, "fsdp_colour"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "each rank writes its shards"),
     ],
 )
 def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to_do(
@@ -120,18 +136,35 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
         ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "Use cpu_offload=True"),
         ({"cpu_offload": "yes"}, "True or False"),
         ({"mixed_precision": "bf16"}, "MixedPrecisionPolicy"),
-        (
-            {"mixed_precision": MixedPrecision(param_dtype=_BF16, keep_low_precision_grads=True)},
-            "the dtype of the shards",
-        ),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, "the dtype of the shards"),
         ({"device_mesh": 2}, "such as"),
         ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "reshard_after_forward": True}, "Remove one of them"),
         ({"precision_plugin": None}, "precision=…"),
         ({"parallel_devices": []}, "devices=…"),
+        ({"cluster_environment": "auto"}, "detected automatically"),
+        ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Remove one of them"),
+        ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Remove one of them"),
+        ({"min_num_params": 0}, "use an integer"),
+        ({"device_mesh": (0, 2)}, "replicas"),
+        ({"forward_prefetch": -1}, "number of units"),
+        ({"use_orig_params": True}, "FSDP2 does not have use_orig_params"),
+        ({"sync_module_states": True}, "rank 0's weights are always broadcast"),
+        ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
+        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Remove one of them"),
+        ({"weights_after_stage": "mian"}, "Did you mean 'main'"),
+        ({"activation_checkpointing": 0}, "every n-th unit"),
+        ({"activation_checkpointing": True, "activation_checkpointing_policy": {nn.Linear}}, "Remove one of them"),
+        ({"activation_checkpointing_save": ["aten.mm"]}, "activation_checkpointing=True"),
+        ({"activation_checkpointing": True, "activation_checkpointing_save": ["aten.addmn"]}, "'aten.addmn'"),
+        ({"activation_checkpointing": True, "activation_checkpointing_save": [nn.Linear]}, "torch.ops.aten.mm"),
+        *[({"tp": size}, "use the number of ranks") for size in (0, -1, 1.5, True, "2")],
+        ({"cp": 0}, "cp=0: use an integer"),
+        ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways"),
+        ({"ep": 0}, "ep=0: use"),
+        ({"ep": 2, "tp": 2}, "ep=2 and tp=2"),
     ],
 )
-def test_an_argument_of_lightnings_strategy_that_cannot_be_served_says_what_to_do(
-    options: dict[str, Any], text: str
-) -> None:
+def test_an_argument_that_cannot_be_served_says_what_to_do(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         FSDPStrategy(**options)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Blocks, batches
+from tests.strategies.fsdp.test_fsdp_cost import Operators
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
@@ -21,16 +21,8 @@ from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.shards import full_output
 
 
-class OpsInBackward(TorchDispatchMode, Callback):
+class OpsInBackward(Operators, Callback):
     """Counts the operators of a backward pass: of an affine map's own there is none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
     def on_before_backward(self, trainer: Any, task: Any, loss: Any) -> None:
         self.__enter__()
@@ -53,30 +45,29 @@ class Counted(Blocks):
 
 
 def keep_affine_maps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what an affine map gives."""
     kept = operator is torch.ops.aten.addmm.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "all": {"activation_checkpointing": True},
-    "every second": {"activation_checkpointing": 2},
-    "third": {"activation_checkpointing": 3},
-    "a class": {"activation_checkpointing_policy": {nn.LayerNorm, nn.Linear}},
-    "all but named operators": {"activation_checkpointing": True, "activation_checkpointing_save": ["aten.addmm"]},
-    "all but operators": {
-        "activation_checkpointing": True, "activation_checkpointing_save": {torch.ops.aten.tanh, torch.ops.aten.addmm},
-    },
-    "all but what a function says": {
-        "activation_checkpointing": True, "activation_checkpointing_save": keep_affine_maps,
-    },
-}  # fmt: skip
+_ALL: dict[str, Any] = {"activation_checkpointing": True}
+_SAVE = "activation_checkpointing_save"
+# name → options, how often each block runs, and how many affine maps and tanh run in backward
+_VARIANTS: dict[str, tuple[dict[str, Any], list[int], tuple[int, int]]] = {
+    "kept": ({}, [1, 1, 1], (0, 0)),
+    "all": (_ALL, [2, 2, 2], (3, 3)),
+    "every second": ({"activation_checkpointing": 2}, [1, 2, 1], (1, 1)),
+    "third": ({"activation_checkpointing": 3}, [1, 1, 2], (1, 1)),
+    # What is recomputed stops at what backward needs, which is the input of a layer here.
+    "a class": ({"activation_checkpointing_policy": {nn.LayerNorm, nn.Linear}}, [2, 2, 2], (0, 0)),
+    "all but named operators": (_ALL | {_SAVE: ["aten.addmm"]}, [2, 2, 2], (0, 3)),
+    "all but operators": (_ALL | {_SAVE: {torch.ops.aten.tanh, torch.ops.aten.addmm}}, [2, 2, 2], (0, 0)),
+    "all but what a function says": (_ALL | {_SAVE: keep_affine_maps}, [2, 2, 2], (0, 3)),
+}
 
 
 def _train_in_all_variants() -> dict[str, tuple[list[int], Counter[str], dict[str, torch.Tensor]]]:
     found = {}
-    for name, options in _VARIANTS.items():
+    for name, (options, _, _) in _VARIANTS.items():
         task, ops = Counted(), OpsInBackward()
         trainer = quiet_trainer(
             devices="auto", strategy=FSDPStrategy(**options), max_steps=1, callbacks=[ops], num_sanity_val_steps=0
@@ -94,59 +85,14 @@ def variants() -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "calls"),
-    [
-        ("kept", [1, 1, 1]),
-        ("all", [2, 2, 2]),
-        ("every second", [1, 2, 1]),
-        ("third", [1, 1, 2]),
-        ("a class", [2, 2, 2]),
-        ("all but named operators", [2, 2, 2]),
-    ],
-)
-def test_those_layers_run_twice_that_are_computed_anew(name: str, calls: list[int], variants: dict[str, Any]) -> None:
-    assert variants[name][0] == calls
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "affine", "tanh"),
-    [
-        ("kept", 0, 0),
-        ("all", 3, 3),
-        ("every second", 1, 1),
-        ("all but named operators", 0, 3),
-        ("all but operators", 0, 0),
-        ("all but what a function says", 0, 3),
-    ],
-)
-def test_operators_run_in_backward_unless_their_results_are_kept(
-    name: str, affine: int, tanh: int, variants: dict[str, Any]
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_what_is_computed_anew_is_what_was_asked_for_and_trains_to_the_same_bits(
+    name: str, variants: dict[str, Any]
 ) -> None:
-    counts = variants[name][1]
-    assert (counts["aten.addmm.default"], counts["aten.tanh.default"]) == (affine, tanh)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", [name for name in _VARIANTS if name != "kept"])
-def test_what_is_computed_anew_trains_to_the_same_bits(name: str, variants: dict[str, Any]) -> None:
-    torch.testing.assert_close(variants[name][2], variants["kept"][2], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"activation_checkpointing": 0}, "every n-th unit"),
-        ({"activation_checkpointing": True, "activation_checkpointing_policy": {nn.Linear}}, "Remove one of them"),
-        ({"activation_checkpointing_save": ["aten.mm"]}, "activation_checkpointing=True"),
-        ({"activation_checkpointing": True, "activation_checkpointing_save": ["aten.addmn"]}, "'aten.addmn'"),
-        ({"activation_checkpointing": True, "activation_checkpointing_save": [nn.Linear]}, "torch.ops.aten.mm"),
-    ],
-)
-def test_a_wish_about_activations_that_means_nothing_is_named(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        FSDPStrategy(**options)
+    (_, expected_calls, in_backward), (calls, counts, weights) = _VARIANTS[name], variants[name]
+    assert calls == expected_calls
+    assert (counts["aten.addmm.default"], counts["aten.tanh.default"]) == in_backward
+    torch.testing.assert_close(weights, variants["kept"][2], rtol=0, atol=0)
 
 
 def test_more_layers_to_a_checkpoint_than_there_are_units_are_refused() -> None:

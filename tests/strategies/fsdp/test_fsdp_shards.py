@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -15,7 +18,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.shards import local_shard
+from trainwright.strategies.shards import _split, local_shard
 from trainwright.strategies.units import find_units
 
 
@@ -29,7 +32,6 @@ class Adapted(nn.Module):
         self.base.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 7)` to the same shape."""
         outputs: torch.Tensor = inputs + torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
         return outputs
 
@@ -46,11 +48,33 @@ class AdaptedBlocks(Blocks):
         self.blocks[3].down = self.blocks[2].down
 
 
-class Watcher(Callback):
-    """Counts the bytes that a rank holds where an optimizer is about to step, and looks at dtypes."""
+class Sizes(Callback):
+    """Counts the bytes of a rank's pieces of what training keeps."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        self.sizes["parameters"] = _bytes(task.parameters())
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        self.sizes["gradients"] = _bytes(p.grad for p in task.parameters() if p.grad is not None)
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        states = trainer.optimizers[0].state.values()
+        self.sizes["states"] = _bytes(state[key] for state in states for key in ("exp_avg", "exp_avg_sq"))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+class Watcher(Sizes):
+    """Counts the bytes that a rank holds where an optimizer is about to step, and looks at dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.dtypes: dict[str, set[torch.dtype]] = {}
         self.hooks: list[Any] = []
 
@@ -67,24 +91,18 @@ class Watcher(Callback):
             block.norm.register_forward_pre_hook(within),
             block.register_forward_hook(lambda module, inputs, outputs: note("outputs", outputs)),
         ]
-        self.sizes["parameters"] = _bytes([local_shard(p) for p in task.parameters()])
+        super().on_train_start(trainer, task)
 
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        grads = [local_shard(p.grad) for p in task.parameters() if p.grad is not None]
-        self.sizes["gradients"] = _bytes(grads)
-        self.dtypes["gradients"] = {grad.dtype for grad in grads}
+        super().on_before_optimizer_step(trainer, task, optimizer)
+        self.dtypes["gradients"] = {p.grad.dtype for p in task.parameters() if p.grad is not None}
 
     def on_train_end(self, trainer: Any, task: Any) -> None:
         for hook in self.hooks:
             hook.remove()
-        states = list(trainer.optimizers[0].state.values())
-        self.sizes["states"] = _bytes([local_shard(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")])
+        super().on_train_end(trainer, task)
         self.dtypes["pieces"] = {p.dtype for p in task.parameters()}
         self.hooks = []
-
-
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 class GatherOrder(Callback):
@@ -151,7 +169,6 @@ def _look() -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
-    """What two ranks have seen in all of these runs."""
     return run_distributed(_look, 2, timeout=240)
 
 
@@ -164,7 +181,6 @@ def _shard_bytes(parameters: list[torch.Tensor], num_shards: int) -> int:
 @pytest.mark.parametrize(
     ("name", "num_shards"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 1), ("NO_SHARD", 1)]
 )
-@pytest.mark.exhaustive
 def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_shards: int, seen: list[dict[str, Any]]) -> None:
     parameters = list(Blocks().parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -253,14 +269,40 @@ def test_frozen_shared_and_tiny_parameters_are_clipped_and_trained_as_in_one_pro
     assert torch.equal(seen[0]["adapted", name]["weights"]["blocks.0.base.weight"], before["blocks.0.base.weight"])
 
 
-def _train_really_compiled() -> dict[str, Any]:
-    return train("fsdp", 2, compile=True)
+# Which indices of a full tensor a rank holds
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.exhaustive
-def test_units_that_are_really_compiled_train_as_in_one_process() -> None:
-    by_rank = run_distributed(_train_really_compiled, 2, timeout=800)
-    assert_trained_alike(by_rank, train("single", 1), atol=1e-5)
+def indices(runs: list[tuple[int, int]]) -> list[int]:
+    return [start + i for start, length in runs for i in range(length)]
+
+
+def chunk(values: list[int], num: int, which: int) -> list[int]:
+    """Return what torch.chunk gives, and nothing where it gives fewer chunks."""
+    chunks = torch.tensor(values, dtype=torch.int64).chunk(num) if values else ()
+    return [int(value) for value in chunks[which]] if which < len(chunks) else []
+
+
+_RANKS = st.integers(1, 4)
+
+
+@given(st.integers(1, 5), st.integers(1, 3), _RANKS, _RANKS)
+def test_what_ranks_hold_of_blocks_is_cut_as_torch_cuts_and_covers_the_whole_once(
+    width: int, blocks: int, split: int, shards: int
+) -> None:
+    size = width * blocks * split  # only what is divisible is split by a plan; shards may be of unequal length
+    whole = list(range(size))
+    seen: list[int] = []
+    for rank in range(split):
+        runs = _split([(0, size)], blocks, split, rank)
+        expected = [i for block in range(blocks) for i in chunk(chunk(whole, blocks, block), split, rank)]
+        assert indices(runs) == expected
+        for shard in range(shards):
+            held = indices(_split(runs, 1, shards, shard))
+            assert held == chunk(expected, shards, shard)
+            seen += held
+    assert sorted(seen) == whole
+
+
+@given(st.integers(0, 20), _RANKS)
+def test_runs_of_an_uneven_cut_cover_the_whole_once(size: int, ranks: int) -> None:
+    assert [i for rank in range(ranks) for i in indices(_split([(0, size)], 1, ranks, rank))] == list(range(size))

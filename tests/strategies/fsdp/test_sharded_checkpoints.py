@@ -5,18 +5,16 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
 
 from tests.checkpoint.snapshots import same
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.fsdp.test_fsdp import Blocks, batches
+from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.fsdp.sharded import Blocks, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, read_manifest, set_fault_hook, verify
@@ -29,55 +27,22 @@ from trainwright.strategies.fsdp.strategy import FSDPStrategy
 pytestmark = pytest.mark.distributed
 
 
-class SaveAtEnd(Callback):
-    """Saves while the model lies in pieces."""
-
-    def __init__(self, path: Path, weights_only: bool = False) -> None:
-        self.path, self.weights_only = path, weights_only
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        trainer.save_checkpoint(self.path, weights_only=self.weights_only)
-
-
-def train(
-    processes: int,
-    epochs: int,
-    *,
-    strategy: Any = "auto",
-    callbacks: Any = (),
-    ckpt_path: Path | None = None,
-    make: type[Blocks] = Blocks,
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train to so many epochs, four micro-batches a step over all ranks; return this rank's weights and losses."""
-    warnings.filterwarnings("ignore", message=".*generators start from scratch")
-    task = make()
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,
-        accumulate_grad_batches=4 // processes, gradient_clip_val=0.5, callbacks=list(callbacks),
-    )  # fmt: skip
-    trainer.fit(task, batches(), ckpt_path=ckpt_path)
-    with torch.no_grad():
-        losses = [float(functional.mse_loss(task(batch), batch.flip(1))) for batch in batches(3)]
-    return losses, weights_of(task)
-
-
-def _train_and_save(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train_and_save(folder: Path) -> dict[str, torch.Tensor]:
     checkpoints = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
     torch.manual_seed(0)
-    return train(2, 1, strategy="fsdp", callbacks=[checkpoints, SaveAtEnd(folder / "at_once")])
+    callbacks = [checkpoints, SaveAtEnd(folder / "at_once")]
+    return dict(train("fsdp", 2, max_epochs=1, callbacks=callbacks)["weights"])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of two ranks: of each step, in a thread; and of the last one once more, at once."""
     return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="module")
 def trained(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights after the run that wrote them."""
-    (_, weights), _ = run_distributed(lambda: _train_and_save(folder), 2, init=False, timeout=300)
-    return dict(weights)
+    weights: list[dict[str, torch.Tensor]] = run_distributed(_train_and_save, 2, folder, init=False, timeout=300)
+    return weights[0]
 
 
 @pytest.mark.parametrize("name", ["step=2", "last", "at_once"])
@@ -133,7 +98,7 @@ def test_a_plain_process_begins_from_the_weights_in_pieces(folder: Path, trained
 
 
 def _save_weights(path: Path) -> None:
-    train(2, 1, strategy=FSDPStrategy(device_mesh=(2, 1)), callbacks=[SaveAtEnd(path, weights_only=True)])
+    train(FSDPStrategy(device_mesh=(2, 1)), 2, max_epochs=1, callbacks=[SaveAtEnd(path, weights_only=True)])
 
 
 def test_what_all_replicas_hold_is_written_once_by_turns(tmp_path: Path) -> None:
@@ -151,10 +116,9 @@ class Precise(torch.optim.Optimizer):
     """Sums gradients in float64 and counts in int64."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+        super().__init__(parameters, {"lr": 0.1})
 
     def step(self, closure: Any = None) -> Any:
-        """Take a step."""
         loss = None if closure is None else closure()
         for p in self.param_groups[0]["params"]:
             if not self.state[p]:
@@ -171,22 +135,23 @@ class PreciseBlocks(Blocks):
     """Blocks with an optimizer whose states have other dtypes than the parameters."""
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer over what is not frozen."""
         return Precise([p for p in self.parameters() if p.requires_grad])
 
 
 def _resume_with_precise_states(folder: Path, state_dict_type: str) -> tuple[Any, Any]:
-    options: dict[str, Any] = {"strategy": FSDPStrategy(state_dict_type=state_dict_type), "make": PreciseBlocks}
-    train(2, 1, callbacks=[SaveAtEnd(folder / "first")], **options)
-    resumed = train(2, 2, callbacks=[SaveAtEnd(folder / "second")], ckpt_path=folder / "first", **options)
-    return resumed, train(2, 2, callbacks=[SaveAtEnd(folder / "whole")], **options)
+    def run(name: str, **options: Any) -> Any:
+        strategy = FSDPStrategy(state_dict_type=state_dict_type)
+        return train(strategy, 2, PreciseBlocks(), callbacks=[SaveAtEnd(folder / name)], **options)["weights"]
+
+    run("first", max_epochs=1)
+    return run("second", ckpt_path=folder / "first"), run("whole")
 
 
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
 def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(state_dict_type: str, tmp_path: Path) -> None:
     work = functools.partial(_resume_with_precise_states, tmp_path, state_dict_type)
     (resumed, expected), _ = run_distributed(work, 2, init=False, timeout=300)
-    assert_equal_weights(resumed[1], expected[1])
+    assert_equal_weights(resumed, expected)
     (tree,), (whole,) = (read_checkpoint(tmp_path / name).optimizers for name in ("second", "whole"))
     assert tree["state"]["blocks.0.mix.weight"]["sum"].dtype == torch.float64
     assert same(tree, whole)
@@ -196,7 +161,6 @@ class LocalBlocks(Blocks):
     """Blocks with an optimizer that keeps a state of this rank's shard alone."""
 
     def on_train_epoch_end(self) -> None:
-        """Add the state."""
         optimizer: Any = self.optimizers()
         parameter: Any = self.blocks[0].mix.weight  # type: ignore[union-attr]
         optimizer.state[parameter]["mine"] = parameter.to_local().detach().clone()
@@ -204,7 +168,7 @@ class LocalBlocks(Blocks):
 
 def _save_local_state(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        train(2, 1, strategy="fsdp", callbacks=[SaveAtEnd(path)], make=LocalBlocks)
+        train("fsdp", 2, LocalBlocks(), max_epochs=1, callbacks=[SaveAtEnd(path)])
     return str(caught.value)
 
 
@@ -216,23 +180,19 @@ def test_a_state_of_one_ranks_shard_alone_is_refused_at_the_save(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_two_four_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
-    expected = train(1, 4)[1]
+    expected = train("single", 1, max_epochs=4)["weights"]
     mesh = FSDPStrategy(device_mesh=(2, 2))
-    steps: list[tuple[int, Any, int]] = [(2, "fsdp", 1), (4, mesh, 2), (1, "auto", 3), (4, "fsdp", 4)]
+    steps: list[tuple[int, Any, int]] = [(2, "fsdp", 1), (4, mesh, 2), (1, "single", 3), (4, "fsdp", 4)]
     path: Path | None = None
     for processes, strategy, epochs in steps:
         target = tmp_path / str(epochs)
 
-        def work(
-            processes: int = processes, strategy: Any = strategy, epochs: int = epochs, path: Path | None = path,
-            target: Path = target,
-        ) -> dict[str, torch.Tensor]:  # fmt: skip
-            return train(processes, epochs, strategy=strategy, callbacks=[SaveAtEnd(target)], ckpt_path=path)[1]
-
+        options = {"max_epochs": epochs, "callbacks": [SaveAtEnd(target)], "ckpt_path": path}
+        work = functools.partial(train, strategy, processes, **options)
         by_rank = run_distributed(work, processes, init=False, timeout=400) if processes > 1 else [work()]
         path = target
     for weights in by_rank:
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(weights["weights"], expected, rtol=0, atol=1e-5)
 
 
 # A rank that cannot

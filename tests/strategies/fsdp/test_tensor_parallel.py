@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
+from tests.helpers.runs import SaveAtEnd, StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.layers.known_models import check_plan
-from trainwright.strategies.fsdp.layers.plan import SplitLayers, need_divisible
+from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
@@ -107,7 +107,6 @@ class Gpt(TaskModule):
         self.seen: list[int] = []
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Map (batch, length) to logits (batch, length, vocabulary)."""
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -115,11 +114,9 @@ class Gpt(TaskModule):
         return logits
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all tokens."""
         return functional.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss, and log it."""
         (ids,) = batch
         self.seen += ids[:, 0].tolist()
         loss = self.loss(ids)
@@ -128,26 +125,21 @@ class Gpt(TaskModule):
         return loss
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch[0])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss and a metric object."""
         self.log("val_loss", self.loss(batch[0]), batch_size=len(batch[0]))
         self.total.update(batch[0].float().sum())
         self.log("total", self.total)
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the logits of the last place."""
         logits: torch.Tensor = self(batch[0][:, :-1])
         return logits[:, -1]
 
     def shard_units(self) -> Any:
-        """Cut block by block."""
         return self.blocks
 
     def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Return the plan under test."""
         assert mesh["tp"].size() > 1
         return self.plan
 
@@ -164,7 +156,9 @@ def rows(num: int) -> torch.Tensor:
     return ids
 
 
-def train(strategy: Any, dp_size: int = 1, task: Gpt | None = None, **arguments: Any) -> dict[str, Any]:
+def train(
+    strategy: Any, dp_size: int = 1, task: Gpt | None = None, ckpt_path: Path | None = None, **arguments: Any
+) -> dict[str, Any]:
     """Train on 12 rows in steps of 8, validate and predict; return what can be compared."""
     torch.manual_seed(1)  # of the data's order
     recorder, task = StepRecorder(), task or Gpt()
@@ -178,7 +172,7 @@ def train(strategy: Any, dp_size: int = 1, task: Gpt | None = None, **arguments:
         **settings,
     )
     loaders = [DataLoader(TensorDataset(rows(num)), batch_size=4 // dp_size, shuffle=num == 12) for num in (12, 5)]
-    trainer.fit(task, *loaders)
+    trainer.fit(task, *loaders, ckpt_path=ckpt_path)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss"}
     found = {
         "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
@@ -213,7 +207,6 @@ _PLANS = {"layers": _PLAN, "sequence": _SEQUENCE_PLAN, "loss": _LOSS_PLAN}
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """What one process gives."""
     return train("single")
 
 
@@ -224,7 +217,6 @@ def _train_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def split() -> list[dict[str, Any]]:
-    """What two ranks give under each plan, by rank."""
     return run_distributed(_train_all, 2, init=False, timeout=300)
 
 
@@ -255,31 +247,10 @@ def test_a_model_that_is_split_and_sharded_trains_as_one_process_does(alone: dic
 # Checkpoints
 
 
-class _SaveAtEnd(Callback):
-    """Saves while layers are split; after a stage they are whole again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-
-def _continue(
-    strategy: Any, dp_size: int, path: Path, save_to: Path | None = None, *, epochs: int = 2
-) -> dict[str, torch.Tensor]:
-    """Go on from a checkpoint until the end of an epoch."""
-    task = Gpt()
-    loader = DataLoader(TensorDataset(rows(12)), batch_size=4 // dp_size, shuffle=True)
-    trainer = quiet_trainer(
-        devices="auto" if strategy != "single" else 1,
-        strategy=strategy,
-        max_epochs=epochs,
-        accumulate_grad_batches=2,
-        callbacks=[] if save_to is None else [_SaveAtEnd(save_to)],
-    )
-    trainer.fit(task, loader, ckpt_path=path)
-    return weights_of(task)
+def _continue(strategy: Any, dp_size: int, path: Path | None, save_to: Path | None = None, epochs: int = 2) -> Any:
+    """Go on from a checkpoint until the end of an epoch; return the weights."""
+    savers = [] if save_to is None else [SaveAtEnd(save_to)]
+    return train(strategy, dp_size, max_epochs=epochs, callbacks=savers, ckpt_path=path)["weights"]
 
 
 @pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
@@ -291,9 +262,7 @@ def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, 
         return "tp" if processes == 2 else FSDPStrategy(tp=2)
 
     dp_size = processes // 2
-    trainer = quiet_trainer(strategy="single", max_epochs=1, accumulate_grad_batches=2)
-    trainer.fit(Gpt(), DataLoader(TensorDataset(rows(12)), batch_size=4, shuffle=True))
-    trainer.save_checkpoint(tmp_path / "half")
+    _continue("single", 1, None, tmp_path / "half", 1)
     expected = _continue("single", 1, tmp_path / "half", tmp_path / "single")
     last = _continue("single", 1, tmp_path / "single", epochs=3)
 
@@ -320,27 +289,24 @@ def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, 
 # What each rank holds and draws
 
 
-class _Look(Callback):
-    """Write down what a rank holds of the weights and what it has drawn."""
-
+class _Draws(Callback):
     def __init__(self) -> None:
-        self.pieces: dict[str, tuple[int, int]] = {}
         self.draws: list[float] = []
-        self.meshes: list[Any] = []
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        for name, p in task.named_parameters():
-            local = p.to_local() if isinstance(p, DTensor) else p
-            self.pieces[name] = (local.numel(), local.untyped_storage().nbytes() // 4)
 
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.draws.append(float(torch.rand(())))
 
 
-def _look() -> Any:
-    look = _Look()
-    found = train("tp", task=Gpt(dropout=0.2), callbacks=[look])
-    return look.pieces, look.draws, found["losses"], found["weights"]
+def _draw() -> Any:
+    callback = _Draws()
+    found = train("tp", task=Gpt(dropout=0.2), callbacks=[callback])
+    return callback.draws, found["losses"], found["weights"]
+
+
+@pytest.mark.distributed
+def test_ranks_draw_the_same_numbers() -> None:
+    first, second = run_distributed(_draw, 2, init=False, timeout=120)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def _odd_and_mixed() -> Any:
@@ -348,23 +314,6 @@ def _odd_and_mixed() -> Any:
     for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
         losses[precision] = train("tp", precision=precision)["losses"]
     return losses
-
-
-@pytest.mark.distributed
-def test_ranks_hold_their_share_in_memory_of_its_own_and_draw_the_same_numbers() -> None:
-    (pieces, draws, losses, weights), other = run_distributed(_look, 2, init=False, timeout=120)
-    whole = {name: p.numel() for name, p in Gpt().named_parameters()}
-    split = [name for name, (numel, _) in pieces.items() if numel == whole[name] // 2]
-    assert set(split) == {
-        "tokens.weight", *(f"blocks.{i}.{name}" for i in range(1) for name in (
-            "attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "mlp.0.weight", "mlp.0.bias",
-            "mlp.2.weight",
-        ))
-    }  # fmt: skip
-    assert all(numel == held for numel, held in pieces.values())
-    assert draws == other[1]
-    torch.testing.assert_close(losses, other[2], rtol=0, atol=0)
-    torch.testing.assert_close(weights, other[3], rtol=0, atol=0)
 
 
 @pytest.mark.distributed
@@ -380,7 +329,6 @@ def test_other_precisions_come_close_to_one_process_in_them() -> None:
 
 
 def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int, int]:
-    """Return the lengths of the axes of a strategy's mesh."""
     settings = EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true"))
     strategy.check(settings)
     shape = strategy.mesh_shape(settings)
@@ -390,16 +338,8 @@ def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int
 @pytest.mark.parametrize(
     ("make", "processes", "text"),
     [
-        (
-            lambda: FSDPStrategy(tp=3),
-            4,
-            r"tp=3 does not divide the run's 4 process\(es\). Use tp=1 or 2 or 4, or 6 proc",
-        ),
-        (
-            lambda: FSDPStrategy(tp=2, device_mesh=(1, 4)),
-            4,
-            r"2 group\(s\) of tp=2 processes. Use device_mesh=\(1, 2\)",
-        ),
+        (lambda: FSDPStrategy(tp=3), 4, r"does not divide the run's 4 process\(es\). Use tp=1 or 2 or 4, or 6 proc"),
+        (lambda: FSDPStrategy(tp=2, device_mesh=(1, 4)), 4, r"2 group\(s\) of tp=2 .* Use device_mesh=\(1, 2\)"),
         (lambda: TensorParallelStrategy(tp=2), 4, r"Use tp=4, or FSDPStrategy\(tp=2\)"),
         (lambda: TensorParallelStrategy(tp=3), 2, r"tp=3 with 2 process\(es\).*Use tp=2\."),
     ],
@@ -430,18 +370,28 @@ def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
         ModelParallelStrategy(0)
 
 
-@pytest.mark.parametrize("tp", [0, -1, 1.5, True, "2"])
-def test_a_size_that_is_no_number_of_ranks_is_refused(tp: Any) -> None:
-    with pytest.raises(ConfigurationError, match="use the number of ranks"):
-        FSDPStrategy(tp=tp)
+def _loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(rows(4)), batch_size=4)
 
 
-class _TwoRanks:
-    """As much of a mesh as a plan's checks ask for."""
+class TwoHeads(Gpt):
+    def __init__(self) -> None:
+        super().__init__(heads=2)
+        self.plan = None
 
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return 2
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        need_divisible(mesh["tp"].size(), num_heads=2)
+        return _PLAN
+
+
+class _Broken(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return self.no_such_thing
+
+
+class _AsksForRanks(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
 
 
 @pytest.mark.parametrize(
@@ -461,61 +411,23 @@ class _TwoRanks:
         ({"odd": ColwiseParallel()}, "odd: its width 9"),
         ({"odd": "rowwise"}, "odd: its width 15"),
         ({"blocks.0.attention.out": "fused_colwise"}, "its width 16 of 3 blocks is not divisible by tp=2"),
+        ({"block": "colwise"}, r"names 'block', which matches no module.*Did you mean 'blocks'"),
+        ({"blocks.*.mlp.1": "colwise"}, "does not support GELU"),
     ],
 )
-def test_a_plan_that_does_not_fit_the_task_is_refused_before_anything_is_touched(plan: Any, text: str) -> None:
-    task = Gpt()
+@pytest.mark.parametrize("strategy", ["tp", FSDPStrategy(tp=2)], ids=["tp", "fsdp"])
+def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(strategy: Any, plan: Any, text: str) -> None:
+    task = Gpt(plan)
     task.odd = nn.Linear(15, 9)
     before = {name: id(p) for name, p in task.named_parameters()}
     with pytest.raises(ConfigurationError, match=text):
-        SplitLayers(task, plan, _TwoRanks())  # type: ignore[arg-type]  # as much of a mesh as is asked for
+        quiet_trainer(devices=2, strategy=strategy, max_epochs=1).fit(task, _loader())
     assert {name: id(p) for name, p in task.named_parameters()} == before
 
 
-def test_a_number_of_heads_that_cannot_be_divided_is_refused_with_ranks_that_could() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"heads=6 is not divisible by tp=4. Use tp=2 or 3 or 6, or a multiple"
-    ):
-        need_divisible(4, heads=6)
-
-
-class TwoHeads(Gpt):
-    """Says how many heads it has."""
-
-    def __init__(self) -> None:
-        super().__init__(heads=2)
-        self.plan = None
-
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Say that heads must be divisible."""
-        need_divisible(mesh["tp"].size(), num_heads=2)
-        return _PLAN
-
-
-class _Broken(Gpt):
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return self.no_such_thing
-
-
-class _AsksForRanks(Gpt):
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
-
-
-@pytest.mark.parametrize(
-    ("task", "strategy", "devices", "text"),
-    [
-        (Gpt({"block": "colwise"}), "tp", 2, r"names 'block', which matches no module.*Did you mean 'blocks'"),
-        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "does not support GELU"),
-        (TwoHeads(), FSDPStrategy(tp=4), 4, r"num_heads=2 is not divisible by tp=4. Use tp=2"),
-    ],
-)
-def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(
-    task: Any, strategy: Any, devices: int, text: str
-) -> None:
-    trainer = quiet_trainer(devices=devices, strategy=strategy, max_epochs=1)
-    with pytest.raises(ConfigurationError, match=text):
-        trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+def test_a_number_of_heads_that_tp_does_not_divide_is_refused_before_a_process_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_heads=2 is not divisible by tp=4. Use tp=2"):
+        quiet_trainer(devices=4, strategy=FSDPStrategy(tp=4), max_epochs=1).fit(TwoHeads(), _loader())
 
 
 def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
@@ -544,7 +456,7 @@ def _refusals() -> list[str]:
     for task in tasks:
         trainer = quiet_trainer(devices="auto", strategy="tp", max_epochs=1)
         with pytest.raises(ConfigurationError) as caught:
-            trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+            trainer.fit(task, _loader())
         found.append(str(caught.value))
     return found
 

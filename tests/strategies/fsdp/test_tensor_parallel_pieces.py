@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
+from tests.strategies.fsdp.test_fsdp_shards import Sizes
 from tests.strategies.fsdp.test_tensor_parallel import _PLAN, Gpt, train
 from trainwright.callbacks import EMAWeightAveraging
-from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
-from trainwright.strategies.shards import local_shard
 
 
 class Untied(Gpt):
@@ -27,40 +26,15 @@ class Untied(Gpt):
 
 
 class Built(Gpt):
-    """Is built where the strategy says."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in [name for name, _ in self.named_children() if name != "total"]:
             delattr(self, name)
 
     def configure_model(self) -> None:
-        """Build the layers."""
         for name, module in Gpt().named_children():
             if name != "total":
                 setattr(self, name, module)
-
-
-class Sizes(Callback):
-    """Counts the bytes of a rank's pieces of what training keeps."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        self.sizes["weights"] = _bytes(task.parameters())
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        self.sizes["gradients"] = _bytes(p.grad for p in task.parameters())
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        states = [s[key] for s in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
-        self.sizes["states"] = _bytes(states)
-
-
-def _bytes(tensors: Any) -> int:
-    held = {local_shard(tensor).untyped_storage()._cdata: local_shard(tensor) for tensor in tensors}
-    return sum(piece.untyped_storage().nbytes() for piece in held.values())
 
 
 def split_and_whole() -> tuple[int, int]:
@@ -90,17 +64,15 @@ def _run_two() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Any]]:
-    """What two ranks have found."""
     return run_distributed(_run_two, 2, init=False, timeout=300)
 
 
 @pytest.mark.distributed
-@pytest.mark.exhaustive
 def test_a_rank_holds_a_share_of_split_layers_and_all_of_the_others(two: list[dict[str, Any]]) -> None:
     assert _PLAN["tokens"] == "embedding"
     split, rest = split_and_whole()
     held = 4 * (split // 2 + rest)
-    assert [found["untied"][0] for found in two] == [{"weights": held, "gradients": held, "states": 2 * held}] * 2
+    assert [found["untied"][0] for found in two] == [{"parameters": held, "gradients": held, "states": 2 * held}] * 2
 
 
 @pytest.mark.distributed
@@ -141,4 +113,4 @@ def test_with_shards_a_rank_holds_a_share_of_everything() -> None:
     split, rest = split_and_whole()
     held = 4 * (split // 4 + rest // 2)  # every first dimension of this model is even after the split
     by_rank = run_distributed(lambda: _measure(FSDPStrategy(tp=2), 2)[0], 4, init=False, timeout=300)
-    assert by_rank == [{"weights": held, "gradients": held, "states": 2 * held}] * 4
+    assert by_rank == [{"parameters": held, "gradients": held, "states": 2 * held}] * 4

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.language_models import make_model
 from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
@@ -18,48 +19,14 @@ from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, find_pl
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
-_SIZES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
-    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "t5": {
-        "d_model": 16, "d_kv": 6, "d_ff": 32, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
-        "decoder_start_token_id": 0, "pad_token_id": 0, "relative_attention_num_buckets": 8,
-    },
-    "qwen3": {"head_dim": 8},
-    "phi": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_dropout": 0.0},
-}  # fmt: skip
-_SIZES["bert"] |= _SIZES["llama"]
-_SIZES["qwen3"] |= _SIZES["llama"]
-_SIZES["phi"] |= _SIZES["llama"]
-_SIZES["mt5"] = _SIZES["t5"]
-
-
-def make_model(kind: str, **changes: Any) -> Any:
-    """Return a tiny language model with a vocabulary of 24."""
-    import transformers
-
-    sizes = {"vocab_size": 24, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.AutoConfig.for_model(kind, **(sizes | _SIZES.get(kind, _SIZES["llama"]) | changes))
-    auto = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        return auto.get(kind[-2:] if "t5" in kind else kind, transformers.AutoModelForCausalLM).from_config(config)
-
 
 class Hf(TaskModule):
-    """A model of transformers, split by its ready plan."""
-
     def __init__(self, kind: str, options: dict[str, bool] | None = None, **changes: Any) -> None:
         super().__init__()
         self.options = options
         self.model = make_model(kind, **changes)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the model's own loss."""
         options = {} if self.model.config.model_type == "bert" else {"use_cache": False}
         return self.model(input_ids=batch[0], labels=batch[0], **options).loss
 
@@ -75,7 +42,6 @@ class Hf(TaskModule):
 
 
 def train(strategy: str, task: Hf) -> dict[str, Any]:
-    """Train two steps."""
     recorder = StepRecorder()
     ids = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(4))
     trainer = quiet_trainer(

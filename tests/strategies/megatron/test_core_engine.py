@@ -77,13 +77,7 @@ def _train(kind: str, strategy: Any, *, max_steps: int = 10, ckpt: Path | None =
     task = CausalTask(kind)
     devices, accumulate = (1, 2) if strategy == "single" else ("auto", 1)
     given = {"devices": devices, "accumulate_grad_batches": accumulate, **given}
-    trainer = quiet_trainer(
-        strategy=strategy,
-        max_steps=max_steps,
-        gradient_clip_val=0.5,
-        log_every_n_steps=1,
-        **given,
-    )
+    trainer = quiet_trainer(strategy=strategy, max_steps=max_steps, gradient_clip_val=0.5, log_every_n_steps=1, **given)
     trainer.fit(task, _batches(), _batches(1), ckpt_path=ckpt)
     if ckpt is None and max_steps < 10:
         trainer.save_checkpoint(Path("half"))

@@ -20,7 +20,6 @@ class WithLoss(Language):
     """As a model of transformers: with labels it returns its loss, too."""
 
     def forward(self, tokens: torch.Tensor, labels: Any = None) -> Any:
-        """Return the logits, and the loss over all positions."""
         logits = super().forward(tokens)
         if labels is None:
             return {"logits": logits}

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
+from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -47,7 +46,6 @@ class Layer(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(dropout))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the same shape."""
         return input + super().forward(input)
 
 
@@ -65,7 +63,6 @@ class Layers(TaskModule):
         self.seen: list[tuple[list[int], float]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one number for each row."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -73,30 +70,17 @@ class Layers(TaskModule):
         return result
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         self.seen.append((batch[0].tolist(), float(batch[1].sum())))
         drawn = torch.rand(()) if self.random else torch.zeros(())  # before the model is called
         return nn.functional.mse_loss(self(batch[1]) * (1 + drawn), batch[1].sum(1, keepdim=True))
 
     def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        """Split both linear layers of a layer."""
         return {"layers.*.0": "colwise", "layers.*.2": "rowwise"}
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with momentum and a schedule by step."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.002, momentum=0.9)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.005, total_steps=_STEPS)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class Losses(Callback):
-    """Notes the loss of each step."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        self.values.append(result.loss.item())
 
 
 def train(
@@ -110,20 +94,20 @@ def train(
 ) -> dict[str, Any]:
     """Train to the end, with a checkpoint of every third step. Only the checkpoint has the generators' states."""
     torch.manual_seed(seed if ckpt_path is None else 78)
-    task, losses = Layers(0.3 if random else 0.0), Losses()
+    task, recorder = Layers(0.3 if random else 0.0), StepRecorder()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     trainer = quiet_trainer(
         devices="auto" if isinstance(strategy, MegatronStrategy) else 1,
         strategy=strategy,
         max_epochs=_EPOCHS,
         accumulate_grad_batches=accumulate,
-        callbacks=[saver, losses],
+        callbacks=[saver, recorder],
     )
     loader = DataLoader(Samples(0.1 if random else 0.0), batch_size=_GLOBAL_BATCH // accumulate, shuffle=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*random number generators start from scratch", TrainwrightWarning)
         trainer.fit(task, loader, ckpt_path=ckpt_path)
-    return {"losses": losses.values, "seen": task.seen, "weights": weights_of(task)}
+    return {"losses": recorder.losses, "seen": task.seen, "weights": weights_of(task)}
 
 
 _SETTINGS: dict[str, tuple[dict[str, Any], int]] = {

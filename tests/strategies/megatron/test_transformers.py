@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers import language_models
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
-from trainwright.cli.parity_tape import GRADIENT, LOSS, NORM, PARAMETER, StepTape, Tape, Tolerance, compare
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.megatron import test_pipeline as pipeline
+from tests.strategies.megatron.test_pipeline import assert_same
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.megatron.strategy import MegatronStrategy
@@ -22,49 +25,20 @@ pytestmark = [
 ]
 
 _VOCABULARY = 24
-_EXACT = Tolerance(atol=1e-7, rtol=1e-5)
-_SIZES: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_embd": 16, "n_layer": 4, "n_head": 4, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
-    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0},
-    "qwen3": {"head_dim": 8},
-    "t5": {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4},
-    "bart": {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "pad_token_id": 0},
-}
-_LLAMA = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
-
-
-def make_model(kind: str) -> Any:
-    """Return a tiny language model of four layers."""
-    import transformers
-
-    sizes = {"vocab_size": _VOCABULARY, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
-    sizes |= {} if kind == "gpt2" else _LLAMA
-    config = transformers.AutoConfig.for_model(kind, **sizes, **_SIZES.get(kind, {}))
-    auto: Any = transformers.AutoModelForMaskedLM if kind == "bert" else transformers.AutoModelForCausalLM
-    auto = transformers.AutoModelForSeq2SeqLM if kind in ("t5", "bart") else auto
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        return auto.from_config(config)
+make_model = functools.partial(language_models.make_model, layers=4)
 
 
 class Hf(TaskModule):
-    """A language model of transformers with its own loss."""
-
     def __init__(self, kind: str, **options: object) -> None:
         super().__init__()
         self.model, self.options = make_model(kind), options
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the model's own loss."""
         loss = self.model(**batch, **self.options).loss
         self.log("train_loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the model's own loss."""
         self.log("val_loss", self.model(**batch, **self.options).loss, batch_size=len(batch["labels"]))
 
     def configure_optimizers(self) -> Any:
@@ -85,29 +59,7 @@ def batches(num: int) -> list[dict[str, torch.Tensor]]:
 
 def train(folder: Path, task: Hf, strategy: Any = "single") -> dict[str, Any]:
     """Train three steps of four micro-batches and validate."""
-    folder.mkdir(exist_ok=True)
-    trainer = quiet_trainer(
-        devices=1 if strategy == "single" else "auto",
-        strategy=strategy,
-        max_epochs=1,
-        gradient_clip_val=0.5,
-        callbacks=[StepTape(folder, 4, seed=0)],
-    )
-    trainer.fit(task, batches(12), batches(2))
-    return {
-        "tape": Tape.read(folder.name, folder),
-        "weights": weights_of(task),
-        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-    }
-
-
-def assert_same(found: dict[str, Any], one: dict[str, Any]) -> None:
-    """Fail unless losses, gradients, weights and metrics are those of one process."""
-    result = compare(one["tape"], found["tape"], _EXACT)
-    assert result.equal, result.found
-    assert set(result.worst) == {LOSS, NORM, GRADIENT, PARAMETER}
-    torch.testing.assert_close(found["weights"], one["weights"], rtol=1e-5, atol=1e-6)
-    assert found["metrics"] == pytest.approx(one["metrics"], rel=1e-5)
+    return pipeline.train(folder, strategy, task=task, data=batches(12), val=batches(2), max_epochs=1)
 
 
 _CASES: dict[str, tuple[str, dict[str, Any], int]] = {
@@ -121,7 +73,6 @@ _CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return on two ranks the run of each case."""
     folder = tmp_path_factory.mktemp("stages")
 
     def runs() -> dict[str, Any]:

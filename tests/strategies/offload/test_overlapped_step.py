@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.selection import mostly_exhaustive
-from tests.strategies.offload.late_stream import LateStream
-from tests.strategies.offload.overlapped import assert_same, train, writer
+from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer
 from tests.strategies.offload.test_training import DEPTH, PLACES, WIDTH, Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import EMAWeightAveraging
@@ -179,17 +178,19 @@ def test_clipping_waits_for_gradients_and_not_for_weights(trace: Any) -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_who_looks_at_gradients_finds_all_of_them() -> None:
-    class Look(Callback):
-        def __init__(self) -> None:
-            self.sums: list[float] = []
+@pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"])
+def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
+    def look(sums: list[float]) -> Callback:
+        def note(self: Any, trainer: Any, task: Any, *_: Any) -> None:
+            sums.append(sum(float(p.grad.sum()) for p in task.parameters() if p.grad is not None))
 
-        def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            self.sums.append(sum(float(p.grad.sum()) for p in task.parameters()))
+        found: Callback = type("Look", (Callback,), {event: note})()
+        return found
 
-    looks = [Look(), Look()]
-    assert_same(train(OffloadStrategy(stream=True), looks[0]), train("single", looks[1]))
-    assert looks[0].sums == looks[1].sums
+    found, wanted = [], []  # type: ignore[var-annotated]  # floats
+    assert_same(train(OffloadStrategy(stream=True), look(found)), train("single", look(wanted)))
+    assert found == wanted
+    assert wanted
 
 
 @pytest.mark.usefixtures("late")
@@ -249,7 +250,7 @@ def test_the_device_keeps_the_gradients_of_one_unit() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_between_steps_the_device_holds_what_begins_the_next_forward(ahead: int) -> None:
+def test_the_device_holds_as_many_units_as_it_should_and_between_steps_those_of_the_next_forward(ahead: int) -> None:
     task = Tiny()
     seen: list[int] = []
 
@@ -265,9 +266,11 @@ def test_between_steps_the_device_holds_what_begins_the_next_forward(ahead: int)
 
     for block in task.blocks:
         block.up.register_forward_hook(count)
+        block.norm.weight.register_hook(count)
     train(OffloadStrategy(stream=True, prefetch=ahead), Count(), task=task, limit_val_batches=0)
-    assert seen[DEPTH] == ahead
+    assert seen[2 * DEPTH] == ahead  # after the first step's forward and backward
     assert max(seen) == 1 + ahead
+    assert len(seen) == 10 * (2 * DEPTH + 1)
 
 
 # Failures, and optimizers that cannot be split

@@ -1,4 +1,4 @@
-"""Weights that are brought ahead of their use: the same weights, whatever the order, and nothing left running."""
+"""Weights that are brought ahead of their use, and copies beside a computation: in order, and nothing left running."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
+from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
@@ -67,7 +70,9 @@ def _until(condition: Iterator[bool]) -> None:
         time.sleep(0.002)
 
 
-def _idle(prefetcher: Prefetcher) -> None:
+def _idle(prefetcher: Prefetcher, in_use: int = 0) -> None:
+    for _ in range(in_use):
+        prefetcher.release()
     _until(prefetcher._reader is None for _ in itertools.count())
 
 
@@ -85,9 +90,7 @@ def test_the_order_of_the_first_pass_is_fetched_ahead_in_the_second() -> None:
     _until(bool(parts[1].fetched_by[1:]) for _ in itertools.count())
     assert _begin_use(prefetcher, numbers[1]) == 1
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    prefetcher.release()
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=2)
 
 
 def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> None:
@@ -100,9 +103,7 @@ def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> N
     threading.Timer(0.05, parts[1].gate.set).start()
     _begin_use(prefetcher, numbers[1])
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    prefetcher.release()
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=2)
 
 
 def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
@@ -113,20 +114,13 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
     assert prefetcher._held_bytes <= 25
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=1)
 
 
-def test_a_budget_of_nothing_starts_no_thread() -> None:
-    prefetcher = Prefetcher(0)
-    parts, numbers = _parts(prefetcher, 3)
-    _take(prefetcher, numbers * 3)
-    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
-
-
-def test_a_unit_larger_than_the_budget_is_fetched_when_it_is_needed() -> None:
-    prefetcher = Prefetcher(10)
-    parts, numbers = _parts(prefetcher, 3, num_bytes=11)
+@pytest.mark.parametrize(("budget", "num_bytes"), [(0, 10), (10, 11)], ids=["no budget", "larger than the budget"])
+def test_a_unit_that_the_budget_does_not_allow_is_fetched_when_it_is_needed(budget: int, num_bytes: int) -> None:
+    prefetcher = Prefetcher(budget)
+    parts, numbers = _parts(prefetcher, 3, num_bytes=num_bytes)
     assert _take(prefetcher, numbers * 3) == [0, 1, 2] * 3
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
@@ -141,9 +135,7 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
         prefetcher.acquire(numbers[1])
     parts[1].error = None
     assert _begin_use(prefetcher, numbers[1]) == 1
-    prefetcher.release()
-    prefetcher.release()
-    _idle(prefetcher)
+    _idle(prefetcher, in_use=2)
 
 
 def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
@@ -305,25 +297,20 @@ import torch
 from trainwright.strategies.offload.copy_stream import Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
 
-class Slow:
-    num_bytes = 4
-    stays_on_host = False
+class Unit:
+    num_bytes, stays_on_host = 4, False
+
+    def __init__(self, seconds):
+        self.seconds = seconds
 
     def fetch(self):
-        until = time.monotonic() + 0.5
+        until = time.monotonic() + self.seconds
         while time.monotonic() < until:
             torch.ones(1)
         return Fetched({})
 
-class Quick:
-    num_bytes = 4
-    stays_on_host = False
-
-    def fetch(self):
-        return Fetched({})
-
 prefetcher = Prefetcher()
-units = [Quick(), Slow()]
+units = [Unit(0.0), Unit(0.5)]
 quick, slow = (prefetcher.add(unit) for unit in units)
 for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
     prefetcher.acquire(number)
@@ -336,3 +323,118 @@ for number in (quick, slow, quick):  # what follows is known to be the slow one:
 def test_a_program_may_end_while_the_reader_reads() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# Copies beside a computation
+
+
+class FakeStream:
+    """Writes down what a device's stream is asked for; an event is (stream, how much it has been given)."""
+
+    present: list[FakeStream] = []  # noqa: RUF012  # the streams that are entered, the computing one first
+    log: list[Any] = []  # noqa: RUF012  # of all streams
+
+    def __init__(self, name: str = "copies", device: torch.device | None = None) -> None:
+        self.name, self.given = name, 0
+
+    def record_event(self) -> Any:
+        return FakeEvent((self.name, self.given))
+
+    def wait_event(self, event: Any) -> None:
+        FakeStream.log.append((self.name, "waits for", event.at))
+
+    def __enter__(self) -> None:
+        FakeStream.present.append(self)
+
+    def __exit__(self, *_: Any) -> None:
+        FakeStream.present.pop()
+
+
+class FakeEvent:
+    def __init__(self, at: tuple[str, int]) -> None:
+        self.at = at
+
+    def synchronize(self) -> None:
+        FakeStream.log.append(("host", "waits for", self.at))
+
+
+def _run() -> None:
+    """Give the present stream something to do."""
+    stream = FakeStream.present[-1]
+    stream.given += 1
+    FakeStream.log.append((stream.name, "runs", stream.given))
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> CopyStream:
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.present[-1])
+    monkeypatch.setattr(FakeStream, "present", [FakeStream("computes")])
+    monkeypatch.setattr(FakeStream, "log", [])
+    return CopyStream(torch.device("cuda", 0))
+
+
+def test_a_copy_begins_after_the_computation_so_far(copies: CopyStream) -> None:
+    _run()
+    event = copies.queue(_run)
+    _run()
+    copies.join(event)
+    assert FakeStream.log == [
+        ("computes", "runs", 1),
+        ("copies", "waits for", ("computes", 1)),
+        ("copies", "runs", 1),
+        ("computes", "runs", 2),
+        ("computes", "waits for", ("copies", 1)),
+    ]
+
+
+def test_a_copy_may_begin_after_a_mark(copies: CopyStream) -> None:
+    _run()
+    mark = copies.mark()
+    _run()
+    copies.queue(_run, after=mark)
+    assert FakeStream.log[2:] == [("copies", "waits for", ("computes", 1)), ("copies", "runs", 1)]
+
+
+def test_the_host_waits_for_one_copy_or_for_all(copies: CopyStream) -> None:
+    first = copies.queue(_run)
+    copies.queue(_run)
+    copies.wait(first)
+    copies.synchronize()
+    copies.synchronize()  # there is nothing more
+    assert [entry[2] for entry in FakeStream.log if entry[0] == "host"] == [("copies", 1), ("copies", 2)]
+
+
+def test_what_is_copied_from_stays_until_the_computation_has_waited(copies: CopyStream) -> None:
+    source = torch.ones(2)
+    alive = weakref.ref(source)
+    copies.queue(_run, source=source)
+    del source
+    assert alive() is not None
+    copies.release()
+    assert FakeStream.log[-1] == ("computes", "waits for", ("copies", 1))
+    assert alive() is None
+
+
+def test_on_the_host_copies_are_made_at_once() -> None:
+    copies, target = CopyStream(torch.device("cpu")), torch.zeros(2)
+    source = torch.ones(2)
+    event = copies.queue(lambda: copy_to(target, source))
+    assert torch.equal(target, source)
+    assert copies.fetch(source) == (source, None)
+    for wait in (copies.join, copies.wait):
+        wait(event)
+    assert copies.num_queued == 2
+
+
+def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
+        assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"
+
+
+def test_a_buffer_made_in_inference_mode_can_be_filled_outside_of_it() -> None:
+    with torch.inference_mode():
+        buffer = PinnedBuffers(8, pinned=False).acquire()
+    buffer.fill_(3)
+    assert buffer.sum() == 24

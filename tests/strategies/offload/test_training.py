@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
+import mmap
 import os
+import sys
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +23,13 @@ from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer
 from trainwright import ConfigurationError, OffloadStrategy, TaskModule, TrainwrightWarning
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
+from trainwright.strategies.offload import step as step_module
+from trainwright.strategies.offload.advice import read_ahead
 
 WIDTH, DEPTH = 16, 5
 
 
 class Block(nn.Module):
-    """A residual block with dropout and a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -39,8 +45,6 @@ class Block(nn.Module):
 
 
 class Tiny(TaskModule):
-    """An embedding, blocks, and a head that shares the embedding's weight."""
-
     def __init__(self, *, recompute: bool = False, units: bool = True) -> None:
         super().__init__()
         self.recompute, self.units = recompute, units
@@ -114,21 +118,19 @@ def test_it_equals_training_in_one_place(parameters: Any, state: Any, stream: bo
     assert list(tmp_path.iterdir()) == []  # files have no names
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_device_holds_as_many_units_as_it_should(ahead: int) -> None:
-    task = Tiny()
-    seen: list[int] = []
+_VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
+    "activations computed anew": ({"recompute": True}, dict),
+    "averages evaluated": ({}, lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}),
+    "bf16-mixed": ({}, lambda: {"precision": "bf16-mixed", "limit_val_batches": 0}),
+}
 
-    def count(*_: Any) -> None:
-        units = task.trainer.strategy.weight_stream.units
-        seen.append(sum(unit.flats[0][1].untyped_storage().nbytes() > 0 for unit in units))
 
-    for block in task.blocks:
-        block.up.register_forward_hook(count)
-        block.norm.weight.register_hook(count)
-    train(task, OffloadStrategy(stream=True, prefetch=ahead), accumulate_grad_batches=1, limit_val_batches=0)
-    assert max(seen) == 1 + ahead
-    assert len(seen) == 2 * 8 * 2 * DEPTH
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_a_variant_equals_that_in_one_place(name: str, parameters: Any) -> None:
+    task, options = _VARIANTS[name]
+    found = train(Tiny(**task), OffloadStrategy(parameters, stream=True), **options())
+    assert_same(found, train(Tiny(**task), **options()))
 
 
 def test_units_are_found_by_size_where_nobody_names_them() -> None:
@@ -141,10 +143,6 @@ def test_units_are_found_by_size_where_nobody_names_them() -> None:
     strategy = OffloadStrategy(stream=True)
     assert_same(train(Tiny(units=False), strategy, callbacks=[Look()]), train(Tiny(units=False)))
     assert found[0] >= DEPTH
-
-
-def test_activations_may_be_computed_anew() -> None:
-    assert_same(train(Tiny(recompute=True), OffloadStrategy(stream=True)), train(Tiny(recompute=True)))
 
 
 def test_a_frozen_base_streams_and_small_additions_train() -> None:
@@ -197,13 +195,6 @@ def test_what_is_unfrozen_during_a_run_trains() -> None:
 
 
 @pytest.mark.parametrize("parameters", ["cpu", "device"])
-def test_averages_are_evaluated(parameters: Any) -> None:
-    options: dict[str, Any] = {"callbacks": [EMAWeightAveraging(decay=0.5)]}
-    wanted = train(Tiny(), callbacks=[EMAWeightAveraging(decay=0.5)])
-    assert_same(train(Tiny(), OffloadStrategy(parameters, stream=True), **options), wanted)
-
-
-@pytest.mark.parametrize("parameters", ["cpu", "device"])
 def test_predictions_are_the_same(parameters: Any) -> None:
     wanted = quiet_trainer().predict(Tiny(), batches(3))
     found = quiet_trainer(strategy=OffloadStrategy(parameters, stream=True)).predict(Tiny(), batches(3))
@@ -224,42 +215,6 @@ def test_a_failed_step_leaves_every_weight_at_home() -> None:
         train(task, OffloadStrategy(stream=True), limit_val_batches=0)
     for name in ("embed.weight", "blocks.1.up.weight"):
         assert torch.equal(task.state_dict()[name], before[name])
-
-
-def test_listeners_to_gradients_find_them_at_home() -> None:
-    class Look(Callback):
-        def __init__(self) -> None:
-            self.sums: list[float] = []
-
-        def on_after_backward(self, trainer: Any, task: Any) -> None:
-            self.sums.append(sum(float(p.grad.sum()) for p in task.parameters()))
-
-        def on_before_zero_grad(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            self.sums.append(sum(float(p.grad.sum()) for p in task.parameters() if p.grad is not None))
-
-    looks = [Look(), Look()]
-    assert_same(train(Tiny(), OffloadStrategy(stream=True), callbacks=[looks[0]]), train(Tiny(), callbacks=[looks[1]]))
-    assert looks[0].sums == looks[1].sums
-
-
-def test_bf16_mixed_is_that_of_one_place() -> None:
-    options: dict[str, Any] = {"precision": "bf16-mixed", "limit_val_batches": 0}
-    assert_same(train(Tiny(), OffloadStrategy(stream=True), **options), train(Tiny(), **options))
-
-
-def test_the_state_of_an_optimizer_lies_in_files(tmp_path: Path) -> None:
-    mapped: list[bool] = []
-
-    class Look(Callback):
-        def on_train_end(self, trainer: Any, task: Any) -> None:
-            maps = Path("/proc/self/maps").read_text()
-            mapped.append(str(tmp_path) in maps)
-            state = trainer.optimizers[0].state
-            mapped.extend(hasattr(s["exp_avg"], "_trainwright_on_host") for s in state.values())
-
-    train(Tiny(), OffloadStrategy("disk", "disk", offload_folder=tmp_path), callbacks=[Look()])
-    assert mapped == [True] * len(mapped)
-    assert len(mapped) > DEPTH
 
 
 def test_a_full_disk_is_an_error_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,3 +255,72 @@ def test_a_model_without_units_is_warned_of() -> None:
     strategy = OffloadStrategy(stream=True, min_num_params=10**6)
     with pytest.warns(TrainwrightWarning, match="Flat has no units to stream"):
         train(task, strategy, limit_val_batches=0)
+
+
+# What is on the disk is read for the next unit's step while the present one computes
+
+NUM_BYTES = 4 * 2**20
+
+
+def pages_in_memory(tensor: torch.Tensor) -> int:
+    """Return how many pages of a mapped tensor the system has in memory."""
+    count = tensor.nbytes // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * count)()
+    address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    assert ctypes.CDLL(None, use_errno=True).mincore(address, length, found) == 0
+    return sum(page & 1 for page in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel which pages it has")
+def test_a_file_that_nobody_has_read_is_in_memory_soon_after(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(os.urandom(NUM_BYTES))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    tensor = torch.from_file(str(path), shared=True, size=NUM_BYTES, dtype=torch.uint8)
+    before = pages_in_memory(tensor)
+    if before:
+        pytest.skip(f"the file system keeps {before} pages in memory whatever it is told")
+    read_ahead([tensor[100:]])
+    until = time.monotonic() + 30
+    while pages_in_memory(tensor) < NUM_BYTES // mmap.PAGESIZE and time.monotonic() < until:
+        time.sleep(0.01)
+    assert pages_in_memory(tensor) == NUM_BYTES // mmap.PAGESIZE
+    assert tensor.numpy().tobytes() == path.read_bytes()
+
+
+def test_it_takes_whatever_tensors_there_are() -> None:
+    read_ahead([torch.empty(0), torch.ones(()), torch.ones(3, 5).t(), torch.empty(4, device="meta")])
+
+
+def test_each_unit_is_read_before_the_one_in_front_of_it_is_stepped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, set[int]]] = []
+    stepped: set[int] = set()
+
+    def note(tensors: Iterable[torch.Tensor]) -> None:
+        events.append(("read", {tensor.data_ptr() for tensor in tensors}))
+
+    plain_step: Any = torch.optim.AdamW.step
+
+    @functools.wraps(plain_step)  # no hook of torch's, before whose eyes a step would not be split
+    def step_and_note(optimizer: torch.optim.Optimizer, closure: Any = None) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        states = [v for p in parameters for v in optimizer.state.get(p, {}).values() if v.dim()]
+        events.append(("step", {tensor.data_ptr() for tensor in [*(p.data for p in parameters), *states]}))
+        return plain_step(optimizer, closure)
+
+    monkeypatch.setattr(step_module, "read_ahead", note)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step_and_note)
+    train(Tiny(), OffloadStrategy("disk", "disk", stream=True, offload_folder=tmp_path))
+    assert [kind for kind, _ in events] == ["read", "step"] * (len(events) // 2)
+    per_step = DEPTH + 1  # units, and what lies in none
+    assert len(events) % (2 * per_step) == 0
+    for first in range(0, len(events), 2 * per_step):
+        group = [touched for _, touched in events[first : first + 2 * per_step]]
+        for read, step in zip(group[0:-2:2], group[3::2], strict=True):  # what comes between is the step in front
+            assert step <= read
+            stepped |= step
+    assert stepped

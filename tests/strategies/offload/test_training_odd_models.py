@@ -32,8 +32,6 @@ class HalfFrozen(nn.Module):
 
 
 class Lookup(nn.Module):
-    """An embedding whose gradients are sparse."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(6, WIDTH, sparse=True)

@@ -25,16 +25,13 @@ class Task(RegressionTask):
         self.step_s = step_s
 
     def num_items(self, batch: Any) -> int:
-        """Count targets above 0, and one."""
         return 1 + int((batch[1] > 0).sum())
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Wait, and return the loss."""
         time.sleep(self.step_s)
         return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and the schedule."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         return [optimizer], [
             {"scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 500), "interval": "step"}
@@ -45,7 +42,6 @@ class Printer(Callback):
     """Prints the number of each step and its position in the data."""
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        """Print them."""
         state = trainer.state
         print("step", state.step, state.epoch, state.batch_in_epoch, state.samples, flush=True)
 

@@ -74,16 +74,13 @@ class Replicas:
             time.sleep(0.05)
 
     def signal(self, number: int, signum: signal.Signals) -> None:
-        """Send a signal to a replica."""
         self._processes[number].send_signal(signum)
 
     def kill(self, number: int) -> None:
-        """Kill a replica."""
         self._processes[number].kill()
         self._processes[number].wait()
 
     def restart(self, number: int) -> None:
-        """Start a killed replica again."""
         self._processes[number] = self._start(number)
 
     def weights(self) -> list[dict[str, torch.Tensor]]:
@@ -96,7 +93,6 @@ class Replicas:
         return self._logs[number][-1].with_suffix(".err").read_text()[-3000:]
 
     def close(self) -> None:
-        """End all processes."""
         for process in (*self._processes, self._lighthouse):
             process.kill()
             process.wait()
@@ -104,7 +100,6 @@ class Replicas:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
-    """Return a function that starts replicas."""
     started = []
 
     def start(**arguments: Any) -> Replicas:

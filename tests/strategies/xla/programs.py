@@ -47,7 +47,6 @@ class Regression(TaskModule):
         self.losses: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `(batch, 8)` to `(batch, 1)`."""
         return self.head(self.dropout(torch.relu(self.second(torch.relu(self.first(x))))))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -72,19 +71,16 @@ class Regression(TaskModule):
 
 
 def loader(batch_size: int = 16, samples: int = SAMPLES) -> DataLoader[Any]:
-    """Return batches that are the same in each call."""
     x = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
 def trainer(folder: str, **options: Any) -> Trainer:
-    """Return a quiet Trainer."""
     given = {"max_epochs": 3, "logger": False, "enable_checkpointing": False, "log_every_n_steps": 4, **options}
     return Trainer(enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **given)
 
 
 def fit(folder: str, dropout: float = 0.0, manual: bool = False, **options: Any) -> tuple[Regression, Trainer]:
-    """Train with a Trainer."""
     task, run = Regression(dropout, manual=manual), trainer(folder, **options)
     run.fit(task, loader(), None if manual else loader(32))
     return task, run
@@ -161,7 +157,6 @@ def language_model(folder: str, **options: Any) -> list[dict[str, float]]:
 
 
 def counters() -> dict[str, int]:
-    """Return how often something has happened in this process."""
     import torch_xla.debug.metrics as metrics
 
     compiled = metrics.metric_data("CompileTime")
@@ -259,12 +254,16 @@ def own_loop(folder: str, accumulate: int = 1, **options: Any) -> dict[str, Any]
     return {"losses": losses, "cpu": run(cpu=True)[0], **facts}
 
 
-def ragged(folder: str) -> list[str]:
-    """Train with a last batch of another size; the warnings."""
+def _warnings(task: TaskModule, run: Trainer, samples: int = SAMPLES) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(folder, strategy="xla", max_epochs=2).fit(Regression(), loader(samples=70))
+        run.fit(task, loader(samples=samples))
     return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
+
+
+def ragged(folder: str) -> list[str]:
+    """Train with a last batch of another size; the warnings."""
+    return _warnings(Regression(), trainer(folder, strategy="xla", max_epochs=2), samples=70)
 
 
 def changing(folder: str) -> list[str]:
@@ -277,20 +276,21 @@ def changing(folder: str) -> list[str]:
                 loss = loss + self.head.weight.square().mean()
             return loss
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(folder, strategy="xla", max_epochs=3).fit(Changing(), loader())
-    return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
+    return _warnings(Changing(), trainer(folder, strategy="xla", max_epochs=3))
+
+
+def _error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    try:
+        function(*args, **options)
+    except Exception as error:  # noqa: BLE001  # its text is the result
+        return f"{type(error).__name__}: {error}"
+    return "none"
 
 
 def too_late(folder: str) -> str:
     """Train on the CPU first, which torch_xla does not allow; the error."""
     fit(folder, accelerator="cpu")
-    try:
-        fit(folder, strategy="xla")
-    except Exception as error:  # noqa: BLE001  # its text is the result
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    return _error_of(fit, folder, strategy="xla")
 
 
 def too_many_devices(folder: str) -> str:
@@ -298,22 +298,14 @@ def too_many_devices(folder: str) -> str:
     import torch_xla.runtime as runtime
 
     runtime.world_size = lambda: int(os.environ["WORLD_SIZE"]) + 1
-    try:
-        fit(folder, strategy="xla")
-    except Exception as error:  # noqa: BLE001  # its text is the result
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    return _error_of(fit, folder, strategy="xla")
 
 
 def launched(folder: str) -> str:
     """Train in the replicas that torch_xla starts; the error."""
     import torch_xla
 
-    try:
-        torch_xla.launch(_train_replica, args=(folder,))
-    except Exception as error:  # noqa: BLE001  # its text is the result
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    return _error_of(torch_xla.launch, _train_replica, args=(folder,))
 
 
 def _train_replica(index: int, folder: str) -> None:
