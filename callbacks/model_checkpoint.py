@@ -15,7 +15,7 @@ from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, template_fields
 from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
-from trainwright.callbacks.save_conditions import NO_CONDITIONS, SaveConditions
+from trainwright.callbacks.save_facts import NO_FACTS, SaveFacts
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.host.folders import check_writable, is_url, local_folder
@@ -302,9 +302,9 @@ class ModelCheckpoint(Callback):
         if saved or not self.save_on_exception or self._is_idle(trainer):
             return
         if trainer.is_global_zero:
-            conditions = self._conditions(trainer, trainer.state.epoch, step)
-            name = self._free_name(trainer, conditions, self.filename, reuse=None)
-            trainer.emergency_save(self._new_request(name, conditions, None))
+            facts = self._facts(trainer, trainer.state.epoch, step)
+            name = self._free_name(trainer, facts, self.filename, reuse=None)
+            trainer.emergency_save(self._new_request(name, facts, None))
 
     def _saves_at_epoch_end(self, run: Run) -> bool:
         return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not run.has_validation
@@ -333,33 +333,29 @@ class ModelCheckpoint(Callback):
         """Request the checkpoints that are due now. Collective with several processes."""
         if self._last_saved_step == step:
             return
-        conditions = from_main_rank(run, self._conditions(run, epoch, step) if run.is_global_zero else NO_CONDITIONS)
+        facts = from_main_rank(run, self._facts(run, epoch, step) if run.is_global_zero else NO_FACTS)
         if self._recorded is not None:
-            self._check_index(run, conditions)
-        elif conditions.present:
-            self._forget(self._held_names() - conditions.present)  # not written, or deleted by the user
-        self._forget(set(conditions.claimed))  # of another process that resumed the same run
+            self._check_index(run, facts)
+        elif facts.present:
+            self._forget(self._held_names() - facts.present)  # not written, or deleted by the user
+        self._forget(set(facts.claimed))  # of another process that resumed the same run
         self._waiting_for_validation = False
-        self._check_name_fields(run, conditions)
-        request = self._ranked(run, conditions) if self.monitor is not None else self._newest(run, conditions)
-        if conditions.stretch_end is not None and not self._waiting_for_validation:
+        self._check_name_fields(run, facts)
+        request = self._ranked(run, facts) if self.monitor is not None else self._newest(run, facts)
+        if facts.stretch_end is not None and not self._waiting_for_validation:
             # The checkpoint of this moment, asked for already or not, stays for good.
             if request is None:
-                request = self._new_request(
-                    self._free_name(run, conditions, self.filename, reuse=None), conditions, None
-                )
-            self._kept.keep(request.name, conditions.stretch_end)
+                request = self._new_request(self._free_name(run, facts, self.filename, reuse=None), facts, None)
+            self._kept.keep(request.name, facts.stretch_end)
         if self.save_last:
-            self._add_last(run, conditions, request)
+            self._add_last(run, facts, request)
         elif request is not None:
-            self._request(run, request, conditions)
+            self._request(run, request, facts)
 
-    def _conditions(self, run: Run, epoch: int, step: int) -> SaveConditions:
+    def _facts(self, run: Run, epoch: int, step: int) -> SaveFacts:
         present, claimed = names_in(self._folder) | self._remote_names, claimed_names(self._folder)
         index_holds = self._recorded is None or self._is_same_folder(run, self._recorded)
-        return SaveConditions(
-            epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run)
-        )
+        return SaveFacts(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
 
     def _is_same_folder(self, run: Run, recorded: str) -> bool:
         """Return whether a loaded index belongs to the folder: it is the same, a link to it, or was moved or copied
@@ -369,88 +365,82 @@ class ModelCheckpoint(Callback):
             return recorded == str(self.dirpath)
         return not Path(recorded).exists() or run.wrote_into(self._folder)
 
-    def _newest(self, run: Run, conditions: SaveConditions) -> SaveRequest | None:
+    def _newest(self, run: Run, facts: SaveFacts) -> SaveRequest | None:
         if self.save_top_k == 0:
             return None
         previous = self._latest
-        self._latest = self._free_name(run, conditions, self.filename, reuse=previous)
+        self._latest = self._free_name(run, facts, self.filename, reuse=previous)
         gone = previous if self.save_top_k == 1 else None
-        return self._new_request(self._latest, conditions, gone)
+        return self._new_request(self._latest, facts, gone)
 
-    def _ranked(self, run: Run, conditions: SaveConditions) -> SaveRequest | None:
+    def _ranked(self, run: Run, facts: SaveFacts) -> SaveRequest | None:
         if self.save_top_k == 0 or self.monitor is None:
             return None
-        score = conditions.values.get(self.monitor)
+        score = facts.values.get(self.monitor)
         if score is None:
-            self._complain_or_wait(run, conditions)
+            self._complain_or_wait(run, facts)
             return None
         self.current_score = self._top.comparable(float(score))
         if not self._top.accepts(self.current_score):
             if self.verbose:
                 run.print(
-                    f"Epoch {conditions.epoch}, step {conditions.step}: {self.monitor}={score:.5g} was not in the best "
+                    f"Epoch {facts.epoch}, step {facts.step}: {self.monitor}={score:.5g} was not in the best "
                     f"{self.save_top_k}."
                 )
             return None
-        name = self._free_name(run, conditions, self.filename, reuse=self._top.displaced())
-        return self._new_request(name, conditions, self._top.add(name, self.current_score))
+        name = self._free_name(run, facts, self.filename, reuse=self._top.displaced())
+        return self._new_request(name, facts, self._top.add(name, self.current_score))
 
-    def _new_request(self, name: str, conditions: SaveConditions, gone: str | None) -> SaveRequest:
+    def _new_request(self, name: str, facts: SaveFacts, gone: str | None) -> SaveRequest:
         remove = [gone] if gone is not None and gone != name and gone not in self._kept.names else []
-        fresh = self.enable_version_counter and name not in conditions.present
+        fresh = self.enable_version_counter and name not in facts.present
         return SaveRequest(
-            name,
-            self._folder,
-            self.save_weights_only,
-            dict(conditions.metrics),
-            remove,
-            remote=self.remote,
-            fresh=fresh,
+            name, self._folder, self.save_weights_only, dict(facts.metrics), remove, remote=self.remote, fresh=fresh
         )
 
-    def _add_last(self, run: Run, conditions: SaveConditions, request: SaveRequest | None) -> None:
+    def _add_last(self, run: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
         """Execute the save request, if any, and request the checkpoint or link named `last`."""
-        previous, self._last = self._last, self._free_name(run, conditions, self.CHECKPOINT_NAME_LAST, reuse=self._last)
+        previous, self._last = self._last, self._free_name(run, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:
-                self._request(run, request, conditions)
-            self._request(run, self._new_request(self._last, conditions, previous), conditions)
+                self._request(run, request, facts)
+            self._request(run, self._new_request(self._last, facts, previous), facts)
             return
         beside, self._beside = self._beside, None
         if request is None:
             # Not among the best: it is still written, and kept as long as it is the last.
-            self._beside = self._free_name(run, conditions, self.filename, reuse=beside)
-            request = self._new_request(self._beside, conditions, None)
+            self._beside = self._free_name(run, facts, self.filename, reuse=beside)
+            request = self._new_request(self._beside, facts, None)
         if beside is not None and beside != request.name and beside not in self._kept.names:
             request.remove.append(beside)
         if previous is not None and previous != self._last:
             request.remove.append(previous)
         request.link = self._last
-        self._request(run, request, conditions)
+        self._request(run, request, facts)
 
-    def _request(self, run: Run, request: SaveRequest, conditions: SaveConditions) -> None:
-        if self._last_saved_step != conditions.step:
+    def _request(self, run: Run, request: SaveRequest, facts: SaveFacts) -> None:
+        if self._last_saved_step != facts.step:
             self._replaced = []
-        self._last_saved_step = conditions.step
+        self._last_saved_step = facts.step
         # A run that was killed between a save and the following deletions leaves them to this one.
         request.remove.extend(name for name in self._left_over if name not in request.remove)
         self._left_over = []
         self._replaced += request.remove
         run.request_save(request)
         if self.verbose:
-            score = f", {self.monitor}={conditions.values.get(self.monitor)}" if self.monitor is not None else ""
-            run.print(f"Epoch {conditions.epoch}, step {conditions.step}{score}: saving {request.name!r}.")
+            score = f", {self.monitor}={facts.values.get(self.monitor)}" if self.monitor is not None else ""
+            run.print(f"Epoch {facts.epoch}, step {facts.step}{score}: saving {request.name!r}.")
 
-    def _free_name(self, run: Run, conditions: SaveConditions, template: str | None, *, reuse: str | None) -> str:
+    def _free_name(self, run: Run, facts: SaveFacts, template: str | None, *, reuse: str | None) -> str:
         """Return a name that is free in the folder, or `reuse`, whose checkpoint may be replaced."""
-        name = self.format_checkpoint_name(conditions.values, template)
+        name = self.format_checkpoint_name(facts.values, template)
         kept = set(self._kept.names)  # those stay, even with equal names
         # Checkpoints that others requested now may not be in the folder yet.
-        taken = {*conditions.present, *self._names_in_use(run)} if self.enable_version_counter else kept
+        taken = {*facts.present, *self._names_in_use(run)} if self.enable_version_counter else kept
         taken -= {reuse or ""} - kept
         version = self.STARTING_VERSION
         while name in taken:
-            name = self.format_checkpoint_name(conditions.values, template, ver=version)
+            name = self.format_checkpoint_name(facts.values, template, ver=version)
             version += 1
         return name
 
@@ -463,15 +453,15 @@ class ModelCheckpoint(Callback):
         single = (name for name in (self._latest, self._last, self._beside) if name is not None)
         return {*self._top.scores, *self._kept.names, *single}
 
-    def _check_index(self, run: Run, conditions: SaveConditions) -> None:
+    def _check_index(self, run: Run, facts: SaveFacts) -> None:
         """Remove names from the index of a resumed run that are not in the folder (another dirpath, or deleted by the
         user).
         """
         recorded, self._recorded = self._recorded, None
-        present = conditions.present if conditions.index_holds else frozenset[str]()
+        present = facts.present if facts.index_holds else frozenset[str]()
         missing = self._held_names() - present
         # In the same folder `last` is missing if the run was killed before it was created.
-        told = missing - {self._last} if conditions.index_holds else missing
+        told = missing - {self._last} if facts.index_holds else missing
         self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(run))
         self._forget(missing)
         if told and run.is_global_zero:
@@ -489,11 +479,9 @@ class ModelCheckpoint(Callback):
             None if name in names else name for name in (self._latest, self._last, self._beside)
         )
 
-    def _complain_or_wait(self, run: Run, conditions: SaveConditions) -> None:
+    def _complain_or_wait(self, run: Run, facts: SaveFacts) -> None:
         """Raise an error if the monitored metric should have been logged by now. Otherwise wait for validation."""
-        message = missing_metric(
-            f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), conditions.metrics, run
-        )
+        message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), facts.metrics, run)
         if self._validated or (self._epoch_ended and not run.has_validation):
             raise ConfigurationError(
                 f"{message} Log it with self.log({self.monitor!r}, ...). A metric that is logged at the end of the "
@@ -503,10 +491,10 @@ class ModelCheckpoint(Callback):
         if run.is_global_zero and run.has_validation:
             warnings.warn(f"{message} Nothing is ranked until validation has run.", TrainwrightWarning, stacklevel=2)
 
-    def _check_name_fields(self, run: Run, conditions: SaveConditions) -> None:
+    def _check_name_fields(self, run: Run, facts: SaveFacts) -> None:
         if not self._epoch_ended or (run.has_validation and not self._validated):
             return  # the metric may be logged later; until then it is written as nan
         for name in template_fields(self.filename or ""):
-            if name not in conditions.values:
+            if name not in facts.values:
                 owner = f"ModelCheckpoint(filename={self.filename!r})"
-                raise ConfigurationError(missing_metric(owner, name, conditions.values, run))
+                raise ConfigurationError(missing_metric(owner, name, facts.values, run))

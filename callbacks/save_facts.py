@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class SaveConditions:
+class SaveFacts:
     """State of a run at a moment when checkpoints may be requested, broadcast from rank 0 so that all ranks make the
     same decision.
     """
@@ -30,4 +30,4 @@ class SaveConditions:
         return {**self.metrics, **counters, **logged}
 
 
-NO_CONDITIONS = SaveConditions(0, 0, {}, frozenset())
+NO_FACTS = SaveFacts(0, 0, {}, frozenset())
