@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -191,11 +192,16 @@ def collate(samples):
 
 
 @pytest.mark.slow
-def test_started_processes_pickle_classes_of_the_script_for_loader_workers_and_other_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_started_processes_pickle_classes_of_the_script_for_loader_workers_and_other_ranks(
+    context: str, tmp_path: Path
+) -> None:
     step = "gathered = [None] * 2; dist.all_gather_object(gathered, batch); assert type(gathered[1]) is Batch"
     script = write_script(tmp_path, arguments="devices=2", imports=_OWN_BATCHES, step=step)
-    options = "batch_size=1, collate_fn=collate, num_workers=1"
-    script.write_text(script.read_text().replace("batch_size=1", options))
+    options = f"batch_size=1, collate_fn=collate, num_workers=1, multiprocessing_context={context!r}"
+    definitions, rest = script.read_text().replace("batch_size=1", options).split("inputs = ")
+    guarded = textwrap.indent(f"inputs = {rest}", "    ")  # a spawned worker of rank 0 imports the script
+    script.write_text(f"{definitions}\nif __name__ == '__main__':\n{guarded}")
     done = run([sys.executable, str(script), str(tmp_path)], tmp_path)
     assert done.returncode == 0, done.stderr
     check(results_in(tmp_path), [0])

@@ -11,8 +11,12 @@ import sys
 import threading
 import time
 import traceback
+from functools import cache
+from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
+from typing import Any
 
 from trainwright.core.errors import PREEMPTED, Preempted
 from trainwright.core.process import started_by_trainer, variable
@@ -31,13 +35,46 @@ def end_with(parent: int, folder: Path) -> None:
 def define(definitions: list[type | FunctionType]) -> None:
     """Add classes and functions that were sent by value to their modules.
 
-    Their instances can then be pickled, for workers of a DataLoader or for another rank.
+    Their instances can then be pickled for workers of a DataLoader and for other ranks.
     """
-    sys.modules["__main__"] = ModuleType("__main__")  # that of the script, instead of this file
     for definition in definitions:
         module = sys.modules.setdefault(definition.__module__, ModuleType(definition.__module__))
         if "." not in definition.__qualname__:
             setattr(module, definition.__name__, definition)
+
+
+def send_to_spawned(definitions: list[type | FunctionType]) -> None:
+    """Send classes and functions by value to processes that this one spawns, which cannot import them."""
+    modules = {definition.__module__ for definition in definitions}
+    from trainwright.processes.worker import find_sent  # spawned processes can import this name of the module
+
+    @cache
+    def content() -> bytes:
+        import cloudpickle
+
+        for name in modules:
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+        try:
+            found: bytes = cloudpickle.dumps(definitions)
+            return found
+        finally:
+            for name in modules:
+                cloudpickle.unregister_pickle_by_value(sys.modules[name])
+
+    def reduce(_: object, obj: object) -> object:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ in modules and "<locals>" not in obj.__qualname__:
+            return find_sent, (obj.__module__, obj.__qualname__, content())
+        return NotImplemented
+
+    if definitions:
+        type.__setattr__(ForkingPickler, "reducer_override", reduce)  # a hook of pickle.Pickler
+
+
+def find_sent(module: str, name: str, content: bytes) -> Any:
+    """Return a class or function, after adding all `content` of `send_to_spawned` to its modules if it is missing."""
+    if not hasattr(sys.modules.get(module), name.partition(".")[0]):
+        define(pickle.loads(content))
+    return attrgetter(name)(sys.modules[module])
 
 
 def main(work_file: str) -> int:
@@ -51,7 +88,10 @@ def main(work_file: str) -> int:
         with open(work_file, "rb") as file:
             unpickler = pickle.Unpickler(file)
             before, work, sys.argv = unpickler.load()
-            define(unpickler.load())
+            definitions = unpickler.load()
+        sys.modules["__main__"] = ModuleType("__main__")  # that of the script, instead of this file
+        define(definitions)
+        send_to_spawned(definitions)
         if before is not None:
             before()
         work()
