@@ -32,8 +32,8 @@ class BatchSizeFinder(Callback):
         batch_arg_name: name of the attribute. It is set on the task, on the data module, and in the `hparams` of both,
             wherever it exists. Default: `"batch_size"`.
         margin: fraction by which `"binsearch"` reduces the size at the end. Default: 0.05.
-        max_val: the largest size to try. None is no limit. The operating system may kill a process that allocates too
-            much host memory, instead of raising an error. Default: 8192.
+        max_val: the largest size to try. The operating system may kill a process that allocates too much host memory,
+            instead of raising an error. Default: 8192.
 
     Attributes:
         optimal_batch_size: the result of the search; `init_val` before the search.
@@ -124,7 +124,7 @@ class BatchSizeFinder(Callback):
         trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
 
     def _search(self, tries: _Tries, capacity: int | None, world_size: int) -> int:
-        """Return the largest size that fitted. The result is the same on every rank."""
+        """Return the largest size that fitted, which `"binsearch"` reduces by the margin. Equal on every rank."""
         limit = self._max_val if capacity is None else min(self._max_val, capacity)
         if limit < 1:
             raise ConfigurationError(

@@ -214,19 +214,19 @@ class Flushed:
 
 
 class Entry(NamedTuple):
-    """One key's value on one rank. Its plain values are exchanged as a tuple.
+    """One key's value on one rank. Ranks exchange entries as tuples.
 
     Attributes:
         name, suffix: the key is `name + suffix`.
-        forked: logged on step and epoch, so that names end in `_step` and `_epoch`.
+        forked: True if logged on step and epoch, so that names end in `_step` and `_epoch`.
         logger, prog_bar: destinations of the value.
         kind: `"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`.
-        main_only: use only rank 0's value.
+        main_only: True if only rank 0's value is used.
         total: the weighted sum (mean), the sum, the smallest or the largest value.
         weight: the sum of the weights; 0 if this rank has no value.
         values: all values, for a user-defined reduction.
         loader: index of the evaluation loader, or None.
-        epoch_closed: the aggregate of the epoch in which a step's value was logged has been read.
+        epoch_closed: True if the aggregate of the epoch in which the value was logged has been read.
     """
 
     name: str

@@ -131,7 +131,9 @@ class Strategy:
             check_blocks(task, repeated_blocks(task))
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        """Return how a run distributes a built task, on any device. Without a task, the outline has no units.
+        """Return how a run distributes a task. Without a task, the outline has no units.
+
+        The task's model must be built. Its parameters may be on any device, such as meta.
 
         Raises:
             ConfigurationError: The engine cannot train the task.

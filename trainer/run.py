@@ -314,7 +314,7 @@ class StageRun:
             self.log_now(flushed.logged, epoch)
 
     def flush_step(self, epoch: int | None = None) -> None:
-        """Read the metrics of training steps from the device and pass them on. Collective."""
+        """Read the metrics of training steps from the device and pass them to callbacks and loggers. Collective."""
         flushed = self.logs.metrics.flush_step(self.logs.exchange, self.last_step if self.settings.loggers else None)
         self.take_metrics(flushed, "train", epoch)
         if self.logs.group is not None and self.logs.group.record is not None:

@@ -71,6 +71,12 @@ class Usage:
 
     `fully_shard` reduces the existing gradients of a unit as one flat vector. If a gradient is missing on one rank, the
     vectors of the ranks do not match. torch 2.13 does not report this.
+
+    Args:
+        model: The model.
+        processes: All processes.
+        peers: The ranks whose checksums must be equal, in the same order on each of them. Every rank is in one group of
+            peers, such as the ranks of one pipeline stage.
     """
 
     def __init__(self, model: nn.Module, processes: Processes, peers: Sequence[int]) -> None:
@@ -86,10 +92,13 @@ class Usage:
             self.check()
 
     def check(self) -> None:
-        """Compare the checksums of all ranks. If any differ, every rank raises a TaskError. Collective, on the host."""
-        checksums = [checksum for (checksum,) in self._processes.gather_integers([self._checksum])]
-        if len({checksums[rank] for rank in self._peers}) > 1:
-            unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
+        """Compare the checksums of each group of peers. If any differ, every rank raises a TaskError. Collective."""
+        found = self._processes.gather_integers([self._peers[0], self._checksum])
+        different = [rank for rank, (first, checksum) in enumerate(found) if checksum != found[first][1]]
+        if different:
+            first = found[different[0]][0]
+            names = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
+            unused = {rank: names[rank] for rank, (other, _) in enumerate(found) if other == first}
             raise TaskError(
                 f"{type(self._model).__name__} used different parameters on different ranks{_example(unused)}. This "
                 "makes the reduced gradients wrong: under FSDP, each step must use the same parameters on every rank. "
@@ -98,12 +107,12 @@ class Usage:
             )
 
 
-def _example(unused: list[Any]) -> str:
-    everywhere = set.intersection(*map(set, unused))
-    for rank, names in enumerate(unused):
+def _example(unused: Mapping[int, list[str]]) -> str:
+    everywhere = set.intersection(*map(set, unused.values()))
+    for rank, names in unused.items():
         for name in names:
             if name not in everywhere:
-                other = next(i for i, found in enumerate(unused) if name not in found)
+                other = next(i for i, found in unused.items() if name not in found)
                 return f": in the last step rank {other} used {name}, and rank {rank} did not"
     return ""
 

@@ -62,7 +62,7 @@ class Duration:
         return f"{number} {self.unit}"
 
     def elapsed(self, state: TrainState) -> float:
-        """Return the progress of the run in this unit. Only finished epochs count."""
+        """Return the progress of the run in this unit. In epochs, this is the number of finished epochs."""
         return float(getattr(state, _FIELDS.get(self.unit, self.unit)))
 
     def reached(self, state: TrainState) -> bool:

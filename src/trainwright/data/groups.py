@@ -204,7 +204,7 @@ def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *,
 
 
 def _weights(real: list[bool], total_real: int, world: int) -> list[float] | None:
-    """Return the weights of a rank's micro-batches. None without padding and with equal numbers on all ranks."""
+    """Return the weights of a rank's micro-batches. None if no rank has padding among them."""
     if total_real == len(real) * world:
         return None
     return [world / total_real if is_real else 0.0 for is_real in real]

@@ -30,6 +30,8 @@ _CYCLE_STRIDE = 1 << 32
 class PreparedLoader(ABC):
     """Loader of one rank, created by `prepare_loader`. Sub-classes define how batches are read.
 
+    A round is the batches with the same index on all ranks.
+
     Attributes:
         raw: the user's loader, unchanged.
         options: the options of its preparation.
@@ -99,7 +101,7 @@ class PreparedLoader(ABC):
         return batch < self._counts[self.options.rank]
 
     def real_ranks(self, batch: int) -> int:
-        """Return the number of ranks with a real batch in a round. If unknown, the number of all ranks."""
+        """Return the number of ranks whose batch of a round is not padding. If unknown, the number of all ranks."""
         if self._counts is None or batch < self._fewest:
             return self.options.world
         return sum(batch < count for count in self._counts)

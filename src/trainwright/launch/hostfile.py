@@ -178,4 +178,7 @@ def _check_reachable(hosts: _Hosts, variables: dict[str, str]) -> None:
     )
     if done.returncode:
         problems = "; ".join(done.stderr.split("\n")).rstrip("; ")
-        raise ConfigurationError(f"a machine of the hostfile cannot be reached: {problems}. Nothing has been started.")
+        raise ConfigurationError(
+            f"a machine of the hostfile cannot be reached: {problems}. Nothing has been started. Check its name, and "
+            "that ssh connects to it without a password."
+        )

@@ -285,8 +285,8 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
         return file.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"the work or its data cannot be sent to another process: {error}. Build what cannot be "
-            "pickled (open files, locks, connections) in setup(), or start the script with torchrun."
+            f"objects that other processes need cannot be sent to them: {error}. Create open files, locks and "
+            "connections in setup() instead, or start the script with torchrun."
         ) from error
     finally:
         for module in registered:

@@ -429,12 +429,12 @@ def _abandon_groups() -> None:
 
 
 def _wait_for_gloo_threads() -> None:
-    """Wait until gloo's threads have released the operations that they have finished, two seconds at most.
+    """Wait until gloo's threads have released their finished operations, for at most two seconds.
 
-    An operation owns Python objects, so its release needs the interpreter's lock. A thread of gloo that waits for this
-    lock when the interpreter shuts down aborts the process: "terminate called without an active exception" (torch 2.13,
-    whose threads may outlive the process group). While this function sleeps the lock is free: a thread that has
-    something to release is running, or will be at the next look. Only Linux shows which threads are running.
+    An operation owns Python objects, so its release needs the GIL. A gloo thread that waits for the GIL when the
+    interpreter shuts down aborts the process: "terminate called without an active exception" (torch 2.13, whose threads
+    may outlive the process group). This function sleeps to release the GIL, and returns after it has seen no running
+    gloo thread three times in a row. Only Linux shows which threads are running.
     """
     end_s, num_idle = time.monotonic() + 2.0, 0
     while num_idle < 3 and time.monotonic() < end_s:

@@ -126,10 +126,11 @@ class PreparedObjects:
         )
 
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
-        """Prepare objects. Objects of other kinds are returned unchanged. Collective with several processes.
+        """Prepare models, optimizers, schedulers and data loaders. Return other objects unchanged.
 
         A scheduler is prepared after its optimizer for any order of `values`. `placements` contains True for each value
         that is moved to the device. With `steps_with_optimizer=False`, every call of a scheduler's `step` advances it.
+        Collective.
         """
         found = list(values)
         parts = itertools.count()

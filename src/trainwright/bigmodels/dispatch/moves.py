@@ -69,7 +69,10 @@ class _Move:
         """Call the method of the model's class; raise ConfigurationError if weights are missing."""
         model = None if self._model is None else self._model()
         if model is None:
-            raise ConfigurationError(f"the model of this {self._name}() no longer exists.")
+            raise ConfigurationError(
+                f"the model of this {self._name}() no longer exists. Keep a reference to the model while you "
+                "use its method."
+            )
         if self._name != "to" or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
             _check_has_weights(model)
         return getattr(type(model), self._name)(model, *args, **kwargs)

@@ -82,7 +82,7 @@ def upgraded(trees: Trees, version: int) -> Trees:
 
 
 def check_format_version(version: object, origin: str) -> int:
-    """Return the format version from the file `origin` after checking it.
+    """Check a format version that was read from the file `origin`, and return it.
 
     Raises:
         NewerFormatError: the version is newer than `FORMAT_VERSION`.

@@ -170,7 +170,7 @@ def plan_safetensors(
 def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> PlannedFile:
     """Plan a safetensors file whose tensors are read one at a time while it is written.
 
-    See `plan_safetensors` with `native`.
+    See `plan_safetensors`. Dtypes of `NATIVE_NAMES` are accepted.
     """
     planned = plan_safetensors(path, {name: weight.like for name, weight in weights.items()}, metadata, native=True)
     by_like = {id(weight.like): weight for weight in weights.values()}

@@ -42,8 +42,10 @@ def replaced_checkpoint(path: Path) -> Path | None:
 def clean_stale(folder: Path | str) -> list[Path]:
     """Remove the hidden folders of crashed writers and deletions in `folder`.
 
-    A checkpoint whose replacement did not finish gets its name back. A hidden folder is deleted only if its name has
-    the form above, it contains only entries of a checkpoint, no running process has locked it, and it is not a link.
+    A checkpoint whose replacement did not finish gets its name back. A hidden folder is deleted only if its name is
+    `.{name}.{role}-{16 hex digits}`, it contains only entries of a checkpoint, no running process has locked it, and it
+    is not a link.
+
     Call this function on one process, before writing. Returns the hidden paths that no longer exist.
     """
     folder = Path(folder)

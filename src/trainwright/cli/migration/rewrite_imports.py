@@ -92,7 +92,7 @@ class _Import:
     node: ast.Import | ast.ImportFrom
     alias: ast.alias
     local: str
-    path: str  # full foreign path of the local name
+    path: str  # dotted name in Lightning or Accelerate of the local name
 
 
 class _Program:
@@ -399,7 +399,10 @@ class _Program:
 
 
 def counterpart(path: str) -> str | None:
-    """Return the full name of the counterpart of a foreign path. For a library's top package, return `trainwright`."""
+    """Return the full name of our counterpart of a name in Lightning or Accelerate, or None without a counterpart.
+
+    The counterpart of a library's top package is `trainwright`.
+    """
     return FACE if canonical(path) in _TOP else own_name(path)
 
 
@@ -421,7 +424,7 @@ def is_module(path: str) -> bool:
 
 
 def advice(path: str) -> str:
-    """Return the advice for a foreign path without a counterpart."""
+    """Return the advice for a dotted name in Lightning or Accelerate without a counterpart."""
     name, library = path.rpartition(".")[2], LIBRARIES[_root(path)]
     return answer(name, library) or f"{path} has no counterpart here; see docs/migration.md."
 
