@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -226,16 +224,6 @@ def test_what_does_not_fit_is_named_and_leaves_model_and_files_alone(
     assert tree_of(tmp_path) == files
 
 
-@pytest.mark.parametrize("target", ["../outside.safetensors", "/etc/passwd", "a/../../outside.safetensors"])
-def test_an_index_that_points_outside_its_folder_is_refused(target: str, tmp_path: Path) -> None:
-    folder = tmp_path / "c"
-    folder.mkdir()
-    save_file(STATE, tmp_path / "outside.safetensors")
-    (folder / "index.json").write_text(json.dumps(dict.fromkeys(STATE, target)))
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        load_checkpoint_in_model(empty_net(), folder)
-
-
 def test_an_index_whose_files_are_links_is_read(tmp_path: Path) -> None:
     """As in a hub's cache, where the files of a snapshot are links to blobs elsewhere."""
     real = save_sharded(tmp_path / "blobs", STATE)
@@ -245,18 +233,6 @@ def test_an_index_whose_files_are_links_is_read(tmp_path: Path) -> None:
     net = empty_net()
     load_checkpoint_in_model(net, tmp_path / "snapshot")
     assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("cut", [1, 100, 1500])
-@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])
-def test_a_truncated_file_is_an_error_when_it_is_loaded(places: dict[str, str], cut: int, tmp_path: Path) -> None:
-    path = _single(tmp_path / "c") / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[:-cut])
-    net = empty_net()
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated"):
-        load_checkpoint_and_dispatch(net, path, device_map=places)
-    assert net.embed.weight.is_meta
 
 
 def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,16 +259,6 @@ def test_a_file_that_is_cut_while_it_is_in_use_is_an_error_and_not_a_crash(tmp_p
     with pytest.raises(CheckpointError, match="has shrunk from"):
         net(torch.ones(1, 64))
     assert net.weight.is_meta
-
-
-def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    net = make_net()
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes and the disk has 100 free"):
-        dispatch_model(net, ALL_DISK, offload_dir=tmp_path / "o")
-    assert tree_of(tmp_path) == {}
-    assert torch.equal(net(TOKENS), EXPECTED)
 
 
 def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:

@@ -179,6 +179,7 @@ def _run_transformers() -> list[Any]:
             result = staged(tokens)
             if dist.get_rank() == 1:
                 found.append((type(result).__name__, float((result.logits - wanted).abs().max())))
+            assert config.use_cache  # as it was
     return found
 
 

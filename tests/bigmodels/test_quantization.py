@@ -128,6 +128,15 @@ def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, 
         save_quantized_model(model, tmp_path / "saved")
 
 
+def test_what_was_saved_quantized_is_loaded_into_the_same_empty_model(weights: Path, tmp_path: Path) -> None:
+    net = empty_net()
+    model = load_and_quantize_model(net, bnb(load_in_8bit=True), weights_location=weights, device_map="auto")
+    wanted = model(INPUTS)
+    save_model(model, tmp_path / "saved")
+    again = load_and_quantize_model(net, bnb(load_in_8bit=True), weights_location=tmp_path / "saved", device_map="auto")
+    assert torch.equal(again(INPUTS), wanted)
+
+
 @pytest.mark.parametrize("name", ["nf4", "torchao int8"])
 def test_quantized_weights_that_cannot_lie_on_the_disk_are_refused(name: str, weights: Path, tmp_path: Path) -> None:
     make = CONFIGS[name][0]

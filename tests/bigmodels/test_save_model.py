@@ -93,16 +93,6 @@ def test_a_pickle_holds_tensors_alone_under_all_of_their_names(size: str, tmp_pa
     assert state["piece"].untyped_storage().nbytes() == 16  # and not the thousand numbers that it was cut from
 
 
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
-def test_what_was_saved_is_loaded_onto_a_device(safe: bool, size: int | str, tmp_path: Path) -> None:
-    save_model(make_net(), tmp_path, size, safe)
-    net = Net().eval()
-    keys = load_checkpoint_in_model(net, tmp_path, device_map={"": "cpu"}, strict=True)
-    assert keys == ([], [])
-    assert torch.equal(net(TOKENS), make_net()(TOKENS))
-
-
 def _on_disk(tmp_path: Path, device_map: Any, dtype: torch.dtype | None = None) -> nn.Module:
     save_sharded(tmp_path / "checkpoint", PLAIN)
     return load_checkpoint_and_dispatch(empty_net(), tmp_path / "checkpoint", device_map=device_map, dtype=dtype)

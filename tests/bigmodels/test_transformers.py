@@ -76,6 +76,7 @@ class Saved:
         if name == "mixtral":  # save_pretrained gives experts the names of its hub, which only from_pretrained undoes
             folder.mkdir()
             write_model(folder, self.model.state_dict(), max_shard_bytes=20_000)
+            self.config.save_pretrained(folder)
         else:
             self.model.save_pretrained(folder, max_shard_size="20KB")
         self.is_pair = name == "t5"
@@ -161,3 +162,19 @@ def test_text_is_generated_alike_from_the_disk(saved: Saved) -> None:
     wanted = saved.model.generate(TOKENS[:1], **settings)
     model: Any = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "disk"})
     assert torch.equal(model.generate(TOKENS[:1], **settings), wanted)
+
+
+def test_a_model_is_dispatched_by_a_word(saved: Saved) -> None:
+    model = saved.empty()
+    load_checkpoint_in_model(model, saved.folder)
+    model = dispatch_model(model, device_map="auto")
+    assert set(model.hf_device_map.values()) == {0 if torch.accelerator.is_available() else "cpu"}  # type: ignore[operator,union-attr]
+    torch.testing.assert_close(saved.run(model).cpu(), saved.wanted)
+
+
+def test_from_pretrained_in_the_context_leaves_a_model_that_can_be_loaded(saved: Saved) -> None:
+    with init_empty_weights(include_buffers=True):
+        model: Any = saved.auto.from_pretrained(saved.folder, dtype=torch.float16)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model = load_checkpoint_and_dispatch(model, saved.folder, device_map="auto", dtype=torch.float16)
+    assert saved.run(model.eval()).dtype == torch.float16

@@ -266,14 +266,6 @@ def test_a_further_name_needs_a_snapshot_in_memory(tmp_path: Path, writer: Async
         writer.submit_again(tmp_path / "a")
 
 
-def test_an_asynchronous_save_changes_no_random_state(tmp_path: Path, writer: AsyncWriter) -> None:
-    snapshot = small_snapshot()
-    before = torch.get_rng_state()
-    writer.submit(tmp_path / "a", snapshot)
-    writer.wait()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_no_thread_is_left_once_everything_is_written(tmp_path: Path) -> None:
     before = threading.active_count()
     writer = AsyncWriter()

@@ -25,14 +25,6 @@ from trainwright.core.rng import rng_state, set_rng_state
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
-class _Evil:
-    def __init__(self, flag: Path) -> None:
-        self.flag = flag
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.flag}",)
-
-
 class _Custom:
     """Something of the user's own."""
 
@@ -342,28 +334,6 @@ def test_a_file_without_weights_is_an_error(tree: Any, tmp_path: Path) -> None:
 
 
 # Safety
-
-
-@pytest.mark.parametrize("drop", [False, True])
-def test_a_crafted_pickle_is_refused_and_never_executed(drop: bool, tmp_path: Path) -> None:
-    flag = tmp_path / "ran"
-    torch.save({"state_dict": Net().state_dict(), "x": _Evil(flag)}, tmp_path / "x.pt")
-    if drop:
-        done = convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(drop_unknown=True))
-        assert "skipped: x" in _notes(done)
-    else:
-        with pytest.raises(CheckpointError, match=r"posix\.system.*No code from the file was run"):
-            convert_checkpoint(tmp_path / "x.pt", tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-    assert not flag.exists()
-
-
-def test_a_trusted_pickle_is_unpickled(tmp_path: Path) -> None:
-    state = Net().state_dict()
-    torch.save({"state_dict": state, "x": _Evil(tmp_path / "ran")}, tmp_path / "x.pt")
-    convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(trust_pickle=True))
-    assert (tmp_path / "ran").exists()
-    assert same(dict(read_checkpoint(tmp_path / "out").model or {}), dict(state))
 
 
 def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +84,6 @@ def test_empty_tensors_are_not_taken_for_tied(tmp_path: Path) -> None:
     assert same(read_model(tmp_path), state)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz, torch.bfloat16, torch.bool], ids=str)
-def test_odd_dtypes_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
-    state = {"x": torch.tensor([0.0, 1.0, 2.0]).to(dtype), "y": torch.tensor(1.0).to(dtype)}
-    write_model(tmp_path, state)
-    assert same(read_model(tmp_path), state)
-
-
-def test_extra_state_that_is_no_tensor_is_kept(tmp_path: Path) -> None:
-    state = {"w": torch.ones(1), "_extra_state": {"amax": torch.ones(2), "calls": 3}}
-    write_model(tmp_path, state)
-    assert same(read_model(tmp_path), state)
-
-
 def test_a_state_dict_without_entries_comes_back_empty(tmp_path: Path) -> None:
     write_model(tmp_path, {})
     assert read_model(tmp_path) == {}
@@ -142,19 +128,6 @@ def test_an_index_that_does_not_fit_its_shards_is_an_error(tmp_path: Path, chang
     change(index)
     (tmp_path / MODEL_INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        read_model(tmp_path)
-
-
-def test_an_index_with_a_key_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MODEL_INDEX).write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
-    with pytest.raises(CheckpointError, match="'w' twice"):
-        read_model(tmp_path)
-
-
-def test_a_shard_with_an_absurd_header_is_refused(tmp_path: Path) -> None:
-    write_model(tmp_path, {"w": torch.ones(3)})
-    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    with pytest.raises(CheckpointError, match="header"):
         read_model(tmp_path)
 
 

@@ -16,14 +16,6 @@ def _damage(path: Path) -> None:
     (path / "trainer.json").write_text("{}")
 
 
-def test_the_newest_by_time_of_writing_is_taken(tmp_path: Path) -> None:
-    write_small(tmp_path, 9, "first")
-    last = write_small(tmp_path, 3, "second")
-    found = RunFolder(tmp_path).newest()
-    assert found is not None
-    assert (found.path, found.manifest.step) == (last, 3)
-
-
 def test_a_candidate_that_is_not_accepted_is_not_read(tmp_path: Path) -> None:
     first = write_small(tmp_path, 1, "first")
     _damage(write_small(tmp_path, 2, "second"))  # no warning of it

@@ -127,13 +127,6 @@ def test_a_full_checkpoint_without_the_rng_of_every_rank_is_refused(tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
-def test_saving_changes_no_random_state(tmp_path: Path) -> None:
-    snapshot = small_snapshot()
-    before = torch.get_rng_state()
-    write_checkpoint(tmp_path / "a", snapshot)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize(
     ("changes", "place"),
     [
@@ -281,10 +274,6 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_came_is_stale(tmp_path: Pa
     clean_stale(tmp_path)
     assert os.listdir(tmp_path) == ["last"]
     assert read_manifest(newest).step == 5
-
-
-def test_cleaning_a_folder_that_does_not_exist_does_nothing(tmp_path: Path) -> None:
-    assert clean_stale(tmp_path / "none") == []
 
 
 def test_replacing_a_small_file_keeps_the_old_bytes_on_an_error(tmp_path: Path) -> None:
