@@ -30,13 +30,6 @@ from trainwright.checkpoint import (
 from trainwright.core.errors import CheckpointError
 
 
-@pytest.fixture
-def writer() -> Iterator[AsyncWriter]:
-    writer = AsyncWriter()
-    yield writer
-    writer.close()
-
-
 class Gate:
     """A fault hook that holds the writing thread at its first write until it is opened."""
 
@@ -55,12 +48,11 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     set_fault_hook(gate)
     yield gate
-    set_fault_hook(None)
     gate.opened.set()
 
 
 @pytest.fixture
-def full_disk() -> Iterator[Callable[[str], None]]:
+def full_disk() -> Callable[[str], None]:
     """Have every write below a folder of the given name fail."""
 
     def start(name: str) -> None:
@@ -70,8 +62,7 @@ def full_disk() -> Iterator[Callable[[str], None]]:
 
         set_fault_hook(fail)
 
-    yield start
-    set_fault_hook(None)
+    return start
 
 
 def as_read(snapshot: Snapshot) -> dict[str, object]:

@@ -373,14 +373,15 @@ def test_a_folder_of_another_kind_says_what_to_do(name: str, advice: str, tmp_pa
 # The real programs
 
 
+def _real(name: str, target: Path) -> None:
+    script = Path(__file__).with_name(f"{name}_run.py")
+    subprocess.run([sys.executable, str(script), str(target)], check=True, timeout=240)
+
+
 @pytest.mark.slow
 @pytest.mark.requires("lightning", "writes a real checkpoint; in the `bench` extra")
 def test_a_real_lightning_checkpoint_is_taken_over(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    script = Path(__file__).with_name("lightning_run.py")
-    subprocess.run([sys.executable, str(script), str(tmp_path / "x.ckpt")], check=True, timeout=240)
+    _real("lightning", tmp_path / "x.ckpt")
     done = convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out")
     assert (done.kind, done.step, done.epoch) == ("full", 8, 2)
     reference = torch.load(tmp_path / "x.ckpt", weights_only=True)
@@ -393,11 +394,7 @@ def test_a_real_lightning_checkpoint_is_taken_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.requires("accelerate", "writes a real folder; in the `bench` extra")
 def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
-    script = Path(__file__).with_name("accelerate_run.py")
-    subprocess.run([sys.executable, str(script), str(tmp_path / "state")], check=True, timeout=240)
+    _real("accelerate", tmp_path / "state")
     done = convert_checkpoint(tmp_path / "state", tmp_path / "out")
     assert (done.source, done.kind, done.step) == ("accelerate", "full", 4)
     saved = read_checkpoint(tmp_path / "out").optimizers[0]["state"]

@@ -47,13 +47,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     opened.set()
 
 
-@pytest.fixture
-def writer() -> Iterator[AsyncWriter]:
-    writer = AsyncWriter()
-    yield writer
-    writer.close()
-
-
 def trained(kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer after a step."""
     net = nn.Linear(WIDTH, WIDTH)

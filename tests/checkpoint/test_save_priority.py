@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,13 +64,6 @@ def large(step: int = 1) -> Snapshot:
         model={str(i): torch.randn(1_000_001, generator=generator) for i in range(6)},
         kind="weights",
     )
-
-
-@pytest.fixture
-def writer() -> Iterator[AsyncWriter]:
-    writer = AsyncWriter()
-    yield writer
-    writer.close()
 
 
 @linux_only
