@@ -91,8 +91,6 @@ def pickled(tmp_path: Path) -> Path:
     return tmp_path / "model.bin"
 
 
-# Maps and devices
-
 GAPS = {"embed": "cpu", "blocks.0": "disk", "head": "cpu"}
 CALLS: dict[str, Callable[[nn.Module, Path, Any], Any]] = {
     "in model": lambda net, path, places: load_checkpoint_in_model(net, path, places),
@@ -152,9 +150,6 @@ def test_a_budget_too_small_for_the_largest_layer_says_how_much_is_needed(
         load_checkpoint_and_dispatch(
             net, safetensors, word, max_memory={"cpu": 200}, no_split_module_classes=["Sequential"]
         )
-
-
-# Checkpoints
 
 
 def _no_tensor(path: Path) -> None:
@@ -276,9 +271,6 @@ def test_a_state_dict_that_lacks_a_weight_leaves_the_model_as_it_was(tmp_path: P
     wrong = net.state_dict() | {"blocks.1.0.bias": torch.ones(9)}
     with refused(net, tmp_path, CheckpointError, r"'bias' has shape \(9,\)"):
         cpu_offload(net, "cpu", state_dict=wrong)
-
-
-# Disks
 
 
 WRITES: dict[str, Callable[[nn.Module, Path], Any]] = {

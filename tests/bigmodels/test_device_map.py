@@ -55,14 +55,8 @@ def _outline(tree: Tree, tied: list[tuple[int, int]]) -> Outline:
 
 
 _TREES = st.recursive(st.integers(0, 60), lambda inner: st.lists(inner, min_size=1, max_size=5), max_leaves=25)
-
-
 _TIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
-
-
 _BUDGETS = st.tuples(st.lists(st.integers(0, 400), max_size=3), st.none() | st.integers(0, 800))
-
-
 _LAW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -160,9 +154,6 @@ def test_the_work_grows_with_the_number_of_parts() -> None:
     assert visited(4000) <= 3
 
 
-# Maps of models
-
-
 def test_devices_are_filled_one_after_the_other() -> None:
     model = layers(25, 25, 25, 25, 25, 25)
     assert infer_auto_device_map(model, {0: 300, 1: 200, "cpu": 10_000}) == {
@@ -249,9 +240,6 @@ def test_budgets_that_are_used_up_are_an_error() -> None:
         infer_auto_device_map(layers(25, 25), {0: 150, "disk": 0})
 
 
-# Words
-
-
 def test_balanced_budgets_are_a_share_and_a_quarter_more_than_a_block() -> None:
     model = layers(25, 25, 25, 25)
     assert get_balanced_memory(model, {0: 1000, 1: 1000}) == {0: 325, 1: 1000}
@@ -275,9 +263,6 @@ def test_a_word_stands_for_a_map(word: str, expected: dict[str, int]) -> None:
 def test_an_unknown_word_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'balanced'"):
         resolve_device_map(layers(1), "balance")
-
-
-# Maps that are given
 
 
 def test_a_map_that_covers_the_model_is_accepted() -> None:
@@ -315,9 +300,6 @@ def test_a_map_is_cleaned_in_place() -> None:
     assert clean_device_map({"a.b": 0, "a.c": 0, "d.e": 0, "d.f": 0}, "a") == {"a": 0, "d.e": 0, "d.f": 0}
 
 
-# Explanations
-
-
 def test_a_map_is_explained() -> None:
     report = explain_device_map(TiedModel(), {0: 250, "cpu": 1000})
     assert report.total_bytes == 500
@@ -340,9 +322,6 @@ def test_with_what_is_missing_all_lies_on_accelerators() -> None:
 def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
     assert "(the whole model)" in capsys.readouterr().out
-
-
-# Beside accelerate
 
 
 @pytest.fixture

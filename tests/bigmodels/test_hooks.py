@@ -348,7 +348,6 @@ class ReportsGradMode(nn.Module):
     """Returns whether gradients are recorded in its forward, as a number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one or zero."""
         return x * int(torch.is_grad_enabled())
 
 
@@ -365,7 +364,6 @@ class RecordsAfterForward(ModelHook):
         self.recorded: list[bool] = []
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Note it."""
         self.recorded.append(torch.is_grad_enabled())
         return output
 

@@ -27,8 +27,6 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, Trainwr
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 STATE = plain_state(make_net())
-
-
 EXPECTED = make_net()(TOKENS)
 
 
@@ -197,8 +195,6 @@ def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path)
 
 
 Bad = namedtuple("Bad", "state message")
-
-
 BAD = {
     "missing": Bad({n: t for n, t in STATE.items() if n != "embed.weight"}, "embed.weight"),
     "unexpected": Bad(STATE | {"extra": torch.ones(1)}, "extra"),

@@ -280,7 +280,6 @@ class WithText(nn.Linear):
     """Has something in its state dict that is no tensor."""
 
     def get_extra_state(self) -> str:
-        """Return text."""
         return "text"
 
 

@@ -57,9 +57,6 @@ def _notes(converted: Converted) -> str:
     return "\n".join(converted.notes)
 
 
-# Lightning
-
-
 def test_a_lightning_file_keeps_weights_step_epoch_and_hyper_parameters(tmp_path: Path) -> None:
     source, model, _ = _lightning(tmp_path)
     done = convert_checkpoint(source, tmp_path / "out")
@@ -142,9 +139,6 @@ def test_the_steps_of_two_optimizers_are_pointed_out(tmp_path: Path) -> None:
     assert done.step == 4
     assert "counts the steps of every optimizer" in _notes(done)
     assert len(read_checkpoint(tmp_path / "out").optimizers) == 2
-
-
-# Names that the file does not tell
 
 
 def _frozen_first(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -230,9 +224,6 @@ def test_an_optimizer_class_that_the_file_does_not_tell_can_be_given(tmp_path: P
     assert read_checkpoint(tmp_path / "two").optimizers[0]["class"] == "MyAdam"
 
 
-# Accelerate
-
-
 def _accelerate(tmp_path: Path, **more: Any) -> tuple[Path, Net, torch.optim.Optimizer]:
     model = Net()
     optimizer = _adamw(model)
@@ -300,9 +291,6 @@ def test_an_accelerate_folder_of_two_models_is_refused(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out")
 
 
-# State dicts
-
-
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
 @pytest.mark.parametrize("key", [None, "state_dict", "model_state_dict", "model"])
 def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -> None:
@@ -331,9 +319,6 @@ def test_a_file_without_weights_is_an_error(tree: Any, tmp_path: Path) -> None:
     torch.save(tree, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="no state dict"):
         convert_checkpoint(tmp_path / "x.pt", tmp_path / "out")
-
-
-# Safety
 
 
 def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: Path) -> None:
@@ -368,9 +353,6 @@ def test_a_folder_of_another_kind_says_what_to_do(name: str, advice: str, tmp_pa
     (tmp_path / "x" / name).touch()
     with pytest.raises(CheckpointError, match=advice):
         convert_checkpoint(tmp_path / "x", tmp_path / "out")
-
-
-# The real programs
 
 
 def _real(name: str, target: Path) -> None:

@@ -30,7 +30,6 @@ class Ranks:
         self.draft.make_folders(self.shares[0])
 
     def write(self, rank: int) -> None:
-        """Do what a rank does."""
         if rank == 0:
             self.crews[0].write_and_publish(self.draft, self.shares[0])
         else:

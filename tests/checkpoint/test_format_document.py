@@ -39,9 +39,6 @@ PAGE = ROOT / "docs" / "checkpoint-format.md"
 _NAMES = safetensors_io._DTYPE_NAMES
 
 
-# Our values in the terms of the reader
-
-
 def _stored(tensor: torch.Tensor) -> Stored:
     plain = tensor.detach().contiguous().reshape(-1)
     data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
@@ -135,7 +132,6 @@ class TwoOptimizers(RegressionTask):
         self.register_buffer("nothing", torch.empty(0, 2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Step both."""
         for optimizer in self.optimizers():
             optimizer.zero_grad()
             loss = self.loss(batch) + self.tied(self.first(torch.ones(1, 2, dtype=torch.bfloat16))).float().sum()
@@ -145,7 +141,6 @@ class TwoOptimizers(RegressionTask):
         self.lr_schedulers().step()
 
     def configure_optimizers(self) -> Any:
-        """Return Adam over the network, SGD over the rest, and a schedule of the first."""
         adam = torch.optim.Adam(self.net.parameters(), lr=0.01, amsgrad=True)
         sgd = torch.optim.SGD(self.first.parameters(), lr=0.1, momentum=0.9)
         return [adam, sgd], [torch.optim.lr_scheduler.CosineAnnealingLR(adam, 10)]
@@ -192,9 +187,6 @@ def test_the_reader_imports_the_standard_library_and_the_hash_alone() -> None:
     assert names - set(sys.stdlib_module_names) == {"xxhash"}
 
 
-# Another language
-
-
 def typed(value: Any) -> Any:
     """Return what the Python reader read in the form that the JavaScript one prints."""
     if value is None or isinstance(value, bool):
@@ -238,9 +230,6 @@ def test_a_reader_in_javascript_reads_the_same(tmp_path: Path, cut: Cut | None) 
     found, expected = json.loads(done.stdout), format_reader.read(folder)
     for part in ("trainer", "rng", "optimizer", "model"):
         assert found[part] == typed(expected[part]), part
-
-
-# The tables of the page are those of the code
 
 
 def _column(after: str, number: int) -> list[str]:

@@ -172,9 +172,6 @@ def test_a_download_replaces_nothing(memory: str, tmp_path: Path) -> None:
     assert verify(other) == []
 
 
-# Retention
-
-
 def test_a_run_keeps_its_last_uploads(url: str, tmp_path: Path) -> None:
     index = RemoteIndex(url, run="abc")
     for step in (1, 2, 3):
@@ -259,9 +256,6 @@ def test_an_index_that_names_something_elsewhere_is_refused(name: str, memory: s
 def test_a_run_whose_id_is_no_file_name_is_refused(run: str, memory: str) -> None:
     with pytest.raises(CheckpointError, match="expected letters"):
         RemoteIndex(memory, run=run)
-
-
-# URLs
 
 
 @pytest.mark.parametrize(

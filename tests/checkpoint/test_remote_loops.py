@@ -39,7 +39,6 @@ class Loop:
         self.model, self.optimizer, self.loader = self.accelerator.prepare(net, make_optimizer(net), loader)
 
     def run(self, num_steps: int, *places: str, saves: bool = True) -> dict[str, torch.Tensor]:
-        """Train, and save after each step; return the weights."""
         for count, (x, y, _) in enumerate(self.loader, 1):
             self.accelerator.backward(torch.nn.functional.mse_loss(self.model(x), y))
             self.optimizer.step()

@@ -39,13 +39,11 @@ class Watched:
         self._real = xxhash.xxh3_128()
 
     def update(self, piece: memoryview) -> None:
-        """Hash a piece."""
         policy = os.sched_getscheduler(0) if sys.platform == "linux" else 0
         self.seen.append((len(piece), threading.current_thread().name, policy))
         self._real.update(piece)
 
     def hexdigest(self) -> str:
-        """Return the hash."""
         return self._real.hexdigest()
 
 

@@ -175,9 +175,6 @@ def test_an_export_takes_the_model_folder_alone(tmp_path: Path) -> None:
     assert export_weights(path / "model", tmp_path / "b").num_tensors == 3
 
 
-# What is not whole
-
-
 def _cut(path: Path) -> Path:
     return write_in_pieces(path, small_snapshot(1), 2, rows)
 

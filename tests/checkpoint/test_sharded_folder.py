@@ -109,9 +109,6 @@ def test_a_checkpoint_of_deepspeed_has_every_tensor_and_continues(stage: int, is
         convert_checkpoint(tmp_path / "saved", tmp_path / "again")
 
 
-# What is refused
-
-
 def _dcp_folder(folder: Path, **more: Any) -> Path:
     model = sharded_runs.net()
     state = {"model": model.state_dict(), **more}
@@ -212,9 +209,6 @@ def test_latest_that_names_a_missing_folder_is_an_error(tmp_path: Path) -> None:
         convert_checkpoint(folder, tmp_path / "out")
 
 
-# Merged weights
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
 def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
@@ -256,9 +250,6 @@ def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
         merge_weights(tmp_path, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         merge_weights(tmp_path / "nowhere", tmp_path / "out")
-
-
-# Continuing
 
 
 @pytest.mark.usefixtures("fresh_state")

@@ -28,11 +28,7 @@ from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
 
 LEVELS = 100
-
-
 _DOUBLE = b"q\x00h\x00\x86"  # remember the top, put it there once more, and make a tuple of both
-
-
 CASES = {
     "a tuple that shares itself": b"\x80\x02)" + _DOUBLE * LEVELS + b".",
     "a list that shares itself": b"\x80\x02]" + b"q\x00]h\x00ah\x00a" * LEVELS + b".",
