@@ -84,29 +84,22 @@ def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int |
 
 @given(_placed())
 @_LAW
-def test_everything_is_placed(case: tuple[Outline, dict[int | str, int | None], Placement]) -> None:
-    outline, _, placement = case
-    layers = {index for index, is_layer in enumerate(outline.is_layer) if is_layer}
-    assert set(_device_of_layers(outline, placement)) == layers
-
-
-@given(_placed())
-@_LAW
-def test_no_budget_is_exceeded_and_every_byte_is_counted(case: Any) -> None:
+def test_everything_is_placed_within_the_budgets_and_ties_lie_together(case: Any) -> None:
     outline, budgets, placement = case
+    device_of = _device_of_layers(outline, placement)
+    assert set(device_of) == {index for index, is_layer in enumerate(outline.is_layer) if is_layer}
     used = dict.fromkeys(budgets, 0)
-    for part, device in _device_of_layers(outline, placement).items():
+    for part, device in device_of.items():
         used[device] += outline.sizes_bytes[part]
     assert used == placement.used_bytes
     assert all(budget is None or used[device] <= budget for device, budget in budgets.items())
-
-
-@given(_placed())
-@_LAW
-def test_parts_that_share_a_tensor_lie_together(case: Any) -> None:
-    outline, _, placement = case
-    device_of = _device_of_layers(outline, placement)
     assert all(len({device_of[part] for part in group}) == 1 for group in outline.tied)
+    # The device that computes has room for whatever lies elsewhere.
+    first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
+    if first is not None and not is_fast(placement):
+        assert first == placement.runs_on
+        elsewhere = [outline.sizes_bytes[part] for part, device in device_of.items() if not is_accelerator(device)]
+        assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
 
 
 @given(_TREES, _BUDGETS)
@@ -117,21 +110,6 @@ def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_bu
     device_of = _device_of_layers(outline, place(outline, budgets))
     places = [list(budgets).index(device_of[part]) for part in sorted(device_of)]
     assert places == sorted(places)
-
-
-@given(_placed())
-@_LAW
-def test_the_device_that_computes_has_room_for_whatever_lies_elsewhere(case: Any) -> None:
-    outline, budgets, placement = case
-    elsewhere = [
-        outline.sizes_bytes[part]
-        for part, device in _device_of_layers(outline, placement).items()
-        if not is_accelerator(device)
-    ]
-    first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
-    if first is not None and not is_fast(placement):
-        assert first == placement.runs_on
-        assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
 
 
 @given(_TREES, _TIES)

@@ -56,13 +56,10 @@ def test_tied_weights_stay_one_object(empty: Model) -> None:
     assert empty.same is empty.computed
 
 
-def test_buffers_keep_their_values(empty: Model) -> None:
+def test_buffers_and_other_tensors_keep_their_values(empty: Model) -> None:
     assert empty.ones.sum() == 2000
     assert empty.table.sum() == 1500 * 2
     assert empty.threes.sum() == 6000
-
-
-def test_tensors_that_are_no_buffers_keep_their_values(empty: Model) -> None:
     assert empty.attribute.sum() == 14000
 
 
@@ -159,13 +156,6 @@ def test_on_a_real_device_weights_are_initialised_and_stay_tied() -> None:
         model = Model()
     assert model.head.weight is model.embed.weight
     assert float(model.embed.weight.detach().std()) > 0.5
-
-
-def test_a_parameter_moves_when_its_module_takes_it() -> None:
-    with init_on_device(META):
-        module = nn.BatchNorm1d(3)
-    assert module.weight.device == META
-    assert module.running_var.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.requires("cuda", reason="a device that is not the host")

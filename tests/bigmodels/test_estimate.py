@@ -12,13 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.bigmodels.nets import of_transformers
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import (
-    count_stage_bytes,
-    count_stored_weights,
-    count_weights,
-    kv_cache_bytes,
-)
+from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, count_weights, kv_cache_bytes
 from trainwright.cli.main import main
 
 _LLAMA = {
@@ -51,8 +47,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for source in (llama, llama.parent):
         facts = _run(capsys, str(source))
@@ -66,38 +61,10 @@ def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.C
         assert facts["largest_layer"] == "model.layers.0"
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    facts = _run(capsys, str(llama), "--batch-size", "2", "--sequence-length", "32")
-    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(str(llama.parent))).train()
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    real = sum(count_stage_bytes(lambda: model(input_ids=tokens, use_cache=False), model, [])[0])
-    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
-    assert facts["dtypes"]["float16"]["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
-
-
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_a_model_of_images_is_estimated_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    config = {**_SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "patch_size": 8}))
-    facts = _run(capsys, str(tmp_path), "--batch-size", "2")
-    assert "kv_cache_bytes" not in facts["dtypes"]["float32"]
-    model = transformers.ViTForImageClassification(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
-    real = sum(count_stage_bytes(lambda: model(torch.zeros(2, 3, 32, 32)), model, [])[0])
-    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 @pytest.mark.parametrize(("name", "has_one"), [("BertForMaskedLM", False), ("BertModel", False), ("GPT2Model", True)])
 def test_a_cache_has_what_reads_from_left_to_right(
     name: str, has_one: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -109,8 +76,7 @@ def test_a_cache_has_what_reads_from_left_to_right(
     assert all(("kv_cache_bytes" in row) is has_one for row in rows.values())
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}))
     assert main(["estimate", str(tmp_path), "--batch-size", "2"]) == 2
@@ -138,8 +104,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_a_cache_is_as_large_as_that_of_a_real_forward(family: str) -> None:
     transformers: Any = pytest.importorskip("transformers")
@@ -157,17 +122,39 @@ def test_a_cache_is_as_large_as_that_of_a_real_forward(family: str) -> None:
     assert kv_cache_bytes(within, batch_size=2, sequence_length=12, dtype="float32") == real
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_activations_of_experts_are_those_of_a_real_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+_IMAGES = {**_SMALL, "model_type": "vit", "image_size": 32, "patch_size": 8}
+_WITH_EXPERTS = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "deepseek_v3"}
+
+
+@of_transformers
+@pytest.mark.parametrize(
+    ("kind", "config", "length", "rel"),
+    [
+        ("LlamaForCausalLM", _LLAMA, 32, 0.1),
+        ("ViTForImageClassification", _IMAGES, None, 0.1),
+        ("DeepseekV3ForCausalLM", _WITH_EXPERTS, 8, 0.01),
+    ],
+)
+def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
+    kind: str,
+    config: dict[str, Any],
+    length: int | None,
+    rel: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    names = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "deepseek_v3"}
-    (tmp_path / "config.json").write_text(json.dumps({**names, "architectures": ["DeepseekV3ForCausalLM"]}))
-    facts = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")
-    model = transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    real = sum(count_stage_bytes(lambda: model(input_ids=tokens, use_cache=False), model, [])[0])
-    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.01)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+    options = ["--sequence-length", str(length)] if length else []
+    facts = _run(capsys, str(tmp_path), "--batch-size", "2", *options)
+    inputs = {"input_ids": torch.zeros(2, length, dtype=torch.long), "use_cache": False} if length else {}
+    model = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
+    real = count_stage_bytes(lambda: model(**(inputs or {"pixel_values": torch.zeros(2, 3, 32, 32)})), model, [])[0]
+    assert facts["activation_bytes_float32"] == pytest.approx(sum(real), rel=rel)
+    row = facts["dtypes"]["float16"]
+    assert ("kv_cache_bytes" in row) is bool(length)
+    if kind == "LlamaForCausalLM":
+        assert row["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
 
 
 @pytest.mark.parametrize("config", ['{"architecture": "resnet50"}', "{"])
@@ -288,9 +275,7 @@ def _dtypes(out: str) -> list[str]:
     return [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][2:]
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 @pytest.mark.usefixtures("models")
 def test_the_guide_s_commands_print_their_tables(capsys: pytest.CaptureFixture[str]) -> None:
     everything = ["float32", "bfloat16", "float16", "float8", "int8", "int4"]
@@ -309,9 +294,7 @@ def test_the_guide_s_commands_print_their_tables(capsys: pytest.CaptureFixture[s
         assert _dtypes(out) == dtypes
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 @pytest.mark.usefixtures("models")
 def test_a_sequence_that_is_too_long_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimate", "bert-base-cased", "--batch-size", "1", "--sequence-length", "33"]) == 2
@@ -352,9 +335,7 @@ class MineForCausalLM(PreTrainedModel):
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for file, text in _CODE.items():
         (tmp_path / file).write_text(text)
@@ -364,9 +345,7 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["elements"] == 49
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their names")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 def test_a_name_that_cannot_be_found_is_one_readable_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,7 @@ import torch
 from torch import nn
 
 from tests.bigmodels.nets import TOKENS, make_net
-from trainwright.bigmodels.dispatch.align import (
-    AlignDevicesHook,
-    align_module_device,
-    has_offloaded_params,
-)
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device, has_offloaded_params
 from trainwright.bigmodels.dispatch.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,

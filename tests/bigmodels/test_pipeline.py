@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bigmodels.nets import of_transformers
 from tests.helpers.distributed import run_distributed
 from trainwright import ConfigurationError, prepare_pippy
 
@@ -189,10 +190,8 @@ def transformed() -> list[list[Any]]:
     return ranks
 
 
+@of_transformers
 @pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.exhaustive
 def test_models_of_transformers_run_as_a_pipeline(transformed: list[list[Any]]) -> None:
     last = transformed[1]

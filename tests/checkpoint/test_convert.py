@@ -150,20 +150,17 @@ def _reversed(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("make", [_frozen_first, _reversed])
-def test_an_optimizer_whose_names_cannot_be_told_is_left_out_and_said(make: MakeOptimizer, tmp_path: Path) -> None:
-    done = convert_checkpoint(_lightning(tmp_path, make)[0], tmp_path / "out")
+def test_an_optimizer_whose_names_cannot_be_told_is_left_out_unless_they_are_given(
+    make: MakeOptimizer, tmp_path: Path
+) -> None:
+    source, model, optimizer = _lightning(tmp_path, make)
+    done = convert_checkpoint(source, tmp_path / "out")
     assert done.kind == "weights"
     assert "cannot be keyed by name" in _notes(done)
     assert read_checkpoint(tmp_path / "out").optimizers == []
-
-
-@pytest.mark.parametrize("make", [_frozen_first, _reversed])
-def test_names_that_are_given_are_used(make: MakeOptimizer, tmp_path: Path) -> None:
-    source, model, optimizer = _lightning(tmp_path, make)
     names = [_names(model)[p] for group in optimizer.param_groups for p in group["params"]]
-    done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(param_names=[names]))
-    assert done.kind == "full"
-    saved = read_checkpoint(tmp_path / "out").optimizers[0]
+    assert convert_checkpoint(source, tmp_path / "full", ConvertOptions(param_names=[names])).kind == "full"
+    saved = read_checkpoint(tmp_path / "full").optimizers[0]
     assert same(saved, named_optimizer_state(optimizer, _names(model)))
 
 

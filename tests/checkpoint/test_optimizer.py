@@ -153,18 +153,6 @@ def test_a_parameter_without_state_yet_is_saved_and_loaded_without() -> None:
     assert set(other.state) == {module[2].weight, module[2].bias}
 
 
-def test_a_compiled_and_a_plain_model_load_each_others_optimizer_state() -> None:
-    plain = model()
-    compiled: Any = torch.compile(plain, backend="eager")
-    optimizer = OPTIMIZERS["Adam"](list(plain.parameters()))
-    train(plain, optimizer, 1)
-    trees = [named_optimizer_state(optimizer, names_of(module)) for module in (plain, compiled)]
-    assert same(trees[0], trees[1])
-    assert list(trees[0]["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    for module in (plain, compiled):
-        load_named_optimizer_state(optimizer, trees[0], names_of(module))
-
-
 def test_state_takes_the_parameters_dtype_except_for_the_step_as_torch_does_it() -> None:
     module = model()
     optimizer = torch.optim.Adam(module.parameters())

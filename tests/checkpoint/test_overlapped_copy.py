@@ -18,13 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint import (
-    AsyncWriter,
-    Snapshot,
-    named_optimizer_state,
-    read_checkpoint,
-    write_checkpoint,
-)
+from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
 from trainwright.core.run import SaveRequest

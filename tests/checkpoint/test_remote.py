@@ -11,12 +11,7 @@ import pytest
 from tests.checkpoint.snapshots import files_of, write_small
 from tests.checkpoint.webhdfs_server import SERVED, FileServer
 from trainwright.checkpoint import verify
-from trainwright.checkpoint.remote import (
-    RemoteIndex,
-    download_checkpoint,
-    find_remote,
-    upload_checkpoint,
-)
+from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
 from trainwright.core.errors import CheckpointError, MissingPackageError
 from trainwright.core.host.folders import is_url
 

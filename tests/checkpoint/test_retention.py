@@ -127,15 +127,12 @@ def test_an_entry_whose_folder_is_gone_is_not_listed_and_can_be_dropped(tmp_path
     assert "s1" not in (tmp_path / "index.json").read_text()
 
 
-def test_a_checkpoint_in_another_folder_cannot_be_added(tmp_path: Path) -> None:
+def test_a_checkpoint_in_another_folder_or_nowhere_cannot_be_added(tmp_path: Path) -> None:
     index = RunIndex(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is not in"):
         index.add(write_small(tmp_path, 1))
-
-
-def test_a_checkpoint_that_is_not_there_cannot_be_added(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        RunIndex(tmp_path).add(tmp_path / "none")
+        index.add(tmp_path / "run" / "none")
 
 
 def test_the_folder_may_be_given_relative_to_the_working_folder(tmp_path: Path) -> None:
