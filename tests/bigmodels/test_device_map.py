@@ -132,28 +132,42 @@ def test_the_work_grows_with_the_number_of_parts() -> None:
     assert visited(4000) <= 3
 
 
-def test_devices_are_filled_one_after_the_other() -> None:
-    model = layers(25, 25, 25, 25, 25, 25)
-    assert infer_auto_device_map(model, {0: 300, 1: 200, "cpu": 10_000}) == {
-        "0": 0, "1": 0, "2": 1, "3": 1, "4": "cpu", "5": "cpu",
-    }  # fmt: skip
+_WITHOUT_MEMORY = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
+MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]] = {
+    "devices are filled one after the other": (
+        layers(25, 25, 25, 25, 25, 25), {0: 300, 1: 200, "cpu": 10_000}, {},
+        {"0": 0, "1": 0, "2": 1, "3": 1, "4": "cpu", "5": "cpu"},
+    ),
+    "a model that fits has one entry": (layers(25, 25), {0: 200}, {}, {"": 0}),
+    "a model that fits has one entry, uncleaned": (layers(25, 25), {0: 200}, {"clean_result": False}, {"": 0}),
+    "what does not fit goes to the disk": (
+        layers(25, 25, 25), {"cpu": 200}, {}, {"0": "cpu", "1": "disk", "2": "disk"}
+    ),
+    "all of it goes to the disk": (layers(25, 25, 25), {"cpu": 0}, {}, {"": "disk"}),
+    "room for the largest layer is kept": (
+        layers(25, 25, 25), {0: 250, "cpu": 1000}, {}, {"0": 0, "1": "cpu", "2": "cpu"}
+    ),
+    "none is kept where nothing is offloaded": (
+        layers(25, 25, 25, 25), {0: 250, 1: 250, "cpu": 1000}, {}, {"0": 0, "1": 0, "2": 1, "3": 1}
+    ),
+    "modules that share a tensor lie together": (
+        TiedModel(), {0: 300, 1: 1000, "cpu": 1000}, {"clean_result": False},
+        {"embed": 0, "blocks.0.a": 0, "blocks.0.b": 1, "blocks.1": 1, "head": 0},
+    ),
+    "a smaller dtype lets more fit": (layers(25, 25), {0: 100, "cpu": 200}, {"dtype": torch.float16}, {"": 0}),
+    "so does one of a single tensor": (
+        layers(25, 25), {0: 150, "cpu": 200}, {"special_dtypes": {"1.weight": "float16"}}, {"": 0}
+    ),
+    "modules without memory lie with their neighbours": (
+        _WITHOUT_MEMORY, {0: 100, 1: 100}, {}, {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
+    ),
+}  # fmt: skip
 
 
-def test_a_model_that_fits_has_one_entry() -> None:
-    assert infer_auto_device_map(layers(25, 25), {0: 200}) == {"": 0}
-    assert infer_auto_device_map(layers(25, 25), {0: 200}, clean_result=False) == {"": 0}
-
-
-def test_what_fits_nowhere_goes_to_disk() -> None:
-    assert infer_auto_device_map(layers(25, 25, 25), {"cpu": 200}) == {"0": "cpu", "1": "disk", "2": "disk"}
-    assert infer_auto_device_map(layers(25, 25, 25), {"cpu": 0}) == {"": "disk"}
-
-
-def test_room_for_the_largest_layer_is_kept_only_where_something_lies_elsewhere() -> None:
-    assert infer_auto_device_map(layers(25, 25, 25), {0: 250, "cpu": 1000}) == {"0": 0, "1": "cpu", "2": "cpu"}
-    assert infer_auto_device_map(layers(25, 25, 25, 25), {0: 250, 1: 250, "cpu": 1000}) == {
-        "0": 0, "1": 0, "2": 1, "3": 1,
-    }  # fmt: skip
+@pytest.mark.parametrize("case", MAPS)
+def test_a_map_is_inferred_for_the_budgets(case: str) -> None:
+    model, budgets, options, expected = MAPS[case]
+    assert infer_auto_device_map(model, budgets, **options) == expected
 
 
 def test_a_block_is_divided_unless_its_class_is_named() -> None:
@@ -164,12 +178,6 @@ def test_a_block_is_divided_unless_its_class_is_named() -> None:
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
 
 
-def test_modules_that_share_a_tensor_lie_together() -> None:
-    assert infer_auto_device_map(TiedModel(), {0: 300, 1: 1000, "cpu": 1000}, clean_result=False) == {
-        "embed": 0, "blocks.0.a": 0, "blocks.0.b": 1, "blocks.1": 1, "head": 0,
-    }  # fmt: skip
-
-
 def test_a_module_that_has_two_names_is_placed_under_both() -> None:
     model = layers(25, 25, 25)
     model.again = model[2]
@@ -178,22 +186,11 @@ def test_a_module_that_has_two_names_is_placed_under_both() -> None:
     check_device_map(model, device_map)
 
 
-def test_a_smaller_dtype_lets_more_fit() -> None:
-    assert infer_auto_device_map(layers(25, 25), {0: 100, "cpu": 200}, dtype=torch.float16) == {"": 0}
-    special = {"1.weight": "float16"}
-    assert infer_auto_device_map(layers(25, 25), {0: 150, "cpu": 200}, special_dtypes=special) == {"": 0}
-
-
 def test_own_tensors_of_a_divided_module_are_placed() -> None:
     model = Buffered()
     device_map = infer_auto_device_map(model, {0: 150, 1: 150})
     assert device_map == {"layer": 0, "saved": 0, "unsaved": 1}
     check_device_map(model, device_map)
-
-
-def test_modules_without_memory_lie_with_their_neighbours() -> None:
-    model = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
-    assert infer_auto_device_map(model, {0: 100, 1: 100}) == {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
 
 
 def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
@@ -206,11 +203,6 @@ def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> Non
 def test_an_accelerator_too_small_for_the_largest_layer_is_left_out_with_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="nothing is placed on {0: 50 B}.* needs 100 B"):
         assert infer_auto_device_map(layers(25, 25), {0: 50, "cpu": 500}) == {"": "cpu"}
-
-
-def test_no_device_for_the_largest_layer_is_an_error_that_says_how_much_is_needed() -> None:
-    with pytest.raises(ConfigurationError, match=r"'1', the largest layer.* needs 200 bytes"):
-        infer_auto_device_map(layers(25, 50), {0: 150, "cpu": 199})
 
 
 def test_budgets_that_are_used_up_are_an_error() -> None:
@@ -258,11 +250,6 @@ def test_a_map_that_leaves_something_out_is_an_error_that_names_it() -> None:
 def test_a_tied_tensor_must_be_covered_under_each_name() -> None:
     with pytest.raises(ConfigurationError, match=r"head\.weight"):
         check_device_map(TiedModel(), {"embed": 0, "blocks": 0})
-
-
-def test_an_unknown_device_in_a_map_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"device_map\['1'\]: device 'dsik' is unknown. Did you mean 'disk'"):
-        check_device_map(layers(1, 1), {"0": 0, "1": "dsik"})
 
 
 def test_a_name_that_is_no_module_is_warned_of() -> None:

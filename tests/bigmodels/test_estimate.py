@@ -31,7 +31,7 @@ class LargeTask(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.ModuleList(nn.Embedding(10**6, 10**3) for _ in range(10**4))  # 4 GB each
+        self.net = nn.ModuleList(nn.Embedding(10**6, 10**3) for _ in range(10**3))  # 4 GB each
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_training_with_adam_takes_what_was_estimated() -> None:
 
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32")
-    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**13
+    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**12
     assert facts["largest_layer"] == "net.0"
 
 
@@ -207,10 +207,6 @@ def test_stored_weights_are_weighed_from_their_headers(tmp_path: Path, capsys: p
     assert (count.elements, count.fixed_bytes) == (27, 8)
     assert (count.largest_layer, count.largest_elements) == ("layers.0", 15)
     assert _run(capsys, str(tmp_path), "--dtypes", "float16")["dtypes"]["float16"]["total_bytes"] == 54 + 8
-
-
-def test_models_without_a_cache_have_none() -> None:
-    assert kv_cache_bytes({"model_type": "resnet"}, batch_size=1, sequence_length=1, dtype="float16") is None
 
 
 def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

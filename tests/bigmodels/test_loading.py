@@ -30,34 +30,18 @@ STATE = plain_state(make_net())
 EXPECTED = make_net()(TOKENS)
 
 
-def _single(folder: Path) -> Path:
+def _made(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
     folder.mkdir()
-    save_file(STATE, folder / "model.safetensors")
-    return folder
+    write(folder / name)
+    return folder / name
+
+
+def _single(folder: Path) -> Path:
+    return _made(folder, "model.safetensors", lambda path: save_file(STATE, path)).parent
 
 
 def _bin(folder: Path) -> Path:
-    folder.mkdir()
-    torch.save(STATE, folder / "pytorch_model.bin")
-    return folder
-
-
-def _former_bin(folder: Path) -> Path:
-    folder.mkdir()
-    torch.save(STATE, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    return folder
-
-
-def _nested(folder: Path) -> Path:
-    folder.mkdir()
-    torch.save({"state_dict": STATE}, folder / "weights.pt")
-    return folder / "weights.pt"
-
-
-def _ours(folder: Path) -> Path:
-    folder.mkdir()
-    write_model(folder, make_net().state_dict())
-    return folder
+    return _made(folder, "pytorch_model.bin", lambda path: torch.save(STATE, path)).parent
 
 
 FORMS: dict[str, Callable[[Path], Path]] = {
@@ -67,11 +51,17 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "their index": lambda folder: save_sharded(folder, STATE) / "model.safetensors.index.json",
     "a plain index": lambda folder: save_sharded(folder, STATE, plain=True),
     "bin": _bin,
-    "bin of torch before 1.6": _former_bin,
+    "bin of torch before 1.6": lambda folder: (
+        _made(
+            folder, "pytorch_model.bin", lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False)
+        ).parent
+    ),
     "bin shards": lambda folder: save_sharded(folder, STATE, pickled=True),
     "bin and a plain index": lambda folder: save_sharded(folder, STATE, plain=True, pickled=True),
-    "nested in a pt file": _nested,
-    "a checkpoint of ours": _ours,
+    "nested in a pt file": lambda folder: _made(
+        folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)
+    ),
+    "a checkpoint of ours": lambda folder: _made(folder, "", lambda path: write_model(path, make_net().state_dict())),
 }
 
 

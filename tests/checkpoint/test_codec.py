@@ -8,7 +8,6 @@ import enum
 import json
 import math
 import pathlib
-import random
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
@@ -160,16 +159,6 @@ def test_a_numpy_array_comes_back_with_its_dtype_and_bytes(array: np.ndarray[Any
 )  # fmt: skip
 def test_a_numpy_scalar_keeps_its_type(value: Any) -> None:
     assert same(round_trip({"x": value})["x"], value)
-
-
-def test_random_generator_states_come_back_exactly() -> None:
-    tree = {
-        "python": random.getstate(),
-        "numpy": np.random.default_rng(3).bit_generator.state,
-        "legacy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    assert same(round_trip(tree), tree)
 
 
 def test_durations_and_zoned_times_come_back_equal() -> None:

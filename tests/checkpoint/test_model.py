@@ -89,11 +89,6 @@ def test_a_state_dict_without_entries_comes_back_empty(tmp_path: Path) -> None:
     assert read_model(tmp_path) == {}
 
 
-def test_a_tensor_without_bytes_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"model\.net\.w: a meta tensor"):
-        write_model(tmp_path, {"net.w": torch.zeros(1, device="meta")})
-
-
 def test_a_folder_with_a_single_unsharded_file_is_read(tmp_path: Path) -> None:
     safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     assert same(read_model(tmp_path), {"w": torch.ones(2)})

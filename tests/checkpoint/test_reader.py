@@ -291,16 +291,13 @@ def test_checkpoints_are_found_in_order_of_their_steps_and_not_of_their_names(tm
     ]
 
 
-def test_of_two_checkpoints_of_one_step_the_later_one_is_the_newest(tmp_path: Path) -> None:
-    write_small(tmp_path, 3, "z")
+@pytest.mark.parametrize("step", [3, 1000])
+def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_older_run(
+    step: int, tmp_path: Path
+) -> None:
+    write_small(tmp_path, step, "z")
     later = write_small(tmp_path, 3, "a")
     assert newest_valid(tmp_path) == later
-
-
-def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_older_run(tmp_path: Path) -> None:
-    write_small(tmp_path, 1000, "of-an-older-run")
-    mine = write_small(tmp_path, 20, "of-this-run")
-    assert newest_valid(tmp_path) == mine
 
 
 def test_the_newest_valid_checkpoint_passes_over_damaged_ones_aloud(tmp_path: Path) -> None:

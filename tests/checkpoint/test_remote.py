@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import fsspec
@@ -229,21 +228,23 @@ def test_half_an_upload_can_be_deleted(server: FileServer, tmp_path: Path) -> No
     assert index.entries() == []
 
 
+_ENTRY = '{"format_version": 1, "checkpoints": [{"name": "%s", "step": 1, "created": "", "kind": "full"}]}'
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"format_version": 99, "checkpoints": []}', '{"format_version": 1, "checkpoints": [{"name": "a"}]}'],
+    ("text", "message"),
+    [
+        *(("{", r"index\.mine\.json"), ("[]", r"index\.mine\.json")),
+        ('{"format_version": 99, "checkpoints": []}', r"index\.mine\.json"),
+        ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', r"index\.mine\.json"),
+        *((_ENTRY % "../other", "its folder"), (_ENTRY % "a/b", "its folder"), (_ENTRY % ".hidden", "its folder")),
+    ],
 )
-def test_a_damaged_index_is_an_error(text: str, memory: str) -> None:
+def test_an_index_that_is_damaged_or_names_something_elsewhere_is_an_error(
+    text: str, message: str, memory: str
+) -> None:
     _change(f"{memory}/index.mine.json", text.encode())
-    with pytest.raises(CheckpointError, match=r"index\.mine\.json"):
-        RemoteIndex(memory, run="mine")
-
-
-@pytest.mark.parametrize("name", ["../other", "a/b", ".hidden"])
-def test_an_index_that_names_something_elsewhere_is_refused(name: str, memory: str) -> None:
-    item = {"name": name, "step": 1, "created": "", "kind": "full"}
-    _change(f"{memory}/index.mine.json", json.dumps({"format_version": 1, "checkpoints": [item]}).encode())
-    with pytest.raises(CheckpointError, match="its folder"):
+    with pytest.raises(CheckpointError, match=message):
         RemoteIndex(memory, run="mine")
 
 
