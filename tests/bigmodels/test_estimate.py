@@ -157,20 +157,22 @@ def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
         assert row["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
 
 
-@pytest.mark.parametrize("config", ['{"architecture": "resnet50"}', "{"])
-def test_weights_beside_a_configuration_of_others_are_weighed(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+_INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("config.json", '{"architecture": "resnet50"}'), ("config.json", "{")),
+        (_INDEX, '{"weight_map": {"a.weight": "model.safetensors"}}'),
+    ],
+)
+def test_weights_beside_an_index_or_a_configuration_of_others_are_weighed(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(config)
-    assert _run(capsys, str(tmp_path))["elements"] == 32
-
-
-def test_an_index_stands_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model-00001-of-00001.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}))
-    assert _run(capsys, str(index))["elements"] == 32
+    (tmp_path / name).write_text(text)
+    assert _run(capsys, str(tmp_path / name if name == _INDEX else tmp_path))["elements"] == 32
 
 
 def test_activations_are_what_a_backward_needs() -> None:

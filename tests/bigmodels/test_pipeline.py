@@ -184,17 +184,11 @@ def _run_transformers() -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def transformed() -> list[list[Any]]:
-    ranks: list[list[Any]] = run_distributed(_run_transformers, 2, timeout=200)
-    return ranks
-
-
 @of_transformers
 @pytest.mark.distributed
 @pytest.mark.exhaustive
-def test_models_of_transformers_run_as_a_pipeline(transformed: list[list[Any]]) -> None:
-    last = transformed[1]
+def test_models_of_transformers_run_as_a_pipeline() -> None:
+    last = run_distributed(_run_transformers, 2, timeout=200)[1]
     assert [kind for kind, _ in last] == ["SequenceClassifierOutputWithPast", "CausalLMOutputWithCrossAttentions"]
     assert max(difference for _, difference in last) < 1e-5
 

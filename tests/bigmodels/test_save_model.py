@@ -219,19 +219,10 @@ def test_wrappers_are_not_in_the_names_and_models_with_compiled_parts_read_them(
     assert same(again.state_dict(), net.state_dict())
 
 
-def _save_replica(folder: Path) -> None:
-    save_model(nn.parallel.DistributedDataParallel(make_net()), folder)
-
-
-@pytest.mark.distributed
-def test_the_name_that_replicas_have_is_not_in_the_names(tmp_path: Path) -> None:
-    run_distributed(_save_replica, 1, tmp_path)
-    assert same(load_file(tmp_path / SINGLE), PLAIN)
-
-
-def _save_pieces(folder: Path) -> str:
+def _save_replica_and_shards(folder: Path) -> str:
     from torch.distributed.fsdp import fully_shard
 
+    save_model(nn.parallel.DistributedDataParallel(make_net()), folder)
     with pytest.raises(CheckpointError) as raised:
         save_model(fully_shard(make_net()), folder / "saved")
     assert not (folder / "saved").exists()
@@ -239,8 +230,9 @@ def _save_pieces(folder: Path) -> str:
 
 
 @pytest.mark.distributed
-def test_a_piece_of_a_model_is_not_saved_as_if_it_were_whole(tmp_path: Path) -> None:
-    assert "is sharded over processes" in run_distributed(_save_pieces, 1, tmp_path)[0]
+def test_the_name_of_replicas_is_not_in_the_names_and_a_shard_is_not_saved_as_a_full_model(tmp_path: Path) -> None:
+    assert "is sharded over processes" in run_distributed(_save_replica_and_shards, 1, tmp_path)[0]
+    assert same(load_file(tmp_path / SINGLE), PLAIN)
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -341,11 +341,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="priorities of s
 
 
 class Watched:
-    """An XXH3 that notes how much each call takes, and in what kind of thread.
-
-    Attributes:
-        seen: bytes, the thread's name and its scheduling policy.
-    """
+    """An XXH3 that notes each call's bytes, thread and scheduling policy."""
 
     seen: list[tuple[int, str, int]]
 

@@ -99,15 +99,18 @@ def test_a_sealed_manifest_of_the_wrong_form_is_a_checkpoint_error(old: str, new
         Manifest.from_bytes(resealed(text.replace(old, new)), "m")
 
 
-@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '[{"b": {"a": 1, "a": 1}}]'])
-def test_a_key_that_stands_twice_is_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="'a' twice"):
-        load_json(text.encode(), "file")
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff{}", b"NaN", b"[1e400, Infinity]", b"[" * 100_000, b"\x80\x04\x95"])
-def test_what_is_not_strict_json_is_a_checkpoint_error(data: bytes) -> None:
-    with pytest.raises(CheckpointError):
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        *((b'{"a": 1, "a": 2}', "'a' twice"), (b'[{"b": {"a": 1, "a": 1}}]', "'a' twice")),
+        *(
+            (data, None)
+            for data in (b"", b"{", b"\xff{}", b"NaN", b"[1e400, Infinity]", b"[" * 100_000, b"\x80\x04\x95")
+        ),
+    ],
+)
+def test_what_is_not_strict_json_is_a_checkpoint_error(data: bytes, message: str | None) -> None:
+    with pytest.raises(CheckpointError, match=message):
         load_json(data, "file")
 
 
@@ -153,11 +156,8 @@ DATA = Path(__file__).parent / "data"
 VERSIONS = sorted(DATA.glob("format-*"), key=lambda path: int(path.name.removeprefix("format-")))
 
 
-def test_a_checkpoint_of_every_version_is_kept() -> None:
+def test_a_checkpoint_of_every_version_is_kept_and_every_older_one_has_an_upgrade() -> None:
     assert [path.name for path in VERSIONS] == [f"format-{n}" for n in range(1, layout.FORMAT_VERSION + 1)]
-
-
-def test_every_older_version_has_an_upgrade() -> None:
     assert set(layout.UPGRADES) == set(range(1, layout.FORMAT_VERSION))
 
 

@@ -271,10 +271,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_a_trainer_part_without_progress_is_refused(checkpoint: Path) -> None:
     (checkpoint / "trainer.json").write_text("{}")
-    manifest = read_manifest(checkpoint)
-    entry = FileEntry(2, hash_file(checkpoint / "trainer.json"))
-    parts = manifest.parts | {"trainer": Part({"trainer.json": entry})}
-    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+    reseal(checkpoint)
     with pytest.raises(CheckpointError, match="holds no 'progress'"):
         read_checkpoint(checkpoint)
 
