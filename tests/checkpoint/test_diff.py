@@ -103,20 +103,21 @@ def test_a_tied_weight_equals_one_that_is_written_twice(tmp_path: Path) -> None:
 
 
 def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
-    left = {"callbacks": {"stop": {"wait": 1, "seen": [1, 2]}}, "array": np.ones(2), "tuple": (1, 2)}
-    right = {"callbacks": {"stop": {"wait": 2, "seen": [1, 2, 3]}}, "array": np.zeros(2), "tuple": [1, 2]}
+    left: dict[str, Any] = {"callbacks": {"stop": {"wait": 1, "seen": [1, 2]}}, "array": np.ones(2), "tuple": (1, 2)}
+    right: dict[str, Any] = {
+        "callbacks": {"stop": {"wait": 2, "seen": [1, 2, 3]}},
+        "array": np.zeros(2),
+        "tuple": [1, 2],
+    }
+    left["ema"], right["ema"] = torch.zeros(2), torch.ones(2)
     found = _diff(tmp_path, {"trainer": left}, {"trainer": right})
+    assert [(item.path, item.max_abs) for item in found.tensors] == [("trainer.ema", 1.0)]
     assert [(item.path, item.left, item.right) for item in found.values] == [
         ("trainer.callbacks.stop.wait", "1", "2"),
         ("trainer.array", "array([1., 1.])", "array([0., 0.])"),
         ("trainer.tuple", "(1, 2)", "[1, 2]"),
     ]
     assert found.only_right == ["trainer.callbacks.stop.seen[2]"]
-
-
-def test_a_tensor_of_the_trainer_is_compared_as_a_tensor(tmp_path: Path) -> None:
-    found = _diff(tmp_path, {"trainer": {"ema": torch.zeros(2)}}, {"trainer": {"ema": torch.ones(2)}})
-    assert [(item.path, item.max_abs) for item in found.tensors] == [("trainer.ema", 1.0)]
 
 
 def test_optimizers_are_compared_by_name(tmp_path: Path) -> None:

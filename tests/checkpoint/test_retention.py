@@ -77,11 +77,8 @@ def test_checkpoints_rank_by_a_metric_with_nan_last_and_the_earlier_of_equals_fi
     assert best.name == order[0]
 
 
-def test_checkpoints_without_the_metric_are_not_ranked(tmp_path: Path) -> None:
+def test_checkpoints_without_the_metric_are_not_ranked_and_an_unknown_mode_is_an_error(tmp_path: Path) -> None:
     assert index_with(tmp_path, [1.0]).ranked("accuracy") == []
-
-
-def test_an_unknown_mode_is_an_error(tmp_path: Path) -> None:
     mode: Any = "lowest"
     with pytest.raises(CheckpointError, match="mode='lowest', expected 'min' or 'max'"):
         index_with(tmp_path, [1.0]).best("loss", mode)

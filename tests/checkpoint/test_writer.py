@@ -84,16 +84,12 @@ def test_several_optimizers_come_back_in_their_order(tmp_path: Path) -> None:
     assert [tree["class"] for tree in read_checkpoint(path).optimizers] == [str(number) for number in range(11)]
 
 
-def test_a_checkpoint_is_replaced_by_a_newer_one_of_the_same_name(tmp_path: Path) -> None:
-    write_small(tmp_path, 1, "last")
+def test_a_checkpoint_takes_the_place_of_an_empty_folder_and_of_an_older_one_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / "last").mkdir()
+    assert read_manifest(write_small(tmp_path, 1, "last")).step == 1
     path = write_small(tmp_path, 2, "last")
     assert read_manifest(path).step == 2
     assert os.listdir(tmp_path) == ["last"]
-
-
-def test_an_empty_folder_at_the_place_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    assert read_manifest(write_small(tmp_path, 1, "a")).step == 1
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
