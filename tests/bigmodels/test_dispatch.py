@@ -58,6 +58,15 @@ def test_a_folder_is_asked_for_where_weights_have_to_be_written() -> None:
     assert torch.equal(net(TOKENS), EXPECTED)
 
 
+def test_weights_that_are_nowhere_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"embed\.weight"):
+        dispatch_model(empty_net(), MIXED)
+    net = make_net()
+    net.blocks.to("meta")
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight"):
+        dispatch_model(net, {"embed": "cpu", "blocks": "disk", "head": "cpu"})
+
+
 def test_a_folder_of_another_model_does_not_give_its_weights_to_this_one(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {name: torch.zeros_like(t) for name, t in make_net().state_dict().items()})
     net = make_net()

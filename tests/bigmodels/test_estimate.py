@@ -211,6 +211,10 @@ def test_stored_weights_are_weighed_from_their_headers(tmp_path: Path, capsys: p
     assert _run(capsys, str(tmp_path), "--dtypes", "float16")["dtypes"]["float16"]["total_bytes"] == 54 + 8
 
 
+def test_models_without_a_cache_have_none() -> None:
+    assert kv_cache_bytes({"model_type": "resnet"}, batch_size=1, sequence_length=1, dtype="float16") is None
+
+
 def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a.weight": torch.zeros(1024, 1024)}, tmp_path / "model.safetensors")
     assert main(["estimate", str(tmp_path), "--dtypes", "float32", "int4"]) == 0

@@ -28,6 +28,7 @@ from trainwright.bigmodels.dispatch.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from trainwright.core.errors import CheckpointError
 
 
 class Recorder(ModelHook):
@@ -191,6 +192,15 @@ def test_weights_brought_in_inference_mode_serve_a_backward_later() -> None:
     hidden = torch.randn(4, 8, requires_grad=True)
     net.blocks[0](hidden).sum().backward()
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [({"weight": torch.ones(2, 2)}, "'bias'"), ({"weight": torch.ones(3, 3), "bias": torch.ones(2)}, r"\(3, 3\)")],
+)
+def test_weights_that_do_not_fit_are_named_when_the_hook_is_put_on(weights: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True, weights_map=weights))
 
 
 def test_inputs_follow_the_module_and_the_output_goes_back() -> None:
