@@ -62,7 +62,7 @@ def test_weights_that_are_nowhere_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"embed\.weight"):
         dispatch_model(empty_net(), MIXED)
     net = make_net()
-    net.blocks.to("meta")
+    net.blocks[0][0].to("meta")
     with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight"):
         dispatch_model(net, {"embed": "cpu", "blocks": "disk", "head": "cpu"})
 
@@ -211,6 +211,11 @@ def test_what_neither_the_model_nor_the_state_dict_has_is_named_before_anything_
         WAYS[way](net, STATE, tmp_path)
     assert {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())} == before
     assert not any("_hf_hook" in vars(module) for module in net.modules())
+
+
+def test_a_value_of_another_shape_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"running_mean.*\(3,\).*\(8,\)"):
+        cpu_offload(empty_net(), "cpu", state_dict={**STATE, "blocks.0.1.running_mean": torch.ones(3)})
 
 
 def test_tied_parameters_stay_tied_where_a_state_dict_fills_them() -> None:
