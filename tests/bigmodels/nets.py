@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -106,3 +108,11 @@ def files_end_at(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def of_transformers(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a slow test of models by their configurations, whatever their library warns of."""
+    marks = pytest.mark.slow, pytest.mark.requires("transformers", reason="models by their configuration")
+    for mark in (*marks, pytest.mark.filterwarnings("ignore")):
+        test = mark(test)
+    return test

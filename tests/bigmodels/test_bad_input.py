@@ -91,8 +91,6 @@ def pickled(tmp_path: Path) -> Path:
     return tmp_path / "model.bin"
 
 
-# Maps and devices
-
 GAPS = {"embed": "cpu", "blocks.0": "disk", "head": "cpu"}
 CALLS: dict[str, Callable[[nn.Module, Path, Any], Any]] = {
     "in model": lambda net, path, places: load_checkpoint_in_model(net, path, places),
@@ -154,46 +152,25 @@ def test_a_budget_too_small_for_the_largest_layer_says_how_much_is_needed(
         )
 
 
-# Checkpoints
-
-
 def _no_tensor(path: Path) -> None:
     save_file({name: tensor for name, tensor in STATE.items() if name != "blocks.1.0.weight"}, path)
 
 
-def _other_shape(path: Path) -> None:
-    save_file(STATE | {"blocks.1.0.bias": torch.ones(9)}, path)
+def _with_bias(bias: torch.Tensor) -> Callable[[Path], None]:
+    return lambda path: save_file(STATE | {"blocks.1.0.bias": bias}, path)
 
 
-def _other_dtype(path: Path) -> None:
-    save_file(STATE | {"blocks.1.0.bias": torch.ones(8, dtype=torch.int64)}, path)
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _cut_in_the_header(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def _no_header(path: Path) -> None:
-    path.write_bytes(b"\xff" * 64)
-
-
-def _nothing(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a missing tensor": (_no_tensor, r"'blocks\.1\.0\.weight'"),
-    "a shape": (_other_shape, r"'blocks\.1\.0\.bias' has shape \(9,\), expected \(8,\)"),
-    "a dtype": (_other_dtype, r"'blocks\.1\.0\.bias' is torch\.int64, expected torch\.float32"),
-    "cut": (_cut, r"model\.safetensors.*truncated"),
-    "cut in its header": (_cut_in_the_header, r"model\.safetensors"),
-    "no header": (_no_header, r"model\.safetensors"),
-    "empty": (_nothing, r"model\.safetensors.*empty"),
-}
+    "a shape": (_with_bias(torch.ones(9)), r"'blocks\.1\.0\.bias' has shape \(9,\), expected \(8,\)"),
+    "a dtype": (
+        _with_bias(torch.ones(8, dtype=torch.int64)), r"'blocks\.1\.0\.bias' is torch\.int64, expected torch\.float32"
+    ),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"model\.safetensors.*truncated"),
+    "cut in its header": (lambda path: path.write_bytes(path.read_bytes()[:100]), r"model\.safetensors"),
+    "no header": (lambda path: path.write_bytes(b"\xff" * 64), r"model\.safetensors"),
+    "empty": (lambda path: path.write_bytes(b""), r"model\.safetensors.*empty"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
@@ -276,9 +253,6 @@ def test_a_state_dict_that_lacks_a_weight_leaves_the_model_as_it_was(tmp_path: P
     wrong = net.state_dict() | {"blocks.1.0.bias": torch.ones(9)}
     with refused(net, tmp_path, CheckpointError, r"'bias' has shape \(9,\)"):
         cpu_offload(net, "cpu", state_dict=wrong)
-
-
-# Disks
 
 
 WRITES: dict[str, Callable[[nn.Module, Path], Any]] = {

@@ -55,14 +55,8 @@ def _outline(tree: Tree, tied: list[tuple[int, int]]) -> Outline:
 
 
 _TREES = st.recursive(st.integers(0, 60), lambda inner: st.lists(inner, min_size=1, max_size=5), max_leaves=25)
-
-
 _TIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
-
-
 _BUDGETS = st.tuples(st.lists(st.integers(0, 400), max_size=3), st.none() | st.integers(0, 800))
-
-
 _LAW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -90,29 +84,22 @@ def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int |
 
 @given(_placed())
 @_LAW
-def test_everything_is_placed(case: tuple[Outline, dict[int | str, int | None], Placement]) -> None:
-    outline, _, placement = case
-    layers = {index for index, is_layer in enumerate(outline.is_layer) if is_layer}
-    assert set(_device_of_layers(outline, placement)) == layers
-
-
-@given(_placed())
-@_LAW
-def test_no_budget_is_exceeded_and_every_byte_is_counted(case: Any) -> None:
+def test_everything_is_placed_within_the_budgets_and_ties_lie_together(case: Any) -> None:
     outline, budgets, placement = case
+    device_of = _device_of_layers(outline, placement)
+    assert set(device_of) == {index for index, is_layer in enumerate(outline.is_layer) if is_layer}
     used = dict.fromkeys(budgets, 0)
-    for part, device in _device_of_layers(outline, placement).items():
+    for part, device in device_of.items():
         used[device] += outline.sizes_bytes[part]
     assert used == placement.used_bytes
     assert all(budget is None or used[device] <= budget for device, budget in budgets.items())
-
-
-@given(_placed())
-@_LAW
-def test_parts_that_share_a_tensor_lie_together(case: Any) -> None:
-    outline, _, placement = case
-    device_of = _device_of_layers(outline, placement)
     assert all(len({device_of[part] for part in group}) == 1 for group in outline.tied)
+    # The device that computes has room for whatever lies elsewhere.
+    first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
+    if first is not None and not is_fast(placement):
+        assert first == placement.runs_on
+        elsewhere = [outline.sizes_bytes[part] for part, device in device_of.items() if not is_accelerator(device)]
+        assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
 
 
 @given(_TREES, _BUDGETS)
@@ -123,21 +110,6 @@ def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_bu
     device_of = _device_of_layers(outline, assign_devices(outline, budgets))
     places = [list(budgets).index(device_of[part]) for part in sorted(device_of)]
     assert places == sorted(places)
-
-
-@given(_placed())
-@_LAW
-def test_the_device_that_computes_has_room_for_whatever_lies_elsewhere(case: Any) -> None:
-    outline, budgets, placement = case
-    elsewhere = [
-        outline.sizes_bytes[part]
-        for part, device in _device_of_layers(outline, placement).items()
-        if not is_accelerator(device)
-    ]
-    first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
-    if first is not None and not is_fast(placement):
-        assert first == placement.runs_on
-        assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
 
 
 @given(_TREES, _TIES)
@@ -160,31 +132,42 @@ def test_the_work_grows_with_the_number_of_parts() -> None:
     assert visited(4000) <= 3
 
 
-# Maps of models
+_WITHOUT_MEMORY = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
+MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]] = {
+    "devices are filled one after the other": (
+        layers(25, 25, 25, 25, 25, 25), {0: 300, 1: 200, "cpu": 10_000}, {},
+        {"0": 0, "1": 0, "2": 1, "3": 1, "4": "cpu", "5": "cpu"},
+    ),
+    "a model that fits has one entry": (layers(25, 25), {0: 200}, {}, {"": 0}),
+    "a model that fits has one entry, uncleaned": (layers(25, 25), {0: 200}, {"clean_result": False}, {"": 0}),
+    "what does not fit goes to the disk": (
+        layers(25, 25, 25), {"cpu": 200}, {}, {"0": "cpu", "1": "disk", "2": "disk"}
+    ),
+    "all of it goes to the disk": (layers(25, 25, 25), {"cpu": 0}, {}, {"": "disk"}),
+    "room for the largest layer is kept": (
+        layers(25, 25, 25), {0: 250, "cpu": 1000}, {}, {"0": 0, "1": "cpu", "2": "cpu"}
+    ),
+    "none is kept where nothing is offloaded": (
+        layers(25, 25, 25, 25), {0: 250, 1: 250, "cpu": 1000}, {}, {"0": 0, "1": 0, "2": 1, "3": 1}
+    ),
+    "modules that share a tensor lie together": (
+        TiedModel(), {0: 300, 1: 1000, "cpu": 1000}, {"clean_result": False},
+        {"embed": 0, "blocks.0.a": 0, "blocks.0.b": 1, "blocks.1": 1, "head": 0},
+    ),
+    "a smaller dtype lets more fit": (layers(25, 25), {0: 100, "cpu": 200}, {"dtype": torch.float16}, {"": 0}),
+    "so does one of a single tensor": (
+        layers(25, 25), {0: 150, "cpu": 200}, {"special_dtypes": {"1.weight": "float16"}}, {"": 0}
+    ),
+    "modules without memory lie with their neighbours": (
+        _WITHOUT_MEMORY, {0: 100, 1: 100}, {}, {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
+    ),
+}  # fmt: skip
 
 
-def test_devices_are_filled_one_after_the_other() -> None:
-    model = layers(25, 25, 25, 25, 25, 25)
-    assert infer_auto_device_map(model, {0: 300, 1: 200, "cpu": 10_000}) == {
-        "0": 0, "1": 0, "2": 1, "3": 1, "4": "cpu", "5": "cpu",
-    }  # fmt: skip
-
-
-def test_a_model_that_fits_has_one_entry() -> None:
-    assert infer_auto_device_map(layers(25, 25), {0: 200}) == {"": 0}
-    assert infer_auto_device_map(layers(25, 25), {0: 200}, clean_result=False) == {"": 0}
-
-
-def test_what_fits_nowhere_goes_to_disk() -> None:
-    assert infer_auto_device_map(layers(25, 25, 25), {"cpu": 200}) == {"0": "cpu", "1": "disk", "2": "disk"}
-    assert infer_auto_device_map(layers(25, 25, 25), {"cpu": 0}) == {"": "disk"}
-
-
-def test_room_for_the_largest_layer_is_kept_only_where_something_lies_elsewhere() -> None:
-    assert infer_auto_device_map(layers(25, 25, 25), {0: 250, "cpu": 1000}) == {"0": 0, "1": "cpu", "2": "cpu"}
-    assert infer_auto_device_map(layers(25, 25, 25, 25), {0: 250, 1: 250, "cpu": 1000}) == {
-        "0": 0, "1": 0, "2": 1, "3": 1,
-    }  # fmt: skip
+@pytest.mark.parametrize("case", MAPS)
+def test_a_map_is_inferred_for_the_budgets(case: str) -> None:
+    model, budgets, options, expected = MAPS[case]
+    assert infer_auto_device_map(model, budgets, **options) == expected
 
 
 def test_a_block_is_divided_unless_its_class_is_named() -> None:
@@ -195,12 +178,6 @@ def test_a_block_is_divided_unless_its_class_is_named() -> None:
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
 
 
-def test_modules_that_share_a_tensor_lie_together() -> None:
-    assert infer_auto_device_map(TiedModel(), {0: 300, 1: 1000, "cpu": 1000}, clean_result=False) == {
-        "embed": 0, "blocks.0.a": 0, "blocks.0.b": 1, "blocks.1": 1, "head": 0,
-    }  # fmt: skip
-
-
 def test_a_module_that_has_two_names_is_placed_under_both() -> None:
     model = layers(25, 25, 25)
     model.again = model[2]
@@ -209,22 +186,11 @@ def test_a_module_that_has_two_names_is_placed_under_both() -> None:
     check_device_map(model, device_map)
 
 
-def test_a_smaller_dtype_lets_more_fit() -> None:
-    assert infer_auto_device_map(layers(25, 25), {0: 100, "cpu": 200}, dtype=torch.float16) == {"": 0}
-    special = {"1.weight": "float16"}
-    assert infer_auto_device_map(layers(25, 25), {0: 150, "cpu": 200}, special_dtypes=special) == {"": 0}
-
-
 def test_own_tensors_of_a_divided_module_are_placed() -> None:
     model = Buffered()
     device_map = infer_auto_device_map(model, {0: 150, 1: 150})
     assert device_map == {"layer": 0, "saved": 0, "unsaved": 1}
     check_device_map(model, device_map)
-
-
-def test_modules_without_memory_lie_with_their_neighbours() -> None:
-    model = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
-    assert infer_auto_device_map(model, {0: 100, 1: 100}) == {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
 
 
 def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
@@ -239,17 +205,9 @@ def test_an_accelerator_too_small_for_the_largest_layer_is_left_out_with_a_warni
         assert infer_auto_device_map(layers(25, 25), {0: 50, "cpu": 500}) == {"": "cpu"}
 
 
-def test_no_device_for_the_largest_layer_is_an_error_that_says_how_much_is_needed() -> None:
-    with pytest.raises(ConfigurationError, match=r"'1', the largest layer.* needs 200 bytes"):
-        infer_auto_device_map(layers(25, 50), {0: 150, "cpu": 199})
-
-
 def test_budgets_that_are_used_up_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match="no room for '0'"):
         infer_auto_device_map(layers(25, 25), {0: 150, "disk": 0})
-
-
-# Words
 
 
 def test_balanced_budgets_are_a_share_and_a_quarter_more_than_a_block() -> None:
@@ -277,9 +235,6 @@ def test_an_unknown_word_is_an_error() -> None:
         resolve_device_map(layers(1), "balance")
 
 
-# Maps that are given
-
-
 def test_a_map_that_covers_the_model_is_accepted() -> None:
     for good in ({"": 0}, {"0": "cuda:1", "1": "disk"}, {"0": torch.device("meta"), "1": "mps"}):
         check_device_map(layers(1, 1), good)
@@ -297,11 +252,6 @@ def test_a_tied_tensor_must_be_covered_under_each_name() -> None:
         check_device_map(TiedModel(), {"embed": 0, "blocks": 0})
 
 
-def test_an_unknown_device_in_a_map_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"device_map\['1'\]: device 'dsik' is unknown. Did you mean 'disk'"):
-        check_device_map(layers(1, 1), {"0": 0, "1": "dsik"})
-
-
 def test_a_name_that_is_no_module_is_warned_of() -> None:
     with pytest.warns(TrainwrightWarning, match=r"\['2'\]"):
         check_device_map(layers(1, 1), {"0": 0, "1": 0, "2": 0})
@@ -313,9 +263,6 @@ def test_a_map_is_cleaned_in_place() -> None:
     assert device_map == {"a": 0, "f.g": 0, "f.h": 1}
     assert clean_device_map({"a.b": 0, "c": 0}) == {"": 0}
     assert clean_device_map({"a.b": 0, "a.c": 0, "d.e": 0, "d.f": 0}, "a") == {"a": 0, "d.e": 0, "d.f": 0}
-
-
-# Explanations
 
 
 def test_a_map_is_explained() -> None:
@@ -340,9 +287,6 @@ def test_with_what_is_missing_all_lies_on_accelerators() -> None:
 def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
     assert "(the whole model)" in capsys.readouterr().out
-
-
-# Beside accelerate
 
 
 @pytest.fixture

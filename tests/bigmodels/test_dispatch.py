@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, tree_of
-from trainwright.bigmodels.dispatch.align import has_offloaded_params
+from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, tree_of
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
-from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_submodules
 from trainwright.bigmodels.weights.weights_map import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -44,27 +41,9 @@ def test_a_dispatched_model_gives_the_same_bits(
     assert net.hf_device_map == places
 
 
-@pytest.mark.parametrize("places", [ALL_DISK, MIXED], ids=["disk", "mixed"])
-def test_taking_the_hooks_off_brings_weights_and_ties_back(places: dict[str, str], tmp_path: Path) -> None:
-    net = dispatch_model(make_net(), places, offload_dir=tmp_path)
-    net(TOKENS)
-    remove_hook_from_submodules(net)
-    assert {tensor.device.type for tensor in net.state_dict().values()} == {"cpu"}
-    assert net.head.weight is net.embed.weight
-    assert torch.equal(net.to("cpu")(TOKENS), EXPECTED)
-
-
 def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
     assert "_hf_hook" not in vars(dispatch_model(make_net(), {"": "cpu"}))
     assert "_hf_hook" in vars(dispatch_model(make_net(), {"": "cpu"}, force_hooks=True))
-
-
-def test_a_model_with_weights_away_refuses_to_be_moved(tmp_path: Path) -> None:
-    net = dispatch_model(make_net(), MIXED, offload_dir=tmp_path)
-    for move in (lambda: net.to("cpu"), net.cpu, net.cuda):
-        with pytest.raises(ConfigurationError, match="offloaded"):
-            move()
-    assert torch.equal(net(TOKENS), EXPECTED)
 
 
 def test_a_tied_weight_that_is_in_memory_anyway_is_not_written(tmp_path: Path) -> None:
@@ -79,35 +58,13 @@ def test_a_folder_is_asked_for_where_weights_have_to_be_written() -> None:
     assert torch.equal(net(TOKENS), EXPECTED)
 
 
-def test_a_map_that_does_not_cover_the_model_is_refused_with_what_is_missing() -> None:
-    with pytest.raises(ConfigurationError, match=r"blocks\.1\.0\.weight"):
-        dispatch_model(make_net(), {"embed": "cpu", "blocks.0": "disk", "head": "cpu"})
-
-
-def _emptied(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        module.to("meta")
-
-
 def test_weights_that_are_nowhere_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"embed\.weight"):
         dispatch_model(empty_net(), MIXED)
+    net = make_net()
+    net.blocks[0][0].to("meta")
     with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight"):
-        dispatch_model(make_net().apply(_emptied), {"embed": "cpu", "blocks": "disk", "head": "cpu"})
-    with pytest.raises(CheckpointError, match=r"embed\.weight"):
-        cpu_offload(empty_net(), "cpu")
-
-
-def test_an_empty_model_finds_its_weights_in_the_folder(tmp_path: Path) -> None:
-    offload_state_dict(tmp_path, make_net().state_dict())
-    before = tree_of(tmp_path)
-    net = empty_net()
-    disk_offload(net, tmp_path)
-    for name, buffer in make_net().named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        net.get_submodule(owner)._buffers[leaf] = buffer
-    assert torch.equal(net(TOKENS), EXPECTED)
-    assert tree_of(tmp_path) == before
+        dispatch_model(net, {"embed": "cpu", "blocks": "disk", "head": "cpu"})
 
 
 def test_a_folder_of_another_model_does_not_give_its_weights_to_this_one(tmp_path: Path) -> None:
@@ -200,57 +157,6 @@ def test_an_index_may_point_into_a_safetensors_file(tmp_path: Path) -> None:
     assert loader["outer"].tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def _language_models() -> dict[str, Any]:
-    transformers = pytest.importorskip("transformers")
-    small = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return {
-        "llama": transformers.LlamaConfig(**small, **heads, tie_word_embeddings=True),
-        "gpt2": transformers.GPT2Config(
-            n_embd=16, n_layer=2, n_head=2, vocab_size=33, n_positions=32, bos_token_id=0, eos_token_id=0
-        ),
-        "t5": transformers.T5Config(
-            d_model=16, d_ff=24, d_kv=8, num_layers=2, num_heads=2, vocab_size=33, decoder_start_token_id=0
-        ),
-        "mixtral": transformers.MixtralConfig(**small, **heads, num_local_experts=3),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models have the ties, buffers and experts that people run")
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mixtral"])
-def test_language_models_give_the_same_bits_from_every_place(name: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch
-    from trainwright.bigmodels.weights.empty import init_empty_weights
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what importing and building transformers' models says
-        import transformers
-
-        config = _language_models()[name]
-        auto = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
-        base = auto.from_config(config).eval()
-    tokens = torch.arange(8).reshape(2, 4)
-    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if name == "t5" else {})
-    save_file(plain_state(base), tmp_path / "model.safetensors")
-    with torch.no_grad():
-        expected = base(**inputs).logits
-        text = base.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0)
-    children = [child for child, _ in base.named_children()]
-    mixed = {child: ("disk", "cpu")[position % 2] for position, child in enumerate(children)}
-    for places in ({"": "cpu"}, ALL_DISK, mixed):
-        with init_empty_weights():
-            net = auto.from_config(config).eval()
-        load_checkpoint_and_dispatch(net, tmp_path / "model.safetensors", device_map=places, strict=True)
-        with torch.no_grad():
-            assert torch.equal(net(**inputs).logits, expected), places
-            assert torch.equal(net(**inputs).logits, expected), places
-            assert torch.equal(net.generate(tokens, max_new_tokens=3, do_sample=False, pad_token_id=0), text), places
-        assert any(has_offloaded_params(module) for module in net.modules()) == ("disk" in places.values())
-
-
 @pytest.mark.requires("cuda", reason="weights are brought from the host to a device of its own")
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
 @pytest.mark.parametrize("prefetch_bytes", [0, None])
@@ -265,3 +171,82 @@ def test_a_device_gets_its_weights_from_host_and_disk(
         for _ in range(5):
             assert torch.equal(net(TOKENS.cuda()), expected)
         assert net(TOKENS).device.type == "cpu"
+
+
+STATE = make_net().state_dict()
+
+Spread = Callable[[nn.Module, Mapping[str, torch.Tensor], Path], nn.Module]
+
+
+def _to(places: dict[str, str], *, force_hooks: bool = False) -> Spread:
+    return lambda net, state, folder: dispatch_model(
+        net, places, state_dict=state, offload_dir=folder, force_hooks=force_hooks
+    )
+
+
+WAYS: dict[str, Spread] = {
+    "cpu_offload": lambda net, state, folder: cpu_offload(net, "cpu", state_dict=state),
+    "cpu_offload with buffers": lambda net, state, folder: cpu_offload(net, "cpu", True, state_dict=state),
+    "one device": _to({"": "cpu"}),
+    "one device with hooks": _to({"": "cpu"}, force_hooks=True),
+    "mixed": _to(MIXED),
+    "disk": _to(ALL_DISK),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(way: str, tmp_path: Path) -> None:
+    net = WAYS[way](empty_net(), STATE, tmp_path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_neither_the_model_nor_the_state_dict_has_is_named_before_anything_changes(
+    way: str, tmp_path: Path
+) -> None:
+    net = empty_net()
+    net.blocks[0][1].register_buffer("scale", torch.ones(8, device="meta"), persistent=False)
+    before = {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.1\.scale"):
+        WAYS[way](net, STATE, tmp_path)
+    assert {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())} == before
+    assert not any("_hf_hook" in vars(module) for module in net.modules())
+
+
+def test_a_value_of_another_shape_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"running_mean.*\(3,\).*\(8,\)"):
+        cpu_offload(empty_net(), "cpu", state_dict={**STATE, "blocks.0.1.running_mean": torch.ones(3)})
+
+
+def test_tied_parameters_stay_tied_where_a_state_dict_fills_them() -> None:
+    state = {name: tensor for name, tensor in STATE.items() if name != "head.weight"}
+    net = dispatch_model(empty_net(), {"": "cpu"}, state_dict=state)
+    assert net.head.weight is net.embed.weight
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("left_out", ["head.weight", "embed.weight"])
+def test_a_tied_weight_is_found_by_any_of_its_names(way: str, left_out: str, tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in STATE.items() if name != left_out}  # as files of safetensors have it
+    net = WAYS[way](empty_net(), state, tmp_path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_values_that_the_model_has_are_not_replaced() -> None:
+    net = make_net()
+    other = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    assert torch.equal(dispatch_model(net, {"": "cpu"}, state_dict=other)(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("how", ["disk_offload", "dispatch_model"])
+def test_buffers_that_stay_at_hand_come_from_the_folder(how: str, tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, STATE)
+    before = tree_of(tmp_path)
+    net = empty_net()
+    if how == "disk_offload":
+        disk_offload(net, tmp_path, "cpu")
+    else:
+        dispatch_model(net, ALL_DISK, offload_dir=tmp_path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+    assert tree_of(tmp_path) == before

@@ -56,24 +56,18 @@ def test_tied_weights_stay_one_object(empty: Model) -> None:
     assert empty.same is empty.computed
 
 
-def test_buffers_keep_their_values(empty: Model) -> None:
+def test_buffers_and_other_tensors_keep_their_values(empty: Model) -> None:
     assert empty.ones.sum() == 2000
     assert empty.table.sum() == 1500 * 2
     assert empty.threes.sum() == 6000
-
-
-def test_tensors_that_are_no_buffers_keep_their_values(empty: Model) -> None:
     assert empty.attribute.sum() == 14000
 
 
-def test_modules_draw_nothing_random() -> None:
+def test_modules_draw_nothing_random_but_their_buffers() -> None:
     before = torch.get_rng_state()
     with init_empty_weights():
         nn.TransformerEncoderLayer(64, 4)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_random_buffer_is_drawn() -> None:
     with init_empty_weights():
         module = nn.Module()
         module.register_buffer("noise", torch.randn(10_000))
@@ -109,23 +103,16 @@ def test_a_value_that_is_read_is_the_right_one() -> None:
     assert total == 2000
 
 
-def test_dtypes_are_kept() -> None:
+def test_dtypes_and_attributes_of_parameters_are_kept() -> None:
     with init_empty_weights():
         module = nn.Linear(100, 100, dtype=torch.bfloat16)
         module.register_buffer("low", torch.zeros(2000, dtype=torch.float16))
+        scale = nn.Parameter(torch.arange(4.0), requires_grad=False)
+        scale.tag = "here"  # type: ignore[attr-defined]
+        module.scale = scale
     assert module.weight.dtype == torch.bfloat16
     assert module.low.dtype == torch.float16
-
-
-def test_attributes_of_a_parameter_are_kept() -> None:
-    with init_empty_weights():
-        module = nn.Module()
-        weight = nn.Parameter(torch.arange(4.0), requires_grad=False)
-        weight.tag = "here"  # type: ignore[attr-defined]
-        module.weight = weight
-    assert module.weight.device == META
-    assert module.weight.tag == "here"
-    assert not module.weight.requires_grad
+    assert (module.scale.device, module.scale.tag, module.scale.requires_grad) == (META, "here", False)
 
 
 def test_lazy_modules_take_their_shape_on_the_meta_device() -> None:
@@ -159,13 +146,6 @@ def test_on_a_real_device_weights_are_initialised_and_stay_tied() -> None:
         model = Model()
     assert model.head.weight is model.embed.weight
     assert float(model.embed.weight.detach().std()) > 0.5
-
-
-def test_a_parameter_moves_when_its_module_takes_it() -> None:
-    with init_on_device(META):
-        module = nn.BatchNorm1d(3)
-    assert module.weight.device == META
-    assert module.running_var.tolist() == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.requires("cuda", reason="a device that is not the host")

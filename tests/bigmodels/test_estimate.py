@@ -1,8 +1,9 @@
-"""`trainwright estimate`: bytes that are counted without being taken are those that are taken."""
+"""`trainwright estimate`, also by Accelerate's name: the bytes that it counts are those that are taken."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.bigmodels.nets import of_transformers
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import (
-    count_stage_bytes,
-    count_stored_weights,
-    count_weights,
-    kv_cache_bytes,
-)
+from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, count_weights, kv_cache_bytes
 from trainwright.cli.main import main
 
 _LLAMA = {
@@ -34,7 +31,7 @@ class LargeTask(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.ModuleList(nn.Embedding(10**6, 10**3) for _ in range(10**4))  # 4 GB each
+        self.net = nn.ModuleList(nn.Embedding(10**6, 10**3) for _ in range(10**3))  # 4 GB each
 
 
 @pytest.fixture
@@ -50,8 +47,7 @@ def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for source in (llama, llama.parent):
         facts = _run(capsys, str(source))
@@ -65,38 +61,10 @@ def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.C
         assert facts["largest_layer"] == "model.layers.0"
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
-    llama: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    facts = _run(capsys, str(llama), "--batch-size", "2", "--sequence-length", "32")
-    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(str(llama.parent))).train()
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    real = sum(count_stage_bytes(lambda: model(input_ids=tokens, use_cache=False), model, [])[0])
-    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
-    assert facts["dtypes"]["float16"]["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
-
-
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_a_model_of_images_is_estimated_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    config = {**_SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "patch_size": 8}))
-    facts = _run(capsys, str(tmp_path), "--batch-size", "2")
-    assert "kv_cache_bytes" not in facts["dtypes"]["float32"]
-    model = transformers.ViTForImageClassification(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
-    real = sum(count_stage_bytes(lambda: model(torch.zeros(2, 3, 32, 32)), model, [])[0])
-    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 @pytest.mark.parametrize(("name", "has_one"), [("BertForMaskedLM", False), ("BertModel", False), ("GPT2Model", True)])
 def test_a_cache_has_what_reads_from_left_to_right(
     name: str, has_one: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -108,8 +76,7 @@ def test_a_cache_has_what_reads_from_left_to_right(
     assert all(("kv_cache_bytes" in row) is has_one for row in rows.values())
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}))
     assert main(["estimate", str(tmp_path), "--batch-size", "2"]) == 2
@@ -137,8 +104,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_a_cache_is_as_large_as_that_of_a_real_forward(family: str) -> None:
     transformers: Any = pytest.importorskip("transformers")
@@ -156,33 +122,57 @@ def test_a_cache_is_as_large_as_that_of_a_real_forward(family: str) -> None:
     assert kv_cache_bytes(within, batch_size=2, sequence_length=12, dtype="float32") == real
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_activations_of_experts_are_those_of_a_real_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+_IMAGES = {**_SMALL, "model_type": "vit", "image_size": 32, "patch_size": 8}
+_WITH_EXPERTS = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "deepseek_v3"}
+
+
+@of_transformers
+@pytest.mark.parametrize(
+    ("kind", "config", "length", "rel"),
+    [
+        ("LlamaForCausalLM", _LLAMA, 32, 0.1),
+        ("ViTForImageClassification", _IMAGES, None, 0.1),
+        ("DeepseekV3ForCausalLM", _WITH_EXPERTS, 8, 0.01),
+    ],
+)
+def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
+    kind: str,
+    config: dict[str, Any],
+    length: int | None,
+    rel: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    names = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "deepseek_v3"}
-    (tmp_path / "config.json").write_text(json.dumps({**names, "architectures": ["DeepseekV3ForCausalLM"]}))
-    facts = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")
-    model = transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
-    tokens = torch.zeros(2, 8, dtype=torch.long)
-    real = sum(count_stage_bytes(lambda: model(input_ids=tokens, use_cache=False), model, [])[0])
-    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.01)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
+    options = ["--sequence-length", str(length)] if length else []
+    facts = _run(capsys, str(tmp_path), "--batch-size", "2", *options)
+    inputs = {"input_ids": torch.zeros(2, length, dtype=torch.long), "use_cache": False} if length else {}
+    model = getattr(transformers, kind)(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
+    real = count_stage_bytes(lambda: model(**(inputs or {"pixel_values": torch.zeros(2, 3, 32, 32)})), model, [])[0]
+    assert facts["activation_bytes_float32"] == pytest.approx(sum(real), rel=rel)
+    row = facts["dtypes"]["float16"]
+    assert ("kv_cache_bytes" in row) is bool(length)
+    if kind == "LlamaForCausalLM":
+        assert row["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
 
 
-@pytest.mark.parametrize("config", ['{"architecture": "resnet50"}', "{"])
-def test_weights_beside_a_configuration_of_others_are_weighed(
-    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+_INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("config.json", '{"architecture": "resnet50"}'), ("config.json", "{")),
+        (_INDEX, '{"weight_map": {"a.weight": "model.safetensors"}}'),
+    ],
+)
+def test_weights_beside_an_index_or_a_configuration_of_others_are_weighed(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(config)
-    assert _run(capsys, str(tmp_path))["elements"] == 32
-
-
-def test_an_index_stands_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model-00001-of-00001.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}))
-    assert _run(capsys, str(index))["elements"] == 32
+    (tmp_path / name).write_text(text)
+    assert _run(capsys, str(tmp_path / name if name == _INDEX else tmp_path))["elements"] == 32
 
 
 def test_activations_are_what_a_backward_needs() -> None:
@@ -207,7 +197,7 @@ def test_training_with_adam_takes_what_was_estimated() -> None:
 
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32")
-    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**13
+    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**12
     assert facts["largest_layer"] == "net.0"
 
 
@@ -253,3 +243,166 @@ def test_what_cannot_be_estimated_is_one_readable_line(
 ) -> None:
     assert main(["estimate", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
     assert complaint in capsys.readouterr().err
+
+
+_BERT = {
+    "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 32,
+}  # fmt: skip
+_MODELS = ("bert-base-cased", "HuggingFaceM4/idefics-80b-instruct")
+
+_FAKE_TIMM = """
+from torch import nn
+
+def create_model(name, pretrained=True):
+    if name != "resnet50.a1_in1k" or pretrained:
+        raise RuntimeError(f"Unknown model ({name})")
+    return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8))
+
+def list_models():
+    return ["resnet50"]
+"""
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders by the names of the guide's models, in the present one."""
+    for name in _MODELS:
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(_BERT))
+    monkeypatch.chdir(tmp_path)
+
+
+def _dtypes(out: str) -> list[str]:
+    return [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][2:]
+
+
+@of_transformers
+@pytest.mark.usefixtures("models")
+def test_the_guide_s_commands_print_their_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = ["float32", "bfloat16", "float16", "float8", "int8", "int4"]
+    for options, dtypes in (
+        (["bert-base-cased"], everything),
+        (["HuggingFaceM4/idefics-80b-instruct", "--library_name", "transformers"], everything),
+        (["bert-base-cased", "--dtypes", "float32", "float16"], ["float32", "float16"]),
+        (["bert-base-cased", "--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
+        (["bert-base-cased", "--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
+    ):
+        assert main(["estimate-memory", *options]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{options[0]}: ")
+        assert "Largest Layer" in out
+        assert "Training using Adam" in out
+        assert _dtypes(out) == dtypes
+
+
+@of_transformers
+@pytest.mark.usefixtures("models")
+def test_a_sequence_that_is_too_long_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "bert-base-cased", "--batch-size", "1", "--sequence-length", "33"]) == 2
+    assert "pass --sequence-length 32 or less" in capsys.readouterr().err
+
+
+def test_another_library_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate-memory", "bert-base-cased", "--library_name", "keras"]) == 2
+    assert "transformers" in capsys.readouterr().err
+
+
+_CODE = {
+    "configuration_mine.py": """
+from transformers import PretrainedConfig
+
+class MineConfig(PretrainedConfig):
+    model_type = "mine"
+    width = 7
+""",
+    "modeling_mine.py": """
+from torch import nn
+from transformers import PreTrainedModel
+from .configuration_mine import MineConfig
+
+class MineForCausalLM(PreTrainedModel):
+    config_class = MineConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = nn.Linear(config.width, config.width, bias=False)
+        self.post_init()
+""",
+    "config.json": json.dumps({
+        "model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": {
+            "AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+        },
+    }),
+}  # fmt: skip
+
+
+@of_transformers
+def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file, text in _CODE.items():
+        (tmp_path / file).write_text(text)
+    assert main(["estimate-memory", str(tmp_path), "--dtypes", "float32"]) == 2
+    assert "trust_remote_code" in capsys.readouterr().err
+    assert main(["estimate-memory", str(tmp_path), "--dtypes", "float32", "--trust_remote_code", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["elements"] == 49
+
+
+@of_transformers
+def test_a_name_that_cannot_be_found_is_one_readable_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(["estimate-memory", "no-such/model"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "'no-such/model' is not a local file or folder, and Hugging Face's hub cannot be reached" in error
+    assert "Pass a local folder, or set HF_HOME" in error
+
+
+@pytest.fixture
+def timm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where timm is found first, for a test to write."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    yield tmp_path / "timm.py"
+    sys.modules.pop("timm", None)
+
+
+def test_a_model_of_timm_is_built_by_timm(timm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timm.write_text(_FAKE_TIMM)
+    for options in (["timm/resnet50.a1_in1k", "--library_name", "timm"], ["timm/resnet50.a1_in1k"]):
+        assert main(["estimate-memory", *options, "--dtypes", "float32", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["elements"] == 3 * 8 * 9 + 4 * 8
+    assert main(["estimate-memory", "timm/resnet05"]) == 2
+    assert "Did you mean 'resnet50'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.requires("timm", "its own models, which need a torchvision that was built for the torch that is installed")
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
+def test_an_estimate_counts_every_floating_element_of_a_model_of_timm(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate-memory", f"timm/{name}", "--dtypes", "float32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["elements"]
+    import timm
+
+    built = timm.create_model(name, pretrained=False)
+    assert found == sum(value.numel() for value in built.state_dict().values() if value.is_floating_point())
+
+
+def test_a_timm_that_cannot_be_imported_is_said_with_what_to_do(timm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timm.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    assert main(["estimate-memory", "timm/resnet50.a1_in1k", "--library_name", "timm"]) == 2
+    error = capsys.readouterr().err
+    assert "torchvision::nms does not exist" in error
+    assert "pip install --upgrade torchvision timm" in error
+
+
+def test_a_missing_timm_is_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["estimate-memory", "timm/resnet50.a1_in1k"]) == 2
+    assert "pip install timm" in capsys.readouterr().err

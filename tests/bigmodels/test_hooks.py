@@ -13,11 +13,7 @@ import torch
 from torch import nn
 
 from tests.bigmodels.nets import TOKENS, make_net
-from trainwright.bigmodels.dispatch.align import (
-    AlignDevicesHook,
-    align_module_device,
-    has_offloaded_params,
-)
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device, has_offloaded_params
 from trainwright.bigmodels.dispatch.attach import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -32,7 +28,7 @@ from trainwright.bigmodels.dispatch.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.errors import CheckpointError
 
 
 class Recorder(ModelHook):
@@ -82,19 +78,6 @@ def test_an_appended_hook_runs_after_the_one_that_is_there() -> None:
     layer(torch.zeros(1, 3))
     remove_hook_from_module(layer)
     assert log == ["a init", "b init", "a pre", "b pre", "a post", "b post", "a detach", "b detach"]
-
-
-def test_a_hook_that_forbids_gradients_forbids_them_for_its_module_only() -> None:
-    class Still(ModelHook):
-        no_grad = True
-
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    add_hook_to_module(net[0], Still())
-    assert not net[0](torch.zeros(1, 2)).requires_grad
-    assert net(torch.zeros(1, 2)).requires_grad
-    with pytest.raises(RuntimeError):
-        net[0](torch.zeros(1, 5))
-    assert torch.is_grad_enabled()
 
 
 @pytest.mark.parametrize("how", ["each", "recursively", "all"])
@@ -211,16 +194,12 @@ def test_weights_brought_in_inference_mode_serve_a_backward_later() -> None:
     assert hidden.grad is not None
 
 
-def test_a_weight_that_the_map_lacks_is_named_when_the_hook_is_put_on() -> None:
-    with pytest.raises(CheckpointError, match="'bias'"):
-        add_hook_to_module(
-            nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True, weights_map={"weight": torch.ones(2, 2)})
-        )
-
-
-def test_a_weight_of_another_shape_in_the_map_is_refused() -> None:
-    weights = {"weight": torch.ones(3, 3), "bias": torch.ones(2)}
-    with pytest.raises(CheckpointError, match=r"\(3, 3\).*\(2, 2\)"):
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [({"weight": torch.ones(2, 2)}, "'bias'"), ({"weight": torch.ones(3, 3), "bias": torch.ones(2)}, r"\(3, 3\)")],
+)
+def test_weights_that_do_not_fit_are_named_when_the_hook_is_put_on(weights: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True, weights_map=weights))
 
 
@@ -242,11 +221,6 @@ def test_what_need_not_move_is_handed_on_as_the_same_object() -> None:
     _, kwargs = hook.pre_forward(nn.Identity(), **tree)
     assert kwargs["a"] is tree["a"]
     assert kwargs["b"] is tree["b"]
-
-
-def test_an_unknown_device_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="gpu"):
-        AlignDevicesHook("gpu:0")
 
 
 def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_have_one() -> None:
@@ -320,9 +294,11 @@ def test_a_pipeline_s_former_model_leaves_when_the_next_one_runs() -> None:
     assert offloaded == []
     second(torch.zeros(1, 2))
     assert offloaded == [first]
+    hook.offload()
+    assert offloaded == [first, first]
     second_hook.remove()
     second(torch.zeros(1, 2))
-    assert offloaded == [first]
+    assert offloaded == [first, first]
 
 
 def test_a_hook_can_be_pickled_with_its_module() -> None:
@@ -359,7 +335,6 @@ class ReportsGradMode(nn.Module):
     """Returns whether gradients are recorded in its forward, as a number."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return one or zero."""
         return x * int(torch.is_grad_enabled())
 
 
@@ -376,7 +351,6 @@ class RecordsAfterForward(ModelHook):
         self.recorded: list[bool] = []
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Note it."""
         self.recorded.append(torch.is_grad_enabled())
         return output
 
@@ -397,6 +371,9 @@ def test_no_grad_can_be_changed_after_the_hook_was_added() -> None:
     assert _recorded(module)
     assert hook.recorded == [True] * 3  # post_forward runs as the caller does
     hook.no_grad = True
+    with pytest.raises(TypeError):
+        module(None)
+    assert torch.is_grad_enabled()
     other = copy.deepcopy(module)
     other._hf_hook.no_grad = False  # type: ignore[union-attr]
     assert (_recorded(module), _recorded(other)) == (False, True)

@@ -1,7 +1,8 @@
-"""Loading into a model that is spread or offloaded already: its next forward has the new weights, wherever they lie."""
+"""A model that is spread or offloaded is loaded into or placed again: the former placement leaves nothing behind."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_net, plain_state
+from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_net, plain_state, tree_of
 from trainwright import (
     CheckpointError,
+    ConfigurationError,
+    ModelHook,
+    add_hook_to_module,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -22,6 +26,8 @@ from trainwright import (
     remove_hook_from_submodules,
     save_model,
 )
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook
+from trainwright.bigmodels.dispatch.model_hooks import hooks_of
 
 Places = dict[str, str] | None
 
@@ -169,3 +175,146 @@ def test_floating_buffers_take_the_dtype_and_others_do_not(places: dict[str, str
     assert model[0].scale.dtype is torch.bfloat16
     assert (model[0].count.dtype, model[0].table.dtype) == (torch.int64, torch.float32)
     assert model[1].scale.dtype is torch.float32
+
+
+OTHER = {"embed": "disk", "blocks.0": "cpu", "blocks.1": "disk", "head": "cpu"}
+
+
+FORMER: dict[str, Callable[[Path], Any]] = {
+    "with hooks": lambda folder: dispatch_model(make_net(), {"": "cpu"}, force_hooks=True),
+    **{kind: SPREAD[kind] for kind in SPREAD if kind not in ("with buffers", "cpu_offload")},
+}
+PLACES: dict[str, Callable[[Net, Path], Any]] = {
+    "the cpu": lambda net, folder: dispatch_model(net, {"": "cpu"}),
+    "mixed": lambda net, folder: dispatch_model(net, MIXED, offload_dir=folder / "new"),
+    "other": lambda net, folder: dispatch_model(net, OTHER, offload_dir=folder / "new"),
+    "the disk": lambda net, folder: dispatch_model(net, ALL_DISK, offload_dir=folder / "new"),
+    "cpu_offload": lambda net, folder: cpu_offload(net, "cpu"),
+    "disk_offload": lambda net, folder: disk_offload(net, folder / "new", "cpu"),
+}
+
+
+def _count(net: nn.Module) -> list[int]:
+    return [sum(isinstance(hook, AlignDevicesHook) for hook in hooks_of(module)) for module in net.modules()]
+
+
+@pytest.mark.parametrize("new", PLACES)
+@pytest.mark.parametrize("former", FORMER)
+@torch.no_grad()
+def test_a_model_is_placed_anew_as_if_it_had_not_been_before(former: str, new: str, tmp_path: Path) -> None:
+    net = FORMER[former](tmp_path)
+    net(TOKENS)
+    PLACES[new](net, tmp_path)
+    for _ in range(3):
+        assert torch.equal(net(TOKENS), OLD_SCORES)
+    fresh = PLACES[new](make_net(), tmp_path / "fresh")
+    assert _count(net) == _count(fresh)
+    if "disk" not in new and new != "other":
+        fresh_places = {name: tensor.device for name, tensor in fresh.state_dict().items()}
+        assert {name: tensor.device for name, tensor in net.state_dict().items()} == fresh_places
+    PLACES["the cpu"](net, tmp_path)
+    assert _count(net) == [0] * len(list(net.modules()))
+    assert net.head.weight is net.embed.weight
+    assert torch.equal(net.to("cpu")(TOKENS), OLD_SCORES)
+
+
+@torch.no_grad()
+def test_weights_on_the_disk_are_not_written_again(tmp_path: Path) -> None:
+    net = FORMER["on the disk"](tmp_path)
+    before = tree_of(tmp_path)
+    for places in (ALL_DISK, MIXED):
+        dispatch_model(net, places)  # without a folder
+        assert torch.equal(net(TOKENS), OLD_SCORES)
+        assert tree_of(tmp_path) == before
+
+
+@torch.no_grad()
+def test_weights_written_to_after_they_came_back_are_those_that_are_offloaded(tmp_path: Path) -> None:
+    for former in ("on the disk", "of a checkpoint"):
+        folder = tmp_path / former
+        folder.mkdir()
+        net = FORMER[former](folder)
+        dispatch_model(net, {"": "cpu"})
+        net.blocks[0][0].weight.add_(1)
+        expected = net(TOKENS)
+        dispatch_model(net, ALL_DISK, offload_dir=folder / "new")
+        assert torch.equal(net(TOKENS), expected)
+        assert not torch.equal(expected, OLD_SCORES)
+
+
+@pytest.mark.parametrize("new", PLACES)
+@torch.no_grad()
+def test_hooks_that_are_removed_after_a_second_placement_leave_the_weights(new: str, tmp_path: Path) -> None:
+    net = FORMER["on the disk"](tmp_path)
+    PLACES[new](net, tmp_path)
+    for each in (copy.deepcopy(net), net):
+        remove_hook_from_submodules(each)
+        assert {tensor.device.type for tensor in each.state_dict().values()} == {"cpu"}
+        assert each.head.weight is each.embed.weight
+        assert torch.equal(each(TOKENS), OLD_SCORES)
+
+
+def test_an_optimizer_s_parameters_are_the_model_s_again(tmp_path: Path) -> None:
+    net = make_net()
+    before = dict(net.named_parameters())
+    dispatch_model(net, ALL_DISK, offload_dir=tmp_path)
+    dispatch_model(net, {"": "cpu"})
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())
+
+
+@torch.no_grad()
+def test_a_hook_of_the_user_s_own_stays(tmp_path: Path) -> None:
+    class Doubled(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output * 2
+
+    net = FORMER["on the disk"](tmp_path)
+    add_hook_to_module(net.head, Doubled(), append=True)
+    for places in (MIXED, {"": "cpu"}):
+        dispatch_model(net, places)
+        assert torch.equal(net(TOKENS), OLD_SCORES * 2)
+
+
+@pytest.mark.parametrize("former", FORMER)
+@torch.no_grad()
+def test_a_placement_that_fails_leaves_the_former_one(
+    former: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("in the middle")
+
+    net = FORMER[former](tmp_path)
+    devices = {name: tensor.device for name, tensor in net.state_dict().items()}
+    count = _count(net)
+    monkeypatch.setattr("trainwright.bigmodels.dispatch.dispatch.refuse_moves", fail)
+    for call in (PLACES["other"], PLACES["disk_offload"]):
+        with pytest.raises(RuntimeError, match="in the middle"):
+            call(net, tmp_path)
+        assert {name: tensor.device for name, tensor in net.state_dict().items()} == devices
+        assert _count(net) == count
+        assert torch.equal(net(TOKENS), OLD_SCORES)
+    if "meta" in {device.type for device in devices.values()}:
+        with pytest.raises(ConfigurationError, match="offloaded"):
+            net.to("cpu")
+
+
+@torch.no_grad()
+def test_after_the_hooks_are_gone_a_checkpoint_s_weights_on_the_disk_can_be_had(tmp_path: Path) -> None:
+    net = FORMER["of a checkpoint"](tmp_path)
+    remove_hook_from_submodules(net)
+    twin = copy.deepcopy(net)
+    for each in (net, twin):
+        with pytest.raises(ConfigurationError, match=r"dispatch_model\(model, \{\"\": \"cpu\"\}\)"):
+            each.to("cpu")
+        with pytest.raises(ConfigurationError, match="offloaded"):
+            each.cpu()
+        dispatch_model(each, {"": "cpu"})
+        assert torch.equal(each.to("cpu")(TOKENS), OLD_SCORES)
+
+
+@torch.no_grad()
+def test_a_part_left_on_the_disk_may_be_kept_in_memory_instead(tmp_path: Path) -> None:
+    net = FORMER["of a checkpoint"](tmp_path)
+    remove_hook_from_submodules(net)
+    cpu_offload(net, "cpu")
+    assert torch.equal(net(TOKENS), OLD_SCORES)

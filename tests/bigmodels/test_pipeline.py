@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bigmodels.nets import of_transformers
 from tests.helpers.distributed import run_distributed
 from trainwright import ConfigurationError, prepare_pippy
 
@@ -179,22 +180,15 @@ def _run_transformers() -> list[Any]:
             result = staged(tokens)
             if dist.get_rank() == 1:
                 found.append((type(result).__name__, float((result.logits - wanted).abs().max())))
+            assert config.use_cache  # as it was
     return found
 
 
-@pytest.fixture(scope="module")
-def transformed() -> list[list[Any]]:
-    ranks: list[list[Any]] = run_distributed(_run_transformers, 2, timeout=200)
-    return ranks
-
-
+@of_transformers
 @pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.exhaustive
-def test_models_of_transformers_run_as_a_pipeline(transformed: list[list[Any]]) -> None:
-    last = transformed[1]
+def test_models_of_transformers_run_as_a_pipeline() -> None:
+    last = run_distributed(_run_transformers, 2, timeout=200)[1]
     assert [kind for kind, _ in last] == ["SequenceClassifierOutputWithPast", "CausalLMOutputWithCrossAttentions"]
     assert max(difference for _, difference in last) < 1e-5
 

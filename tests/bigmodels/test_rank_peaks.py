@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.bigmodels.nets import of_transformers
 from tests.helpers.distributed import run_distributed
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.runs import quiet_trainer
@@ -139,9 +140,7 @@ def _estimated(
     return rank_peaks(training_shape(model), world_size=world_size, activation_bytes=kept, buckets=buckets)[strategy]
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 @pytest.mark.parametrize("shape", [_SMALL, _LARGE])
 @pytest.mark.parametrize("name", _NAMES)
 def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
@@ -168,9 +167,7 @@ class MeasureOnDevice(Callback):
             self.bytes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 @pytest.mark.parametrize("shape", [_SMALL, _LARGE])
 @pytest.mark.parametrize("name", _NAMES)
 def test_an_offloaded_step_needs_what_was_estimated_of_the_device(name: str, shape: tuple[int, int]) -> None:
@@ -184,10 +181,8 @@ def _measured_on_ranks(strategy: str, names: list[str]) -> list[int]:
     return [_measured(name, strategy, shape) for name in names for shape in (_SMALL, _LARGE)]
 
 
-@pytest.mark.slow
+@of_transformers
 @pytest.mark.distributed
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.exhaustive
 def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
@@ -217,10 +212,8 @@ def _measured_when_split(way: str) -> dict[tuple[Any, ...], int]:
     }
 
 
-@pytest.mark.slow
+@of_transformers
 @pytest.mark.distributed
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", ["tp", "pp", "cp"])
 @pytest.mark.exhaustive
 def test_each_rank_of_a_split_model_needs_what_the_command_says(
@@ -240,8 +233,7 @@ def test_each_rank_of_a_split_model_needs_what_the_command_says(
     assert wanted == pytest.approx({key: max(one[key], other[key]) for key in one}, rel=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
+@of_transformers
 def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
     assert model_of_one_rank(torch.nn.Sequential(torch.nn.Linear(4, 4)), 2) is None
     llama = _model("llama")
@@ -331,9 +323,7 @@ def test_more_ranks_need_less_each_and_fit_sooner() -> None:
     assert needed["offload"] == 1
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _model("llama").config.save_pretrained(tmp_path)
     arguments = ["estimate", str(tmp_path), "--batch-size", "1", "--sequence-length", "16", "--devices", "2"]
@@ -350,9 +340,7 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
+@of_transformers
 def test_the_command_leaves_out_what_a_model_does_not_allow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _model("llama").config.save_pretrained(tmp_path / "llama")
     _model("t5").config.save_pretrained(tmp_path / "t5")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.bigmodels.nets import TOKENS, make_net
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device, offloading_hooks
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device
 from trainwright.bigmodels.dispatch.attach import attach_align_device_hook
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, remove_hook_from_submodules
@@ -326,11 +326,3 @@ def test_a_deep_copy_of_a_loader_has_values_of_its_own(tmp_path: Path) -> None:
     twin["a"].zero_()
     assert loader["a"][0] == 1.0
     assert twin.locate("a") is not None
-
-
-def test_every_offloading_hook_of_a_module_is_found() -> None:
-    layer = nn.Linear(2, 2)
-    for name in ("weight", "bias"):
-        add_hook_to_module(layer, AlignDevicesHook("cpu", True, tensor_names=frozenset({name})), append=True)
-    add_hook_to_module(layer, AlignDevicesHook("cpu"), append=True)
-    assert len(offloading_hooks(layer)) == 2

@@ -106,30 +106,6 @@ REASONS = {
 }
 
 # The overview and the page of transformers list some functions more briefly: each name must be taken.
-BRIEFLY: dict[str, list[str]] = {
-    "cpu_offload": [
-        "model, execution_device=None, offload_buffers=False, state_dict=None, preload_module_classes=None"
-    ],
-    "disk_offload": ["model, offload_dir, execution_device=None, offload_buffers=False"],
-    "dispatch_model": [
-        "model, device_map=None, main_device=None, state_dict=None, strict=False, preload_module_classes=None",
-        "model, device_map=None, offload_dir=None, offload_buffers=False, skip_keys=None, preload_module_classes=None",
-    ],
-    "infer_auto_device_map": [
-        "model, max_memory=None, no_split_module_classes=None, dtype=None, special_dtypes=None, verbose=False"
-    ],
-    "init_on_device": ["device, include_buffers=None"],
-    "load_checkpoint_and_dispatch": [
-        "model, checkpoint, device_map=None, max_memory=None, no_split_module_classes=None, dtype=None, "
-        "offload_folder=None, offload_state_dict=None, strict=False"
-    ],
-    "load_checkpoint_in_model": [
-        "model, checkpoint, device_map=None, offload_folder=None, dtype=None, offload_state_dict=False, "
-        "offload_buffers=False, keep_in_fp32_modules=None, strict=False"
-    ],
-    "prepare_pippy": ["model, split_points='auto', no_split_module_classes=None"],
-    "find_executable_batch_size": ["function=None, starting_batch_size=128"],
-}
 
 METHODS = {
     ("ModelHook", "init_hook"): "self, module",
@@ -162,15 +138,6 @@ def test_arguments_are_those_that_are_documented(name: str) -> None:
         _positional(function)
     ).keys()
     assert by_name == OURS.get(name, set())
-
-
-@pytest.mark.parametrize("name", BRIEFLY)
-def test_shorter_lists_can_be_passed_by_name(name: str) -> None:
-    taken = {each.name: each.default for each in inspect.signature(getattr(trainwright, name)).parameters.values()}
-    for text in BRIEFLY[name]:
-        assert _parse(text)[0][0] == next(iter(taken))
-        for argument, default in _parse(text):
-            assert taken[argument] == default
 
 
 @pytest.mark.parametrize(("kind", "method"), METHODS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +30,15 @@ pytestmark = [
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def _llama(kit: Any) -> Any:
-    return kit.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=64, tie_word_embeddings=True,
-    )  # fmt: skip
-
-
-def _gpt2(kit: Any) -> Any:
-    return kit.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=64, n_positions=32, bos_token_id=1, eos_token_id=2)
-
-
-def _t5(kit: Any) -> Any:
-    return kit.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=64, decoder_start_token_id=0)
-
-
-def _mixtral(kit: Any) -> Any:
-    return kit.MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, num_experts_per_tok=2, vocab_size=64,
-    )  # fmt: skip
-
-
-KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "llama": (_llama, "AutoModelForCausalLM"),
-    "gpt2": (_gpt2, "AutoModelForCausalLM"),
-    "t5": (_t5, "AutoModelForSeq2SeqLM"),
-    "mixtral": (_mixtral, "AutoModelForCausalLM"),
+_LAYERS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "num_hidden_layers": 2}
+_GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {**_LAYERS, "intermediate_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": True},
+    "gpt2": {**_GPT2, "vocab_size": 64},
+    "t5": {**_T5, "vocab_size": 64},
+    "mixtral": {**_LAYERS, **_EXPERTS},
 }
 
 
@@ -67,8 +48,9 @@ class Saved:
     def __init__(self, name: str, folder: Path) -> None:
         import transformers
 
-        config, auto = KINDS[name]
-        self.config, self.auto = config(transformers), getattr(transformers, auto)
+        self.config = transformers.AutoConfig.for_model(name, **KINDS[name])
+        self.is_pair = name == "t5"
+        self.auto: Any = transformers.AutoModelForSeq2SeqLM if self.is_pair else transformers.AutoModelForCausalLM
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.model = self.auto.from_config(self.config).eval()
@@ -76,9 +58,9 @@ class Saved:
         if name == "mixtral":  # save_pretrained gives experts the names of its hub, which only from_pretrained undoes
             folder.mkdir()
             write_model(folder, self.model.state_dict(), max_shard_bytes=20_000)
+            self.config.save_pretrained(folder)
         else:
             self.model.save_pretrained(folder, max_shard_size="20KB")
-        self.is_pair = name == "t5"
         self.wanted = self.run(self.model)
 
     def empty(self) -> nn.Module:
@@ -161,3 +143,19 @@ def test_text_is_generated_alike_from_the_disk(saved: Saved) -> None:
     wanted = saved.model.generate(TOKENS[:1], **settings)
     model: Any = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "disk"})
     assert torch.equal(model.generate(TOKENS[:1], **settings), wanted)
+
+
+def test_a_model_is_dispatched_by_a_word(saved: Saved) -> None:
+    model = saved.empty()
+    load_checkpoint_in_model(model, saved.folder)
+    model = dispatch_model(model, device_map="auto")
+    assert set(model.hf_device_map.values()) == {0 if torch.accelerator.is_available() else "cpu"}  # type: ignore[operator,union-attr]
+    torch.testing.assert_close(saved.run(model).cpu(), saved.wanted)
+
+
+def test_from_pretrained_in_the_context_leaves_a_model_that_can_be_loaded(saved: Saved) -> None:
+    with init_empty_weights(include_buffers=True):
+        model: Any = saved.auto.from_pretrained(saved.folder, dtype=torch.float16)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model = load_checkpoint_and_dispatch(model, saved.folder, device_map="auto", dtype=torch.float16)
+    assert saved.run(model.eval()).dtype == torch.float16

@@ -20,6 +20,7 @@ import fsspec
 import pytest
 
 from tests.checkpoint.webhdfs_server import SERVED, FileServer, file_server
+from trainwright.checkpoint import AsyncWriter, set_fault_hook
 
 S3 = pytest.mark.requires("moto", "its server stands for S3")
 
@@ -34,6 +35,20 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(os, "fsync", fsync)
     return paths
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_hook_left() -> Iterator[None]:
+    yield
+    set_fault_hook(None)
+
+
+@pytest.fixture
+def writer() -> Iterator[AsyncWriter]:
+    """Return an asynchronous writer, which is closed afterwards."""
+    writer = AsyncWriter()
+    yield writer
+    writer.close()
 
 
 @pytest.fixture

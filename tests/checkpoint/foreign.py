@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,6 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.flag}",)
 
 
 class Net(torch.nn.Module):

@@ -8,7 +8,6 @@ import enum
 import json
 import math
 import pathlib
-import random
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from typing import Any
@@ -162,16 +161,6 @@ def test_a_numpy_scalar_keeps_its_type(value: Any) -> None:
     assert same(round_trip({"x": value})["x"], value)
 
 
-def test_random_generator_states_come_back_exactly() -> None:
-    tree = {
-        "python": random.getstate(),
-        "numpy": np.random.default_rng(3).bit_generator.state,
-        "legacy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    assert same(round_trip(tree), tree)
-
-
 def test_durations_and_zoned_times_come_back_equal() -> None:
     zone = zoneinfo.ZoneInfo("Europe/Berlin")
     tree = {
@@ -207,14 +196,11 @@ def test_a_tensor_as_a_key_is_refused() -> None:
         encode({"state": {torch.zeros(1): 1}})
 
 
-def test_a_tree_that_contains_itself_is_refused() -> None:
+def test_a_tree_that_contains_itself_is_refused_and_one_list_twice_is_not() -> None:
     tree: dict[str, Any] = {"a": []}
     tree["a"].append(tree)
     with pytest.raises(CheckpointError, match=r"a\[0\] contains itself"):
         encode(tree)
-
-
-def test_the_same_list_twice_is_no_cycle() -> None:
     shared = [1]
     assert round_trip([shared, shared]) == [[1], [1]]
 

@@ -63,7 +63,6 @@ class Crash:
 
     @staticmethod
     def renamed(path: Path, target: Path) -> Path:
-        """Return where `path` lies now that something beside `target` has been renamed to it."""
         if path.exists() or not path.is_relative_to(target.parent):
             return path
         _, *below = path.relative_to(target.parent).parts

@@ -76,15 +76,24 @@ def test_another_shape_or_dtype_is_told_instead_of_a_difference(tmp_path: Path) 
     assert found.largest() is None
 
 
-def test_names_that_only_one_side_has_are_listed(tmp_path: Path) -> None:
-    found = _diff(tmp_path, {"model": {"a": torch.ones(1)}}, {"model": {"b": torch.ones(1)}})
-    assert (found.only_left, found.only_right) == (["model.a"], ["model.b"])
+_RNG = [{"torch": torch.get_rng_state()}]
 
 
-def test_a_part_that_only_one_side_has_is_listed(tmp_path: Path) -> None:
-    found = _diff(tmp_path, {}, {"kind": "weights"})
-    assert found.only_left == ["rng", "optimizer"]
-    assert [item.path for item in found.values] == ["manifest.kind"]
+@pytest.mark.parametrize(
+    ("left", "right", "only_left", "only_right", "values"),
+    [
+        ({"model": {"a": torch.ones(1)}}, {"model": {"b": torch.ones(1)}}, ["model.a"], ["model.b"], []),
+        ({}, {"kind": "weights"}, ["rng", "optimizer"], [], ["manifest.kind"]),
+        ({"rng": _RNG}, {"rng": _RNG * 2, "world_size": 2}, [], ["rng[1]"], ["manifest.topology.world_size"]),
+    ],
+    ids=["names", "parts", "ranks"],
+)
+def test_what_only_one_side_has_is_listed(
+    left: Any, right: Any, only_left: list[str], only_right: list[str], values: list[str], tmp_path: Path
+) -> None:
+    found = _diff(tmp_path, left, right)
+    assert (found.only_left, found.only_right) == (only_left, only_right)
+    assert [item.path for item in found.values] == values
 
 
 def test_a_tied_weight_equals_one_that_is_written_twice(tmp_path: Path) -> None:
@@ -94,9 +103,15 @@ def test_a_tied_weight_equals_one_that_is_written_twice(tmp_path: Path) -> None:
 
 
 def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
-    left = {"callbacks": {"stop": {"wait": 1, "seen": [1, 2]}}, "array": np.ones(2), "tuple": (1, 2)}
-    right = {"callbacks": {"stop": {"wait": 2, "seen": [1, 2, 3]}}, "array": np.zeros(2), "tuple": [1, 2]}
+    left: dict[str, Any] = {"callbacks": {"stop": {"wait": 1, "seen": [1, 2]}}, "array": np.ones(2), "tuple": (1, 2)}
+    right: dict[str, Any] = {
+        "callbacks": {"stop": {"wait": 2, "seen": [1, 2, 3]}},
+        "array": np.zeros(2),
+        "tuple": [1, 2],
+    }
+    left["ema"], right["ema"] = torch.zeros(2), torch.ones(2)
     found = _diff(tmp_path, {"trainer": left}, {"trainer": right})
+    assert [(item.path, item.max_abs) for item in found.tensors] == [("trainer.ema", 1.0)]
     assert [(item.path, item.left, item.right) for item in found.values] == [
         ("trainer.callbacks.stop.wait", "1", "2"),
         ("trainer.array", "array([1., 1.])", "array([0., 0.])"),
@@ -105,24 +120,12 @@ def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
     assert found.only_right == ["trainer.callbacks.stop.seen[2]"]
 
 
-def test_a_tensor_of_the_trainer_is_compared_as_a_tensor(tmp_path: Path) -> None:
-    found = _diff(tmp_path, {"trainer": {"ema": torch.zeros(2)}}, {"trainer": {"ema": torch.ones(2)}})
-    assert [(item.path, item.max_abs) for item in found.tensors] == [("trainer.ema", 1.0)]
-
-
 def test_optimizers_are_compared_by_name(tmp_path: Path) -> None:
     found = diff_checkpoints(write_small(tmp_path, 1), write_small(tmp_path, 2))
     paths = [item.path for item in found.tensors]
     assert "optimizer[0].state.weight.exp_avg" in paths
     assert "model.weight" in paths
     assert {item.path for item in found.values} >= {"manifest.step", "manifest.metrics.loss", "trainer.progress.step"}
-
-
-def test_the_ranks_that_one_side_lacks_are_listed(tmp_path: Path) -> None:
-    rng = [{"torch": torch.get_rng_state()}]
-    found = _diff(tmp_path, {"rng": rng}, {"rng": rng * 2, "world_size": 2})
-    assert found.only_right == ["rng[1]"]
-    assert [item.path for item in found.values] == ["manifest.topology.world_size"]
 
 
 def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:

@@ -67,35 +67,17 @@ def test_what_changes_after_the_copy_does_not_reach_it() -> None:
 
 
 @pytest.mark.usefixtures("tiny_blocks")
-def test_the_same_state_is_copied_into_the_same_memory_again() -> None:
-    buffers = HostBuffers()
-    buffers.stage([PlannedFile("a", b"", [torch.zeros(100)])])
-    addresses = buffers.addresses
-    files = [PlannedFile("a", b"", [torch.ones(100)])]
-    buffers.stage(files)
-    assert len(addresses) == 4
-    assert buffers.addresses == addresses
-    assert memoryview(files[0].staged[0]).tobytes() == torch.ones(32).numpy().tobytes()
-
-
-@pytest.mark.usefixtures("tiny_blocks")
-def test_a_state_that_grows_adds_blocks_and_keeps_the_others() -> None:
-    buffers = HostBuffers()
-    buffers.stage([PlannedFile("a", b"", [torch.zeros(40)])])
-    addresses = buffers.addresses
-    buffers.stage([PlannedFile("a", b"", [torch.zeros(90)])])
-    assert buffers.addresses[: len(addresses)] == addresses
-    assert len(buffers.addresses) > len(addresses)
-
-
-@pytest.mark.usefixtures("tiny_blocks")
-def test_a_smaller_checkpoint_in_between_costs_no_memory_of_the_next_large_one() -> None:
-    buffers = HostBuffers()
-    addresses = []
-    for count in (90, 10, 90):
-        buffers.stage([PlannedFile("a", b"", [torch.zeros(count)])])
-        addresses.append(buffers.addresses)
-    assert addresses[0] == addresses[1] == addresses[2]
+@pytest.mark.parametrize("counts", [(100, 100), (40, 90), (90, 10, 90)], ids=["same", "growing", "smaller in between"])
+def test_states_are_copied_into_the_same_memory_and_only_larger_ones_add_blocks(counts: tuple[int, ...]) -> None:
+    buffers, former = HostBuffers(), 0
+    for value, count in enumerate(counts):
+        before = buffers.addresses
+        files = [PlannedFile("a", b"", [torch.full((count,), float(value))])]
+        buffers.stage(files)
+        assert buffers.addresses[: len(before)] == before
+        assert (len(buffers.addresses) > len(before)) is (count > former)
+        assert written(files) == [torch.full((count,), float(value)).numpy().tobytes()]
+        former = max(former, count)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=4))

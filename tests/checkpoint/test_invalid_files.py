@@ -81,35 +81,29 @@ def test_last_falls_back_past_checkpoints_with_invalid_values(change: Any, tmp_p
         assert fit(6, "last").global_step == 6
 
 
+_OPTIMIZER, _NO_STATES = "optimizer/optimizer-00000.json", "optimizer 0 has no groups and states"
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change", "message"),
     [
-        lambda tree: tree.update(state=None),
-        lambda tree: tree.update(groups=[None]),
-        lambda tree: tree["groups"][0]["params"].append(None),
+        (_OPTIMIZER, lambda tree: tree.update(state=None), _NO_STATES),
+        (_OPTIMIZER, lambda tree: tree.update(groups=[None]), _NO_STATES),
+        (_OPTIMIZER, lambda tree: tree["groups"][0]["params"].append(None), _NO_STATES),
+        ("rng/rank-00000.json", lambda tree: tree.update(dict.fromkeys(tree)), "invalid generator states"),
     ],
 )
-def test_an_invalid_optimizer_file_is_a_checkpoint_error(change: Any, tmp_path: Path) -> None:
+def test_an_invalid_optimizer_or_generator_is_a_checkpoint_error(
+    name: str, change: Any, message: str, tmp_path: Path
+) -> None:
     trainer = quiet_trainer(max_steps=2)
     trainer.fit(RegressionTask(), regression_loader())
     trainer.save_checkpoint(tmp_path / "saved")
-    file = tmp_path / "saved" / "optimizer" / "optimizer-00000.json"
-    tree = json.loads(file.read_text())
+    tree = json.loads((tmp_path / "saved" / name).read_text())
     change(tree)
-    file.write_text(json.dumps(tree))
+    (tmp_path / "saved" / name).write_text(json.dumps(tree))
     reseal(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="optimizer 0 has no groups and states"):
-        quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
-
-
-def test_invalid_generator_states_are_a_checkpoint_error(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=2)
-    trainer.fit(RegressionTask(), regression_loader())
-    trainer.save_checkpoint(tmp_path / "saved")
-    file = tmp_path / "saved" / "rng" / "rank-00000.json"
-    file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()))))
-    reseal(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="invalid generator states"):
+    with pytest.raises(CheckpointError, match=message):
         quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
 
 

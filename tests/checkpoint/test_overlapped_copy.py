@@ -18,13 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint import (
-    AsyncWriter,
-    Snapshot,
-    named_optimizer_state,
-    read_checkpoint,
-    write_checkpoint,
-)
+from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
 from trainwright.core.run import SaveRequest
@@ -45,13 +39,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(LaterCopy, "finish", finish_later)
     yield opened
     opened.set()
-
-
-@pytest.fixture
-def writer() -> Iterator[AsyncWriter]:
-    writer = AsyncWriter()
-    yield writer
-    writer.close()
 
 
 def trained(kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -222,7 +209,6 @@ class Wide(RegressionTask):
         self.wide = nn.Linear(1, 2**16, bias=False)
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the error, with a gradient for every tensor."""
         return super().loss(batch) + self.wide(batch[1][:1]).square().mean()
 
 

@@ -39,7 +39,6 @@ class Loop:
         self.model, self.optimizer, self.loader = self.accelerator.prepare(net, make_optimizer(net), loader)
 
     def run(self, num_steps: int, *places: str, saves: bool = True) -> dict[str, torch.Tensor]:
-        """Train, and save after each step; return the weights."""
         for count, (x, y, _) in enumerate(self.loader, 1):
             self.accelerator.backward(torch.nn.functional.mse_loss(self.model(x), y))
             self.optimizer.step()
@@ -198,7 +197,8 @@ def _on_ranks(root: str, project: str, strategy: str, async_save: bool) -> list[
                 loop.accelerator.load_state()
         found.append(loop.run(steps))
         loop.accelerator.end_training()
-    return [found, names(f"{project}/checkpoints")]
+    loop = Loop(Path(root) / "full", None, strategy)
+    return [found[1], loop.run(4, saves=False), names(f"{project}/checkpoints")]
 
 
 @pytest.mark.distributed
@@ -208,14 +208,7 @@ def _on_ranks(root: str, project: str, strategy: str, async_save: bool) -> list[
 )
 def test_several_processes_share_a_remote_folder(strategy: str, async_save: bool, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote/run"
-    first, _ = run_distributed(_on_ranks, 2, str(tmp_path / "a"), url, strategy, async_save, init=False, timeout=120)
-    assert first[1] == ["checkpoint_2", "checkpoint_3"]
-    (full,) = run_distributed(_full, 2, str(tmp_path / "c"), strategy, init=False, timeout=120)[:1]
-    torch.testing.assert_close(first[0][1], full, rtol=0, atol=0)
-
-
-def _full(root: str, strategy: str) -> dict[str, torch.Tensor]:
-    loop = Loop(Path(root), None, strategy)
-    weights = loop.run(4, saves=False)
-    loop.accelerator.end_training()
-    return weights
+    call = (_on_ranks, 2, str(tmp_path / "a"), url, strategy, async_save)
+    (weights, full, saved), _ = run_distributed(*call, init=False, timeout=120)
+    assert saved == ["checkpoint_2", "checkpoint_3"]
+    torch.testing.assert_close(weights, full, rtol=0, atol=0)

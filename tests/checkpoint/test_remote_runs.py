@@ -323,7 +323,7 @@ def test_ls_lists_what_is_there(memory: str, tmp_path: Path, capsys: pytest.Capt
     assert "no checkpoints" in capsys.readouterr().out
 
 
-def _ranks(root: Path, url: str) -> list[Any]:
+def _ranks(root: Path, url: str) -> tuple[list[Any], str]:
     found = []
     for epochs, ckpt_path in ((2, None), (3, "last")):
         saver = ModelCheckpoint(url, filename="{epoch}")
@@ -333,29 +333,18 @@ def _ranks(root: Path, url: str) -> list[Any]:
         )  # fmt: skip
         trainer.fit(RegressionTask(), regression_loader(STEPS), ckpt_path=ckpt_path)
         found.append([trainer.global_step, saver.best_model_path])
-    return found
-
-
-@pytest.mark.distributed
-def test_two_ranks_save_there_and_resume_from_there(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/remote/run"
-    first, second = run_distributed(_ranks, 2, tmp_path, url, init=False)
-    assert first == second == [[STEPS, f"{url}/epoch=1"], [3 * STEPS // 2, f"{url}/epoch=2"]]
-    assert folders(url) == ["epoch=2"]
-
-
-def _refused(root: Path) -> str:
     saver = ModelCheckpoint("nosuch://bucket/run")
     trainer = quiet_trainer(default_root_dir=root, devices="auto", strategy="ddp", max_epochs=1, callbacks=saver)
-    try:
+    with pytest.raises(CheckpointError) as refused:
         trainer.fit(RegressionTask(), regression_loader(STEPS))
-    except CheckpointError as error:
-        return str(error)
-    return "nothing"
+    return found, str(refused.value)
 
 
 @pytest.mark.distributed
-def test_every_rank_hears_that_a_service_is_not_known(tmp_path: Path) -> None:
-    first, second = run_distributed(_refused, 2, tmp_path, init=False)
-    assert first.startswith("nosuch://bucket/run: ")
-    assert "rank 0 could not list nosuch://bucket/run" in second
+def test_two_ranks_save_there_resume_from_there_and_both_hear_of_an_unknown_service(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote/run"
+    (first, refused), (second, told) = run_distributed(_ranks, 2, tmp_path, url, init=False)
+    assert first == second == [[STEPS, f"{url}/epoch=1"], [3 * STEPS // 2, f"{url}/epoch=2"]]
+    assert folders(url) == ["epoch=2"]
+    assert refused.startswith("nosuch://bucket/run: ")
+    assert "rank 0 could not list nosuch://bucket/run" in told

@@ -1,4 +1,4 @@
-"""The run index: only what this run wrote is ever deleted, wherever the folder has been moved."""
+"""The run index and its folder: only what this run wrote is listed and deleted, and no other run's name is taken."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 
 from tests.checkpoint.snapshots import files_of, write_small
 from trainwright.checkpoint import IndexEntry, RunIndex, set_fault_hook, verify
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint, open_or_error
+from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 
@@ -75,11 +77,8 @@ def test_checkpoints_rank_by_a_metric_with_nan_last_and_the_earlier_of_equals_fi
     assert best.name == order[0]
 
 
-def test_checkpoints_without_the_metric_are_not_ranked(tmp_path: Path) -> None:
+def test_checkpoints_without_the_metric_are_not_ranked_and_an_unknown_mode_is_an_error(tmp_path: Path) -> None:
     assert index_with(tmp_path, [1.0]).ranked("accuracy") == []
-
-
-def test_an_unknown_mode_is_an_error(tmp_path: Path) -> None:
     mode: Any = "lowest"
     with pytest.raises(CheckpointError, match="mode='lowest', expected 'min' or 'max'"):
         index_with(tmp_path, [1.0]).best("loss", mode)
@@ -103,10 +102,7 @@ def test_a_deletion_hides_the_whole_checkpoint_before_it_takes_anything_away(tmp
             seen.append((event, (tmp_path / "s1").exists(), len(files_of(path)) if path.is_dir() else 0))
 
     set_fault_hook(look)
-    try:
-        index.delete("s1")
-    finally:
-        set_fault_hook(None)
+    index.delete("s1")
     assert seen == [("rename", False, whole), ("delete", False, 0), ("rename", False, 0)]
 
 
@@ -120,45 +116,6 @@ def test_what_this_run_did_not_write_is_never_deleted(tmp_path: Path) -> None:
     assert verify(tmp_path / "run" / "unlisted") == verify(tmp_path / "outside") == []
 
 
-def test_runs_that_share_a_folder_keep_each_others_checkpoints(tmp_path: Path) -> None:
-    mine, theirs = RunIndex(tmp_path, run="a"), RunIndex(tmp_path, run="b")
-    mine.add(write_small(tmp_path, 1))
-    theirs.add(write_small(tmp_path, 2))
-    assert [entry.step for entry in mine.entries()] == [1]
-    assert [entry.step for entry in theirs.entries()] == [2]
-    with pytest.raises(CheckpointError, match="not among the checkpoints that this run wrote"):
-        mine.delete("step-00000002")
-    mine.delete("step-00000001")
-    assert [entry.step for entry in RunIndex(tmp_path, run="b").entries()] == [2]
-
-
-def test_a_checkpoint_that_somebody_else_put_under_our_name_is_not_deleted(tmp_path: Path) -> None:
-    index = index_with(tmp_path, [1.0])
-    write_small(tmp_path, 1, "s1")
-    with pytest.raises(CheckpointError, match="no longer the checkpoint that this run wrote"):
-        index.delete("s1")
-    assert verify(tmp_path / "s1") == []
-
-
-def test_a_link_under_our_name_is_not_followed(tmp_path: Path) -> None:
-    index = index_with(tmp_path / "run", [1.0])
-    shutil.move(tmp_path / "run" / "s1", tmp_path / "s1")
-    (tmp_path / "run" / "s1").symlink_to(tmp_path / "s1")
-    with pytest.raises(CheckpointError, match="not deleted"):
-        index.delete("s1")
-    assert verify(tmp_path / "s1") == []
-
-
-def test_a_moved_run_deletes_in_its_new_place_and_not_in_the_old_one(tmp_path: Path) -> None:
-    index_with(tmp_path / "old", [1.0, 2.0])
-    shutil.copytree(tmp_path / "old", tmp_path / "new")
-    assert str(tmp_path) not in (tmp_path / "new" / "index.json").read_text()
-    moved = RunIndex(tmp_path / "new")
-    moved.delete("s1")
-    assert [entry.name for entry in moved.entries()] == ["s2"]
-    assert verify(tmp_path / "old" / "s1") == []
-
-
 def test_an_entry_whose_folder_is_gone_is_not_listed_and_can_be_dropped(tmp_path: Path) -> None:
     index = index_with(tmp_path, [1.0, 2.0])
     shutil.rmtree(tmp_path / "s1")
@@ -167,15 +124,12 @@ def test_an_entry_whose_folder_is_gone_is_not_listed_and_can_be_dropped(tmp_path
     assert "s1" not in (tmp_path / "index.json").read_text()
 
 
-def test_a_checkpoint_in_another_folder_cannot_be_added(tmp_path: Path) -> None:
+def test_a_checkpoint_in_another_folder_or_nowhere_cannot_be_added(tmp_path: Path) -> None:
     index = RunIndex(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is not in"):
         index.add(write_small(tmp_path, 1))
-
-
-def test_a_checkpoint_that_is_not_there_cannot_be_added(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        RunIndex(tmp_path).add(tmp_path / "none")
+        index.add(tmp_path / "run" / "none")
 
 
 def test_the_folder_may_be_given_relative_to_the_working_folder(tmp_path: Path) -> None:
@@ -184,17 +138,6 @@ def test_the_folder_may_be_given_relative_to_the_working_folder(tmp_path: Path) 
     index.add(write_small(Path("run"), 1))
     index.delete("step-00000001")
     assert os.listdir("run") == ["index.json"]
-
-
-@pytest.mark.parametrize("name", ["../other", "/tmp/other", "a/b", ".hidden", "..", "", 3, None])
-def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
-    index_with(tmp_path, [1.0])
-    values = json.loads((tmp_path / "index.json").read_text())
-    values["checkpoints"][0]["name"] = name
-    del values["seal"]  # as indices were written before they had one, and as a forger would write it
-    (tmp_path / "index.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="names"):
-        RunIndex(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -287,3 +230,68 @@ def test_a_damaged_index_in_a_read_only_folder_is_rebuilt_in_memory(
     monkeypatch.setattr("trainwright.checkpoint.retention.replace_file", refuse)
     with pytest.warns(TrainwrightWarning, match="rebuilt"):
         assert RunIndex(tmp_path, run="0123456789abcdef").entries() == entries[:2]
+
+
+def _damage(path: Path) -> None:
+    (path / "trainer.json").write_text("{}")
+
+
+def test_a_candidate_that_is_not_accepted_is_not_read(tmp_path: Path) -> None:
+    first = write_small(tmp_path, 1, "first")
+    _damage(write_small(tmp_path, 2, "second"))  # no warning of it
+    found = RunFolder(tmp_path).newest(accepts=lambda found: found.manifest.step < 2)
+    assert found is not None
+    assert found.path == first
+
+
+def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
+    def refuse(found: FoundCheckpoint) -> bool:
+        raise CheckpointError("its trainer part makes no sense")
+
+    write_small(tmp_path, 1, "only")
+    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*only: its trainer part"):
+        assert RunFolder(tmp_path).newest(accepts=refuse) is None
+    with pytest.raises(CheckpointError, match="on_damaged='fall_back'"):
+        RunFolder(tmp_path).newest(accepts=refuse, on_damaged="error")
+
+
+def test_candidates_may_be_elsewhere(tmp_path: Path) -> None:
+    elsewhere = write_small(tmp_path / "elsewhere", 1, "a")
+    folder = RunFolder(tmp_path / "run")
+    found = folder.newest([open_or_error(elsewhere)])
+    assert found is not None
+    assert found.path == elsewhere
+    assert folder.newest() is None
+
+
+def test_only_what_the_run_has_written_is_listed(tmp_path: Path) -> None:
+    mine, folder = write_small(tmp_path, 1, "mine"), RunFolder(tmp_path, run="me")
+    write_small(tmp_path, 2, "other")
+    assert folder.listed(lambda entry: True) == []
+    for _ in range(2):  # the second finds it entered
+        folder.enter(open_checkpoint(mine))
+    assert [path for path, _ in folder.listed(lambda entry: entry.step == 1)] == [mine]
+    assert (folder.find(1), folder.find(2)) == (mine, None)
+
+
+def test_a_name_of_another_run_gets_a_version_and_a_reserved_one_too(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, run="me")
+    folder.enter(open_checkpoint(write_small(tmp_path, 1, "mine")))
+    write_small(tmp_path, 2, "other")
+    assert folder.free_name("mine") == "mine"  # to be replaced
+    assert folder.free_name("other") == "other-v1"
+    placeholder = folder.reserve("next")
+    assert placeholder is not None
+    assert folder.free_name("next") == "next-v1"
+    placeholder.rmdir()
+    assert folder.free_name("next") == "next"
+
+
+def test_a_link_moves_in_one_step_and_never_replaces_a_checkpoint(tmp_path: Path) -> None:
+    first, second = write_small(tmp_path, 1, "first"), write_small(tmp_path, 2, "second")
+    folder = RunFolder(tmp_path)
+    for target in (first, second):
+        folder.link("last", target.name)
+        assert (tmp_path / "last").resolve() == target
+    with pytest.raises(CheckpointError, match="is not replaced by a link"):
+        folder.link("first", "second")

@@ -19,7 +19,6 @@ from tests.checkpoint.snapshots import files_of, write_small
 from tests.checkpoint.test_remote_runs import FirstStep, fit, folders, names, uninterrupted
 from tests.helpers.runs import assert_equal_weights, weights_of
 from tests.helpers.sources import ROOT
-from trainwright.callbacks import Callback
 from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
@@ -136,20 +135,3 @@ def test_wrong_credentials_are_an_error_before_the_first_step(s3: str, refuse: A
     with pytest.raises(CheckpointError, match=r"Access Key Id .* does not exist.*Set up credentials"):
         fit(tmp_path, f"{s3}/run", 1, callbacks=[first := FirstStep()])
     assert first.step is None
-
-
-@pytest.mark.slow
-def test_credentials_that_expire_end_the_run_and_lose_nothing(s3: str, refuse: Any, tmp_path: Path) -> None:
-    class Expires(Callback):
-        def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
-            refuse(trainer.current_epoch == 1)
-
-    url = f"{s3}/run"
-    with pytest.raises(CheckpointError, match="Set up credentials"):
-        fit(tmp_path, url, 2, async_save=False, callbacks=[Expires()])
-    refuse(False)
-    assert names(url) == ["epoch=0"]
-    trainer = fit(tmp_path, url, 3, ckpt_path="last", callbacks=[first := FirstStep()])
-    assert first.step == 17
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
-    assert names(url) == ["epoch=2"]

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.snapshots import same
+from tests.checkpoint.test_reader import Bomb
 from trainwright.checkpoint import read_safetensors, write_safetensors
 from trainwright.checkpoint.format.safetensors_io import MAX_HEADER_BYTES, read_header, to_storable
 from trainwright.core.errors import CheckpointError
@@ -144,15 +145,6 @@ def test_a_file_cut_short_anywhere_is_a_checkpoint_error(tmp_path: Path) -> None
             read_safetensors(tmp_path / "cut.safetensors")
 
 
-class _Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_explode, ())
-
-
-def _explode() -> None:
-    raise AssertionError("a pickle was executed")
-
-
 @pytest.mark.parametrize("notes", ["0", "[]", '{"a": -1}'])
 def test_metadata_that_the_library_cannot_read_is_refused_with_the_header(tmp_path: Path, notes: str) -> None:
     header = f'{{"__metadata__": {notes}}}'.encode()
@@ -165,8 +157,8 @@ def test_metadata_that_the_library_cannot_read_is_refused_with_the_header(tmp_pa
 def test_a_pickle_under_the_name_of_safetensors_is_refused_and_not_executed(tmp_path: Path, form: str) -> None:
     path = tmp_path / "a.safetensors"
     if form == "pickle":
-        path.write_bytes(pickle.dumps(_Bomb()))
+        path.write_bytes(pickle.dumps(Bomb()))
     else:
-        torch.save({"w": _Bomb()}, path)
+        torch.save({"w": Bomb()}, path)
     with pytest.raises(CheckpointError, match=r"not a safetensors file.*torch\.save"):
         read_safetensors(path)

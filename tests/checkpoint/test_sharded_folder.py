@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import shutil
 import warnings
@@ -17,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.checkpoint import sharded_runs
+from tests.checkpoint.foreign import Evil
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
@@ -109,17 +109,6 @@ def test_a_checkpoint_of_deepspeed_has_every_tensor_and_continues(stage: int, is
         convert_checkpoint(tmp_path / "saved", tmp_path / "again")
 
 
-# What is refused
-
-
-class _Evil:
-    def __init__(self, flag: Path) -> None:
-        self.flag = flag
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.flag}",)
-
-
 def _dcp_folder(folder: Path, **more: Any) -> Path:
     model = sharded_runs.net()
     state = {"model": model.state_dict(), **more}
@@ -169,10 +158,10 @@ def test_a_changed_byte_never_ends_in_another_error(tmp_path: Path) -> None:
 def test_foreign_code_is_refused_and_never_executed(place: str, tmp_path: Path) -> None:
     flag = tmp_path / "executed"
     if place == "value":
-        folder = _dcp_folder(tmp_path / "x", other=_Evil(flag))
+        folder = _dcp_folder(tmp_path / "x", other=Evil(flag))
     else:
         folder = _dcp_folder(tmp_path / "x")
-        (folder / ".metadata").write_bytes(pickle.dumps(_Evil(flag)))
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(flag)))
     with pytest.raises(CheckpointError, match="No code from the file was run"):
         convert_checkpoint(folder, tmp_path / "out")
     assert not flag.exists()
@@ -207,7 +196,7 @@ def test_a_checkpoint_of_deepspeed_without_zero_is_its_weights(tmp_path: Path) -
 )
 def test_what_deepspeed_saved_otherwise_is_refused(more: dict[str, Any], advice: str, tmp_path: Path) -> None:
     flag = tmp_path / "executed"
-    folder = _deepspeed_folder(tmp_path / "x", **({"other": _Evil(flag)} if "other" in more else more))
+    folder = _deepspeed_folder(tmp_path / "x", **({"other": Evil(flag)} if "other" in more else more))
     with pytest.raises(CheckpointError, match=advice):
         convert_checkpoint(folder, tmp_path / "out")
     assert not flag.exists()
@@ -218,9 +207,6 @@ def test_latest_that_names_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     shutil.rmtree(folder / "global_step2")
     with pytest.raises(CheckpointError, match=r"global_step2.*missing"):
         convert_checkpoint(folder, tmp_path / "out")
-
-
-# Merged weights
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
@@ -264,9 +250,6 @@ def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
         merge_weights(tmp_path, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         merge_weights(tmp_path / "nowhere", tmp_path / "out")
-
-
-# Continuing
 
 
 @pytest.mark.usefixtures("fresh_state")

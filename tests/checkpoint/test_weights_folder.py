@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,6 @@ def check_whole(folder: Path, had_one: bool) -> None:
             assert not (had_one and name == "ours")
     if had_one:
         assert found  # and by `number_of`, each of them is 1 or 2 as a whole
-
-
-@pytest.fixture(autouse=True)
-def _no_hook_left() -> Iterator[None]:
-    yield
-    set_fault_hook(None)
 
 
 @pytest.mark.parametrize("change", CHANGES)
