@@ -101,22 +101,14 @@ def test_its_state_key_is_the_same_for_an_equal_one(make: Callable[[], Callback]
     assert type(first).__name__ in first.state_key
 
 
-def test_it_pickles_before_and_after_a_run(make: Callable[[], Callback], tmp_path: Path) -> None:
+def test_it_pickles_before_and_after_a_run_and_the_copy_works(make: Callable[[], Callback], tmp_path: Path) -> None:
     callback = make()
     for _ in range(2):
         again = pickle.loads(pickle.dumps(callback))
         assert written(again.state_dict()) == written(callback.state_dict())
-        used(callback, tmp_path)
-
-
-def test_it_can_be_copied(make: Callable[[], Callback]) -> None:
-    assert copy.deepcopy(make()).state_key == make().state_key
-
-
-def test_a_copy_works_in_a_run_of_its_own(make: Callable[[], Callback], tmp_path: Path) -> None:
-    callback = pickle.loads(pickle.dumps(make()))
-    run = used(callback, tmp_path)
-    assert run.state.epoch == 2
+        assert copy.deepcopy(callback).state_key == callback.state_key
+        assert used(again, tmp_path).state.epoch == 2
+        callback = again
 
 
 def test_it_has_no_hook_that_is_never_called(make: Callable[[], Callback]) -> None:

@@ -41,30 +41,23 @@ def fit(
     return run
 
 
-def test_a_step_wise_rate_is_the_one_that_the_logged_step_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "interval", "logged"),
+    [
+        (None, "step", [(2, 0.5), (4, 0.125), (6, 0.5**5), (8, 0.5**7)]),
+        (None, "epoch", [(1, 1.0), (5, 0.5)]),
+        ("step", "epoch", [(2, 1.0), (4, 1.0), (6, 0.5), (8, 0.5)]),
+        ("epoch", None, [(1, 1.0), (5, 1.0)]),
+    ],
+    ids=["each logged step", "each epoch's first step", "the chosen interval wins", "without a scheduler"],
+)
+def test_rates_are_those_that_the_steps_used(
+    chosen: Any, interval: Any, logged: list[tuple[int, float]], tmp_path: Path
+) -> None:
     optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="step")
-    run = fit(LearningRateMonitor(), tmp_path, [optimizer], [config])
-    assert run.logged == [(step, {"lr-SGD": 0.5 ** (step - 1)}) for step in (2, 4, 6, 8)]
-
-
-def test_an_epoch_wise_rate_is_logged_at_the_first_step_of_each_epoch(tmp_path: Path) -> None:
-    optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="epoch")
-    run = fit(LearningRateMonitor(), tmp_path, [optimizer], [config])
-    assert run.logged == [(1, {"lr-SGD": 1.0}), (5, {"lr-SGD": 0.5})]
-
-
-def test_a_chosen_interval_wins_over_the_scheduler_s(tmp_path: Path) -> None:
-    optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="epoch")
-    run = fit(LearningRateMonitor("step"), tmp_path, [optimizer], [config])
-    assert [step for step, _ in run.logged] == [2, 4, 6, 8]
-
-
-def test_an_optimizer_without_a_scheduler_is_logged_too(tmp_path: Path) -> None:
-    run = fit(LearningRateMonitor("epoch"), tmp_path, [sgd()], [])
-    assert run.logged == [(1, {"lr-SGD": 1.0}), (5, {"lr-SGD": 1.0})]
+    configs = [SchedulerConfig(ExponentialLR(optimizer, 0.5), interval=interval)] if interval else []
+    run = fit(LearningRateMonitor(chosen), tmp_path, [optimizer], configs)
+    assert run.logged == [(step, {"lr-SGD": pytest.approx(rate)}) for step, rate in logged]
 
 
 def names(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,61 +42,9 @@ def test_without_a_monitor_the_latest_is_kept(tmp_path: Path) -> None:
     assert callback.best_model_score is None
 
 
-def test_all_are_kept_one_per_epoch_with_the_metric_in_the_name_and_its_exact_value_in_the_request(
-    tmp_path: Path,
-) -> None:
-    values = [0.123456789, 0.2, 0.3]
-    callback = ModelCheckpoint(save_top_k=-1, monitor="val_loss", filename="{epoch}-{val_loss:.2f}")
-    run = fit(callback, tmp_path, values)
-    assert run.saved_names() == ["epoch=0-val_loss=0.12", "epoch=1-val_loss=0.20", "epoch=2-val_loss=0.30"]
-    assert [request.metrics["val_loss"] for _, request in run.written] == values
-
-
-def test_validations_within_an_epoch_each_save(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(save_top_k=-1, monitor="val_loss")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    run.fit(epochs=1, batches=10, val_every=2, on_validation=log("val_loss", [5, 4, 3, 2, 1]))
-    assert [step for step, _ in run.written] == [2, 4, 6, 8, 10]
-
-
-def test_validation_every_second_epoch_saves_then_only(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(save_top_k=-1, monitor="val_loss")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    original = run._validate
-    run._validate = lambda fn: original(fn) if run.state.epoch % 2 else None  # type: ignore[method-assign]
-    run.fit(epochs=5, batches=5, on_validation=log("val_loss", [2, 1]))
-    assert run.saved_names() == ["epoch=1-step=10", "epoch=3-step=20"]
-
-
 def test_every_n_epochs_skips_the_others(tmp_path: Path) -> None:
     run = fit(ModelCheckpoint(save_top_k=-1, every_n_epochs=2), tmp_path, epochs=5)
     assert [step for step, _ in run.written] == [10, 20]
-
-
-def test_the_epoch_can_be_monitored(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="epoch", mode="max", save_top_k=-1)
-    fit(callback, tmp_path)
-    assert callback.best_model_path.endswith("epoch=2-step=15")
-    assert callback.best_model_score == 2
-    assert callback.kth_best_model_path.endswith("epoch=0-step=5")
-
-
-@pytest.mark.parametrize(
-    ("values", "mode", "best"),
-    [
-        ([NAN, 8, 7, 5], "min", 5),
-        ([NAN, 5, 7, 8], "max", 8),
-        ([NAN] * 4, "min", math.inf),
-        ([NAN] * 4, "max", -math.inf),
-    ],
-)
-def test_a_nan_is_the_worst_score(tmp_path: Path, values: list[float], mode: str, best: float) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", mode=mode)
-    run = fit(callback, tmp_path, values, epochs=4)
-    assert callback.best_model_score == best
-    assert len(run.saved_names()) == 1
 
 
 def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(tmp_path: Path) -> None:
@@ -113,34 +60,12 @@ def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(t
     assert callback.current_score == 5
 
 
-def test_nothing_is_ranked_with_save_top_k_zero(tmp_path: Path) -> None:
-    run = fit(ModelCheckpoint(monitor="val_loss", save_top_k=0), tmp_path, [1, 2, 3])
-    assert run.written == []
-
-
-def test_a_training_metric_logged_at_the_epoch_end_can_be_monitored_beside_validation(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="train_loss_epoch", save_top_k=1)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    run.fit(epochs=2, batches=3, on_epoch_end=log("train_loss_epoch", [2.0, 1.0]))
-    assert callback.best_model_score == 1.0
-
-
 def test_a_step_interval_uses_the_numbers_of_a_validation_at_the_same_step(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     run = FakeRun([callback], tmp_path)
     run.has_validation = True
     run.fit(epochs=1, batches=4, val_every=2, on_validation=log("val_loss", [7.0, 6.0]))
     assert [(step, request.metrics["val_loss"]) for step, request in run.written] == [(2, 7.0), (4, 6.0)]
-
-
-def test_a_step_interval_before_the_first_validation_waits_for_it(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    with pytest.warns(TrainwrightWarning, match="'val_loss', which was not logged"):
-        run.fit(epochs=1, batches=4, val_every=3, on_validation=log("val_loss", [7.0]))
-    assert [step for step, _ in run.written] == [3, 4]
 
 
 def test_a_step_that_is_due_twice_is_saved_once(tmp_path: Path) -> None:
@@ -152,12 +77,6 @@ def test_a_step_that_is_due_twice_is_saved_once(tmp_path: Path) -> None:
     assert run.saved_names() == ["step=4"]
 
 
-def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)], tmp_path)
-    run.fit(epochs=2, batches=5)
-    assert run.saved_names() == ["epoch=0-step=4", "epoch=1-step=8"]
-
-
 def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -165,14 +84,6 @@ def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: p
     run = FakeRun([callback], tmp_path)
     run.fit(epochs=1, batches=9, on_step=lambda run: now.__setitem__(0, now[0] + 4))
     assert [step for step, _ in run.written] == [3, 6, 9]
-
-
-def test_a_metric_that_was_never_logged_is_an_error_that_names_those_that_were(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(monitor="val_los")], tmp_path)
-    run.has_validation = True
-    with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'") as caught:
-        run.fit(epochs=1, batches=2, on_validation=log("val_loss", [1.0]))
-    assert "Logged so far: 'val_loss'" in str(caught.value)
 
 
 def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> None:
@@ -244,21 +155,6 @@ def test_a_linked_last_points_to_the_newest_even_when_it_is_not_among_the_best(t
     assert len(run.written) == 3
 
 
-def test_the_end_of_training_is_saved_as_last_when_it_falls_between_intervals(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=4, save_last=True)], tmp_path)
-    run.fit(epochs=1, batches=6)
-    assert [(step, request.name) for step, request in run.written if request.name == "last"] == [
-        (4, "last"),
-        (6, "last"),
-    ]
-
-
-def test_a_run_shorter_than_its_interval_leaves_a_checkpoint(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=100)], tmp_path)
-    run.fit(epochs=1, batches=3)
-    assert run.saved_names() == ["epoch=0-step=3"]
-
-
 @pytest.mark.parametrize("how", ["fast_dev_run", "sanity_checking", "stage"])
 def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> None:
     callback = ModelCheckpoint(save_last=True)
@@ -322,24 +218,6 @@ def test_a_resumed_run_goes_on_with_the_index(tmp_path: Path) -> None:
     run.state.step, run.state.epoch = 15, 3
     run.fit(epochs=4, batches=5, on_validation=log("val_loss", [0.5]))
     assert run.saved_names() == ["epoch=1-step=10", "epoch=3-step=20"]
-
-
-def test_resuming_a_finished_run_writes_nothing(tmp_path: Path) -> None:
-    state = fit_state(tmp_path)
-    for _ in range(4):
-        callback = ModelCheckpoint(save_last=True)
-        callback.load_state_dict(state)
-        run = FakeRun([callback], tmp_path)
-        run.state.step, run.state.epoch = 15, 3
-        run.fit(epochs=3, batches=5)
-        assert run.written == []
-        state = callback.state_dict()
-
-
-def fit_state(root: Path) -> dict[str, object]:
-    callback = ModelCheckpoint(save_last=True)
-    fit(callback, root)
-    return callback.state_dict()
 
 
 def test_a_folder_that_was_moved_keeps_its_index(tmp_path: Path) -> None:

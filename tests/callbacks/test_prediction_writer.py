@@ -17,7 +17,6 @@ from trainwright.core.task import TaskModule
 
 class _Double(TaskModule):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return twice the input."""
         return 2 * torch.as_tensor(batch[0])
 
 

@@ -103,10 +103,8 @@ class MeasuredTask(RegressionTask):
         self.values = values
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log this epoch's value."""
         self.log("train_measure", self.values[self.current_epoch], on_step=False, on_epoch=True)
         return self.loss(batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log this epoch's value; the sanity check logs the first."""
         self.log("val_measure", self.values[self.current_epoch])

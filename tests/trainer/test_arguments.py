@@ -33,19 +33,6 @@ def test_all_defaults_are_accepted() -> None:
     quiet_trainer(plugins=[])
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "advice"),
-    [
-        ("plugins", [object()], "Use precision= for number formats"),
-        ("model_registry", "team/model", "ModelCheckpoint"),
-    ],
-)
-def test_unsupported_arguments_are_errors_with_a_replacement(argument: str, value: Any, advice: str) -> None:
-    with pytest.raises(ConfigurationError, match=argument) as caught:
-        quiet_trainer(**{argument: value})
-    assert advice in str(caught.value)
-
-
 class WithHyperparameters(RegressionTask):
     """Saves its one argument."""
 
@@ -70,12 +57,8 @@ VERBS = ("fit", "validate", "test", "predict")
 
 def _call(verb: str, *args: Any, **named: Any) -> Trainer:
     trainer = quiet_trainer(max_steps=2)
-    data = {"train_dataloaders": regression_loader(4)} if verb == "fit" else {"dataloaders": regression_loader(4)}
-    if verb in ("validate", "test"):
-        data["verbose"] = False
-    if len(args) == 2:
-        data.pop("train_dataloaders" if verb == "fit" else "dataloaders")
-    getattr(trainer, verb)(*args, **named, **data)
+    named["train_dataloaders" if verb == "fit" else "dataloaders"] = regression_loader(4)
+    getattr(trainer, verb)(*args, **named)
     return trainer
 
 
@@ -84,12 +67,6 @@ def _call(verb: str, *args: Any, **named: Any) -> Trainer:
 def test_the_task_is_accepted_as_task_and_as_model(verb: str, name: str) -> None:
     task = RegressionTask()
     assert _call(verb, **{name: task}).task is task
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_task_and_data_may_be_positional(verb: str) -> None:
-    task = RegressionTask()
-    assert _call(verb, task, regression_loader(4)).task is task
 
 
 @pytest.mark.parametrize("verb", VERBS)

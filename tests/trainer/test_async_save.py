@@ -20,7 +20,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import AsyncWriter, find_checkpoints, read_checkpoint, set_fault_hook, verify
-from trainwright.core.errors import CheckpointError, ConfigurationError, Preempted, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, Preempted, TrainwrightWarning
 from trainwright.loggers.logger import Logger
 
 
@@ -346,11 +346,6 @@ def test_the_training_thread_never_waits_for_the_disk(tmp_path: Path) -> None:
     )
     trainer.fit(RegressionTask(), regression_loader())
     assert synced == []
-
-
-def test_an_unknown_wish_about_failed_saves_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="on_save_error='ignore' is unknown"):
-        quiet_trainer(on_save_error="ignore")
 
 
 def _go_on_on_rank(folder: Path) -> int:

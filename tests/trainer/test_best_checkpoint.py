@@ -103,16 +103,6 @@ def test_two_ranks_take_the_best_weights(tmp_path: Path) -> None:
     assert run_distributed(_on_rank, 2, tmp_path, init=False) == [False, False]
 
 
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_processes_that_the_trainer_starts_take_the_best_weights(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, devices=2)
-    trainer.test(dataloaders=regression_loader(4))
-    best = _best(trainer.checkpoint_callback)
-    assert_equal_weights(weights_of(task), best)
-    assert not torch.equal(best["net.0.weight"], last["net.0.weight"])
-
-
 def _weights_of_best(folder: Path, saver: ModelCheckpoint | None, stage: str = "test") -> dict[str, torch.Tensor]:
     """Evaluate `ckpt_path="best"` with a Trainer that has not trained, and return the weights."""
     task = _Task()

@@ -9,7 +9,6 @@ import torch
 
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.trainer.runs import quiet_trainer
-from trainwright.core.errors import ConfigurationError
 
 
 class _SeesGradients(torch.optim.SGD):
@@ -20,7 +19,6 @@ class _SeesGradients(torch.optim.SGD):
         self.seen: list[torch.Tensor] = []
 
     def step(self, closure: Any = None) -> Any:
-        """Note, then step."""
         grads = [p.grad.reshape(-1).clone() for group in self.param_groups for p in group["params"]]
         self.seen.append(torch.cat(grads))
         return super().step(closure)
@@ -28,7 +26,6 @@ class _SeesGradients(torch.optim.SGD):
 
 class _Task(RegressionTask):
     def configure_optimizers(self) -> Any:
-        """Return an optimizer that notes its gradients."""
         return _SeesGradients(self.parameters(), lr=self.lr)
 
 
@@ -56,9 +53,9 @@ def test_clipping_by_value_leaves_that_largest_element(precision: str) -> None:
         torch.testing.assert_close(gradient.abs().max(), torch.tensor(1e-10))
 
 
-def test_a_gradient_below_the_norm_is_left_alone() -> None:
-    unclipped = _gradients()
-    torch.testing.assert_close(_gradients(gradient_clip_val=1e6), unclipped, rtol=0, atol=0)
+@pytest.mark.parametrize("value", [None, 0, 0.0, 1e6])
+def test_nothing_is_clipped_without_a_value_or_below_it(value: Any) -> None:
+    torch.testing.assert_close(_gradients(gradient_clip_val=value), _gradients(), rtol=0, atol=0)
 
 
 def test_clipping_sees_the_accumulated_gradient_once() -> None:
@@ -87,19 +84,3 @@ def test_the_step_reports_the_norm_before_clipping() -> None:
     trainer.fit(_Task(), regression_loader(1))
     assert trainer.last_step is not None
     torch.testing.assert_close(trainer.last_step.grad_norm, unclipped[0].norm())
-
-
-@pytest.mark.parametrize("none", [None, 0, 0.0])
-def test_nothing_is_clipped_without_a_value(none: Any) -> None:
-    torch.testing.assert_close(_gradients(gradient_clip_val=none), _gradients(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("value", ["0.5", True, -1.0, float("nan"), [0.5]])
-def test_a_value_that_is_no_positive_number_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"gradient_clip_val="):
-        quiet_trainer(gradient_clip_val=value)
-
-
-def test_an_unknown_algorithm_is_refused_and_the_nearest_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"gradient_clip_algorithm='norms' is unknown. Did you mean 'norm'"):
-        quiet_trainer(gradient_clip_val=0.5, gradient_clip_algorithm="norms")

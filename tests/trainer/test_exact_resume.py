@@ -66,7 +66,6 @@ class RestlessTask(TaskModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Keep the samples' indices and the loss."""
         ids, inputs, targets = batch
         loss = nn.functional.mse_loss(self.head(self.body(inputs)).float(), targets)
         self.ids.append(ids.tolist())
@@ -74,12 +73,10 @@ class RestlessTask(TaskModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Draw from the generator, as a careless user's validation does."""
         torch.rand(3)
         self.log("val_loss", self.head(self.body(batch[1])).mean())
 
     def configure_optimizers(self) -> Any:
-        """Return what `kind` says."""
         if self.kind != "two optimizers":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         first = torch.optim.AdamW(self.body.parameters(), lr=0.01)

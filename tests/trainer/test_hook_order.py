@@ -41,27 +41,22 @@ class _EveryTaskHook(RegressionTask):
         self.notes = notes
 
     def train_dataloader(self) -> Any:
-        """Return two batches."""
         self.notes.append("task.train_dataloader")
         return regression_loader(2)
 
     def val_dataloader(self) -> Any:
-        """Return two batches."""
         self.notes.append("task.val_dataloader")
         return regression_loader(2)
 
     def test_dataloader(self) -> Any:
-        """Return two batches."""
         self.notes.append("task.test_dataloader")
         return regression_loader(2)
 
     def predict_dataloader(self) -> Any:
-        """Return two batches."""
         self.notes.append("task.predict_dataloader")
         return regression_loader(2)
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with a schedule of the epoch."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 

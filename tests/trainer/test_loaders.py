@@ -90,7 +90,6 @@ class _SumTask(RegressionTask):
         self.shapes: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Sum the losses of a list's or dict's batches that are there."""
         items = list(batch.values()) if isinstance(batch, dict) else batch
         self.shapes.append({k: v is not None for k, v in batch.items()} if isinstance(batch, dict) else len(batch))
         return torch.stack([self.loss(item) for item in items if item is not None]).sum()
@@ -139,12 +138,10 @@ class _Loads(DataModule):
         self.asked: list[str] = []
 
     def train_dataloader(self) -> Any:
-        """Return four batches."""
         self.asked.append("train")
         return regression_loader(4)
 
     def val_dataloader(self) -> Any:
-        """Return two batches."""
         self.asked.append("val")
         return regression_loader(2)
 
@@ -186,35 +183,13 @@ def test_overfitting_leaves_testing_alone() -> None:
     assert tally.batches["test"] == {0: 64}
 
 
-def test_shuffled_training_data_comes_in_another_order_in_every_epoch() -> None:
-    seen: list[float] = []
-
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            seen.append(batch[0].sum().item())
-            return self.loss(batch)
-
-    quiet_trainer(max_epochs=2, seed=1).fit(Task(), regression_loader(16, shuffle=True))
-    assert seen[:16] != seen[16:]
-    assert sorted(seen[:16]) == sorted(seen[16:])
-
-
-def test_a_list_of_batches_is_a_loader() -> None:
-    batches = [(torch.ones(2, 4), torch.zeros(2, 1)) for _ in range(3)]
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(RegressionTask(), batches)
-    assert (trainer.global_step, trainer.state.samples) == (6, 12)
-
-
 class StopsEarly(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Declares 8 samples, and ends after 4."""
 
     def __len__(self) -> int:
-        """Return the declared length."""
         return 8
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a sample."""
         if index >= 4:
             raise StopIteration
         return regression_loader().dataset[index]  # type: ignore[no-any-return]

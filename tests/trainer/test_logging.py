@@ -17,7 +17,6 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_data, regressi
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
 from trainwright.loggers.logger import Logger, RunInfo
-from trainwright.trainer.trainer import Trainer
 
 
 class MemoryLogger(Logger):
@@ -31,11 +30,9 @@ class MemoryLogger(Logger):
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the calls, in order."""
         return [step for step, _ in self.rows]
 
     def values(self, name: str) -> dict[int, float]:
-        """Return step → value of one metric."""
         return {step: row[name] for step, row in self.rows if name in row}
 
     def start(self, run: RunInfo) -> None:
@@ -74,7 +71,6 @@ class CountingTask(RegressionTask):
         self.count = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log the count of this step, 0-based."""
         self.log("count", float(self.count))
         self.count += 1
         return self.loss(batch)
@@ -100,13 +96,6 @@ def test_what_is_logged_at_the_start_of_training_belongs_to_the_first_epoch() ->
     logger = MemoryLogger()
     quiet_trainer(max_epochs=2, logger=logger, log_every_n_steps=1).fit(Task(), regression_loader(4))
     assert logger.values("at_start") == {3: 2.0}
-
-
-def test_each_logged_row_says_its_epoch() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_steps=5, limit_train_batches=2, log_every_n_steps=1, logger=logger)
-    trainer.fit(CountingTask(), regression_loader())
-    assert logger.values("epoch") == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
 
 
 def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
@@ -181,28 +170,6 @@ def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
     assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
 
 
-def test_a_failed_fit_finishes_its_loggers_as_failed() -> None:
-    class Failing(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            raise ArithmeticError("no")
-
-    logger = MemoryLogger()
-    with pytest.raises(ArithmeticError):
-        quiet_trainer(max_steps=1, logger=logger).fit(Failing(), regression_loader())
-    assert logger.calls[-1] == "finish failed"
-
-
-def test_hyper_parameters_reach_the_loggers() -> None:
-    class Sized(RegressionTask):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    logger = MemoryLogger()
-    quiet_trainer(max_steps=1, logger=logger).fit(Sized(7), regression_loader())
-    assert logger.hyper_parameters == {"width": 7}
-
-
 # Several processes
 
 
@@ -210,7 +177,6 @@ class RankTask(RegressionTask):
     """Logs rank + 1 in every way."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log with and without reduction over ranks."""
         value = float(self.global_rank + 1)
         for name in ("sum", "mean", "min", "max"):
             self.log(f"step_{name}", value, reduce_fx=name, sync_dist=True)
@@ -252,19 +218,15 @@ class SeenTask(RegressionTask):
         return self.net(torch.ones(len(ids), 4)).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Note the ids."""
         return self._see("train", batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Note the ids."""
         self._see("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Note the ids."""
         self._see("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Note the ids and return them."""
         self._see("predict", batch)
         return batch[0]
 
@@ -353,16 +315,7 @@ def test_a_users_own_sampler_keeps_its_order_in_one_process() -> None:
 @pytest.mark.slow
 def test_two_processes_of_the_trainers_own_write_to_the_loggers_once() -> None:
     logger = MemoryLogger()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_steps=4,
-        log_every_n_steps=2,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = quiet_trainer(devices=2, max_steps=4, log_every_n_steps=2, logger=logger)
     trainer.fit(RankTask(), regression_loader(16))
     assert logger.steps.count(1) == 1
     assert logger.values("step_sum") == {1: 3, 3: 3}
@@ -381,23 +334,19 @@ def _calls_by_hand(task: RegressionTask) -> None:
     task.validation_step(_batch(), 0)
 
 
-def test_a_step_called_by_hand_warns_once_and_works() -> None:
-    _calls_by_hand(RegressionTask())
-
-
-def test_a_step_called_by_hand_after_a_fit_too() -> None:
-    task = RegressionTask()
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
-    _calls_by_hand(task)
-
-
-def test_each_task_warns_once_and_a_later_fit_logs() -> None:
+def test_a_step_called_by_hand_warns_once_for_each_task_and_a_later_fit_logs() -> None:
     first, second = RegressionTask(), RegressionTask()
     _calls_by_hand(first)
     _calls_by_hand(second)
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(first, regression_loader(2))
     assert "train_loss" in trainer.callback_metrics
+
+
+def test_a_step_called_by_hand_after_a_fit_warns_too() -> None:
+    task = RegressionTask()
+    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
+    _calls_by_hand(task)
 
 
 def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> None:

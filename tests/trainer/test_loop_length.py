@@ -123,10 +123,11 @@ def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
     assert trainer.global_step == steps
 
 
-def test_a_limit_of_no_training_batches_trains_nothing() -> None:
+def test_a_limit_of_no_training_batches_trains_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0), RegressionTask()
     before = weights_of(task)
     trainer.fit(task, regression_loader())
+    assert "nothing is left to train: limit_train_batches=0" in capsys.readouterr().out
     assert (trainer.global_step, trainer.current_epoch) == (0, 0)
     assert torch.equal(weights_of(task), before)
 

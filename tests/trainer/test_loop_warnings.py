@@ -17,12 +17,6 @@ class _NoLoss(RegressionTask):
         self.loss(batch)
 
 
-def test_a_training_step_that_always_returns_none_is_a_warning_once() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"returned None for each of the 4 batches of epoch 0.*Return") as told:
-        quiet_trainer(max_epochs=3).fit(_NoLoss(), regression_loader(4))
-    assert len(told) == 1
-
-
 def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
     seen: list[int] = []
 
@@ -68,8 +62,3 @@ def test_the_reason_of_the_stop_is_named() -> None:
 
 def test_a_stop_after_min_epochs_is_not_delayed() -> None:
     assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
-
-
-def test_shuffling_disabled_by_overfit_batches_is_a_warning() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"overfit_batches=2 .* shuffle=True is ignored"):
-        quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader(shuffle=True))

@@ -27,7 +27,6 @@ class _ByHand(RegressionTask):
         self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Do by hand what the Trainer does by itself."""
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
@@ -65,7 +64,6 @@ class _Gan(TaskModule):
         self.trainable.append((self.generator.weight.requires_grad, self.discriminator.weight.requires_grad))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Train one, then the other."""
         real = batch[0]
         noise = torch.ones(len(real), 2)
         for_generator, for_discriminator = self.optimizers()
@@ -90,7 +88,6 @@ class _Gan(TaskModule):
         self._note()
 
     def configure_optimizers(self) -> Any:
-        """Return one optimizer for each network."""
         return [
             torch.optim.Adam(self.generator.parameters(), lr=0.01),
             torch.optim.Adam(self.discriminator.parameters(), lr=0.01),
@@ -130,7 +127,6 @@ def test_a_parameter_that_was_frozen_stays_frozen_when_untoggled() -> None:
 
 class _AccumulatesByHand(_ByHand):
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Step after every fourth batch."""
         self.manual_backward(self.loss(batch) / 4)
         if (batch_idx + 1) % 4 == 0:
             optimizer = self.optimizers()

@@ -34,7 +34,6 @@ class DecayingTask(RegressionTask):
         super().__init__(momentum=0.9, **options)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and its schedule."""
         optimizer = super().configure_optimizers()
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -135,7 +134,6 @@ class Scored(DecayingTask):
         self.values = values
 
     def on_train_epoch_end(self) -> None:
-        """Log the epoch's value."""
         self.log("score", self.values[self.current_epoch])
 
 
@@ -237,7 +235,6 @@ class AdamTask(DecayingTask):
     """Has another optimizer than the checkpoint."""
 
     def configure_optimizers(self) -> Any:
-        """Return Adam alone, without a schedule."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
@@ -280,7 +277,6 @@ class Counting(Callback):
     """A callback with a state."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a number."""
         return {"count": 1}
 
 
@@ -314,15 +310,12 @@ class Data(DataModule):
         self.loaded: dict[str, Any] | None = None
 
     def train_dataloader(self) -> Any:
-        """Return four batches."""
         return loader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a place."""
         return {"place": 3}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what came."""
         self.loaded = state_dict
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import quiet_trainer, weights_of
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 # name → dtype of the parameters, dtype that a matrix product gives in a training step
 _PRECISIONS = {
@@ -37,7 +35,6 @@ class _Looks(RegressionTask):
         self.losses: list[torch.Tensor] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Note the dtypes of the parameters, of a product and of a tensor made in the step."""
         self.dtypes.add((self.net[0].weight.dtype, self.net(batch[0]).dtype))
         self.made.add(torch.zeros(1).dtype)
         loss = self.loss(batch)
@@ -51,6 +48,8 @@ def test_a_precision_sets_the_dtypes_of_parameters_and_products(precision: str) 
     trainer = quiet_trainer(max_epochs=4, precision=precision)
     trainer.fit(task, regression_loader(16, 4))
     assert task.dtypes == {_PRECISIONS[precision]}
+    assert task.made == {_PRECISIONS[precision][0]}
+    assert torch.get_default_dtype() == torch.float32
     losses = torch.stack(task.losses)
     assert losses.isfinite().all()
     assert losses[-4:].mean() < losses[:4].mean()
@@ -58,24 +57,11 @@ def test_a_precision_sets_the_dtypes_of_parameters_and_products(precision: str) 
     assert trainer.precision == precision
 
 
-@pytest.mark.parametrize("precision", ["64-true", "16-true", "bf16-true"])
-def test_tensors_made_in_a_step_fit_the_model(precision: str) -> None:
-    task = _Looks()
-    quiet_trainer(max_epochs=1, precision=precision).fit(task, regression_loader(2))
-    assert task.made == {_PRECISIONS[precision][0]}
-    assert torch.get_default_dtype() == torch.float32
-
-
 @pytest.mark.parametrize(
     ("given", "meant"), [(32, "32-true"), ("32", "32-true"), (64, "64-true"), (16, "16-mixed"), ("bf16", "bf16-mixed")]
 )
 def test_short_names_of_precisions_are_understood(given: Any, meant: str) -> None:
     assert quiet_trainer(precision=given).precision == meant
-
-
-def test_an_unknown_precision_is_refused_and_the_nearest_named() -> None:
-    with pytest.raises(ConfigurationError, match=r"precision='bf16-mixd' is unknown. Did you mean 'bf16-mixed'"):
-        quiet_trainer(precision="bf16-mixd")
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
@@ -151,19 +137,6 @@ def test_anomaly_detection_names_the_operation_behind_a_nan() -> None:
     assert not torch.is_anomaly_enabled()
 
 
-def test_a_nan_is_not_hidden_without_it_either() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            loss = math.nan * self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-    trainer = quiet_trainer(max_epochs=1)
-    with pytest.warns(TrainwrightWarning, match="loss is nan at step 2"):
-        trainer.fit(Task(), regression_loader(2))
-    assert math.isnan(trainer.callback_metrics["loss"])
-
-
 @_COMPILER_WARNS
 @pytest.mark.slow
 def test_a_compiled_run_trains_like_a_plain_one_and_keeps_the_users_names() -> None:
@@ -225,8 +198,3 @@ def test_a_run_compiles_with_the_default_backend(monkeypatch: pytest.MonkeyPatch
     quiet_trainer(max_epochs=1, compile=True).fit(compiled, regression_loader(8, 2))
     quiet_trainer(max_epochs=1).fit(plain, regression_loader(8, 2))
     torch.testing.assert_close(weights_of(compiled), weights_of(plain))
-
-
-def test_an_unknown_mode_of_compilation_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"compile='fastest' is not a mode of torch.compile"):
-        quiet_trainer(compile="fastest")

@@ -35,23 +35,19 @@ class Watched(TaskModule):
         self.events: list[tuple[Any, ...]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean square of the output."""
         self.events.append(("train", self.current_epoch, batch_idx))
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, on_epoch=True)
         return loss  # type: ignore[no-any-return]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the score."""
         self.events.append(("validate", self.global_step, batch_idx))
         self.log("score", self.net(batch[0]).square().mean() + torch.rand(()))
 
     def on_train_epoch_end(self) -> None:
-        """Note what the epoch's metrics are at its end."""
         self.events.append(("end", self.current_epoch, self.trainer.callback_metrics.get("score")))
 
     def configure_optimizers(self) -> Any:
-        """Return Adam, whose rate falls whenever the score has not halved."""
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "score"}}
@@ -282,10 +278,11 @@ def test_saving_within_a_step_of_a_stateful_loader_is_an_error(tmp_path: Path) -
         trainer.save_checkpoint(tmp_path / "mine")
 
 
-def test_saving_within_a_running_step_is_an_error(tmp_path: Path) -> None:
-    class Saves(Callback):
-        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(tmp_path / "mine")
+@pytest.mark.parametrize("hook", ["setup", "on_train_batch_start"])
+def test_saving_before_the_run_or_within_a_step_is_an_error(hook: str, tmp_path: Path) -> None:
+    def save(self: Any, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "mine")
 
+    saves = type("Saves", (Callback,), {hook: save})()
     with pytest.raises(ConfigurationError, match="save_checkpoint must be called between two steps of a fit"):
-        quiet_trainer(max_epochs=1, callbacks=Saves()).fit(RegressionTask(), regression_loader(4))
+        quiet_trainer(max_epochs=1, callbacks=saves).fit(RegressionTask(), regression_loader(4))

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
-from tests.trainer.runs import AfterBatch, quiet_trainer, weights_of
+from tests.trainer.runs import quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
@@ -42,8 +42,9 @@ def test_a_step_may_return_none_to_skip_its_batch() -> None:
     task = Task()
     before = weights_of(task)
     trainer = quiet_trainer(max_epochs=2)
-    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches"):
+    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches") as told:
         trainer.fit(task, regression_loader(4))
+    assert len(told) == 1
     assert torch.equal(weights_of(task), before)
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
 
@@ -78,7 +79,6 @@ class _WarmsUp(RegressionTask):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Ramp up over four steps."""
         self.calls.append((epoch, batch_idx))
         for group in optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
@@ -185,12 +185,10 @@ class _Lbfgs(RegressionTask):
         self.evaluations = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Count."""
         self.evaluations += 1
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return LBFGS, whose step needs a closure."""
         return torch.optim.LBFGS(self.parameters(), max_iter=6)
 
 
@@ -254,10 +252,3 @@ def test_batches_pass_through_the_tasks_own_transfer() -> None:
     quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
     assert task.order == ["before", "to cpu", "after", "step"] * 2
     assert torch.equal(task.first, 2 * regression_data(2).tensors[0][1:])
-
-
-def test_a_callback_may_end_the_fit_by_setting_should_stop() -> None:
-    stop = AfterBatch(lambda _, batch_idx: batch_idx == 1, lambda trainer: setattr(trainer, "should_stop", True))
-    trainer = quiet_trainer(max_epochs=3, callbacks=stop)
-    trainer.fit(RegressionTask(), regression_loader(4))
-    assert trainer.global_step == 2

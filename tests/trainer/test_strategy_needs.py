@@ -22,11 +22,9 @@ class Untouched(RegressionTask):
     """Fails as soon as a stage does anything with it."""
 
     def prepare_data(self) -> None:
-        """Fail."""
         raise AssertionError("the stage has begun")
 
     def setup(self, stage: str) -> None:
-        """Fail."""
         raise AssertionError("the stage has begun")
 
 
@@ -101,11 +99,6 @@ def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started(s
     )
     with pytest.raises(ConfigurationError, match="Untouched has none"):
         trainer.fit(Untouched(), regression_loader(4))
-
-
-def test_sharding_says_why_it_does_not_synchronize_batch_normalization() -> None:
-    with pytest.raises(ConfigurationError, match="sync_batchnorm=True is not supported by FSDPStrategy"):
-        quiet_trainer(devices=2, strategy="fsdp", sync_batchnorm=True)
 
 
 def test_what_callbacks_need_are_names_of_capabilities() -> None:

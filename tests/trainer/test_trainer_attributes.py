@@ -130,13 +130,6 @@ def test_copies_of_the_state_are_plain_train_states() -> None:
     assert (sent.state.step, sent.state.fn, sent.state.status) == (0, None, "initializing")
 
 
-def test_an_argument_cannot_be_changed_through_its_attribute() -> None:
-    with pytest.raises(
-        AttributeError, match=r"limit_val_batches cannot be changed; pass Trainer\(limit_val_batches=3\)"
-    ):
-        quiet_trainer().limit_val_batches = 3
-
-
 @pytest.mark.parametrize("name", sorted(INTERNALS))
 def test_internals_of_lightning_are_errors_with_a_replacement(name: str) -> None:
     trainer = quiet_trainer()

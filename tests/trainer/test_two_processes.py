@@ -46,7 +46,6 @@ def test_stages_follow_each_other_with_processes_of_their_own() -> None:
 
 class _FailsOnRankOne(RegressionTask):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Fail in the second batch of rank 1 only."""
         if self.global_rank == 1 and batch_idx == 1:
             raise ValueError("only here")
         return self.loss(batch)
@@ -68,7 +67,6 @@ class _ByHand(RegressionTask):
         self.every = every
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Run backward, and step now and then."""
         self.manual_backward(self.loss(batch) / self.every)
         if (batch_idx + 1) % self.every == 0:
             optimizer = self.optimizers()
@@ -102,7 +100,6 @@ class _Gan(TaskModule):
             self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Train one, then the other."""
         for_generator, for_discriminator = self.optimizers()
         with self.toggled_optimizer(for_generator):
             self.manual_backward(nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean())
@@ -116,7 +113,6 @@ class _Gan(TaskModule):
             for_discriminator.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        """Return one for each."""
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]
 
 
@@ -136,7 +132,6 @@ def test_two_optimizers_that_take_turns_train_on_two_processes_as_on_one() -> No
 
 class _Lbfgs(RegressionTask):
     def configure_optimizers(self) -> Any:
-        """Return an optimizer that evaluates the loss several times in a step."""
         return torch.optim.LBFGS(self.parameters(), max_iter=4)
 
 
