@@ -19,6 +19,7 @@ from trainwright.callbacks import CALLBACKS, Callback, ProgressBar
 from trainwright.callbacks.callback import EVENTS
 from trainwright.checkpoint import decode, encode
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run
 
 
 def say_nothing(trainer: Any, task: Any) -> None:
@@ -172,3 +173,9 @@ def test_every_public_class_has_a_short_name() -> None:
     classes = {getattr(public, name) for name in public.__all__ if isinstance(getattr(public, name), type)}
     registered = {CALLBACKS.get(name) for name in CALLBACKS}
     assert {cls for cls in classes if issubclass(cls, Callback)} - ABSTRACT == registered
+
+
+def test_the_fake_run_has_every_member_of_the_protocol(tmp_path: Path) -> None:
+    run: Run = FakeRun([], tmp_path)  # type: ignore[assignment]  # plain attributes stand for properties
+    members = {*Run.__annotations__, *(name for name in vars(Run) if not name.startswith("_"))}
+    assert {name for name in members if not hasattr(run, name)} == set()

@@ -45,7 +45,7 @@ def test_the_end_of_the_epoch_can_be_chosen(tmp_path: Path) -> None:
         ({"patience": 3}, [6, 5, 5, 5, 5, 5], 4, 5, "PATIENCE_EXHAUSTED"),
         ({"min_delta": 0.5, "patience": 2}, [4, 3.5, 3.5, 3, 2], 2, 4, "PATIENCE_EXHAUSTED"),
         ({"mode": "max", "min_delta": 0.1, "patience": 1}, [1, 2, 2.05, 3], 2, 2, "PATIENCE_EXHAUSTED"),
-        ({"stopping_threshold": 2}, [4, 2, 1, 0], 2, 1, "STOPPING_THRESHOLD"),
+        ({"stopping_threshold": 2}, [4, 2, 1, 0], 2, 2, "STOPPING_THRESHOLD"),
         ({"divergence_threshold": 10}, [4, 10, 11, 0], 2, 4, "DIVERGENCE_THRESHOLD"),
         ({}, [4, 3, INF, 2, 1], 2, 3, "NON_FINITE_METRIC"),
         ({}, [4, 3, -INF, 2, 1], 2, 3, "NON_FINITE_METRIC"),

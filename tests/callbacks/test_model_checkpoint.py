@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
+from trainwright.callbacks.checkpoint_name import template_fields
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 
@@ -301,3 +308,142 @@ def test_several_of_one_class_have_several_states() -> None:
         ModelCheckpoint(every_n_epochs=2).state_key,
     }
     assert len(keys) == 3
+
+
+def raised(root: Path, **run_options: int) -> FakeRun:
+    callback = OnExceptionCheckpoint(root / "rescue")
+    run = FakeRun([callback], root, **run_options)
+    run.callback_metrics = {"loss": 1.5}
+    callback.on_exception(run, run.task, KeyboardInterrupt())  # type: ignore[arg-type]
+    return run
+
+
+def test_the_main_process_asks_for_an_emergency_checkpoint_in_its_folder(tmp_path: Path) -> None:
+    (request,) = raised(tmp_path).emergencies
+    assert (request.folder, request.name, request.metrics) == (tmp_path / "rescue", "on_exception", {"loss": 1.5})
+
+
+def test_the_other_processes_ask_for_nothing(tmp_path: Path) -> None:
+    assert raised(tmp_path, rank=1, world_size=2).emergencies == []
+
+
+def test_an_exception_outside_of_training_saves_nothing(tmp_path: Path) -> None:
+    callback = OnExceptionCheckpoint(tmp_path)
+    run = FakeRun([callback], tmp_path)
+    run.stage = "test"
+    callback.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
+    assert run.emergencies == []
+
+
+def test_its_path_is_known_beforehand(tmp_path: Path) -> None:
+    assert OnExceptionCheckpoint(tmp_path, "rescue").ckpt_path == str(tmp_path / "rescue")
+
+
+METRICS = {"epoch": 3, "step": 40, "val_loss": 0.123, "val/acc": 0.5, "count": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (None, "epoch=3-step=40"),
+        ("{epoch}-{val_loss:.2f}", "epoch=3-val_loss=0.12"),
+        ("run-{epoch:03d}", "run-epoch=003"),
+        ("{count:02d}", "count=07"),
+        ("{val/acc:.1f}", "val_acc=0.5"),
+        ("plain", "plain"),
+        ("{later:.2f}", "later=nan"),
+        ("{epoch}{epoch}", "epoch=3epoch=3"),
+    ],
+)
+def test_fields_are_filled_in_with_their_names(template: str | None, name: str) -> None:
+    assert ModelCheckpoint(filename=template).format_checkpoint_name(METRICS) == name
+
+
+def test_names_of_fields_can_be_left_out() -> None:
+    callback = ModelCheckpoint(filename="e{epoch:02d}-acc{val/acc:.2f}", auto_insert_metric_name=False)
+    assert callback.format_checkpoint_name(METRICS) == "e03-acc0.50"
+
+
+def test_a_version_and_a_prefix_are_joined_with_hyphens() -> None:
+    assert ModelCheckpoint(filename="{epoch}").format_checkpoint_name(METRICS, ver=2, prefix="a") == "a-epoch=3-v2"
+
+
+def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.123 cannot be written as 'd'"):
+        ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)
+
+
+def test_the_fields_of_a_template_are_found_in_order() -> None:
+    assert template_fields("{b:.2f}-x-{a}") == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    "filename",
+    ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\0b", "a:b", "a\nb", "\ud800", "x" * 300, "index.json",
+     "{epoch:zzz}", "{epoch:>99999999999}", "{epoch:>300}", "{a\\b}", "{", "{epoch"],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
+def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="filename="):
+        make(tmp_path, filename=filename)
+
+
+@pytest.mark.parametrize(
+    "filename", ["{epoch}", "{epoch:02d}-{val/loss:.2f}", "best model {step:>4}", "é-{loss:.3e}", "{x:b}", "{x:,.1f}"]
+)
+def test_valid_checkpoint_filenames_are_accepted(filename: str, tmp_path: Path) -> None:
+    ModelCheckpoint(tmp_path, filename=filename)
+
+
+SCORES = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), max_size=30)
+MODES = st.sampled_from(["min", "max"])
+
+
+def keep(scores: list[float], k: int, mode: Literal["min", "max"]) -> tuple[TopK, list[str]]:
+    top, gone = TopK(k, mode), []
+    for index, score in enumerate(scores):
+        if top.accepts(score):
+            left = top.add(str(index), score)
+            gone += [left] if left is not None else []
+    return top, gone
+
+
+@given(SCORES, st.integers(1, 6), MODES)
+def test_what_stays_are_the_k_best_scores(scores: list[float], k: int, mode: Literal["min", "max"]) -> None:
+    top, _ = keep(scores, k, mode)
+    comparable = [(math.inf if mode == "min" else -math.inf) if math.isnan(score) else score for score in scores]
+    assert sorted(top.scores.values()) == sorted(sorted(comparable, reverse=mode == "max")[:k])
+
+
+@given(SCORES, st.integers(1, 6), MODES)
+def test_whatever_was_added_stays_or_was_displaced_once(
+    scores: list[float], k: int, mode: Literal["min", "max"]
+) -> None:
+    top, gone = keep(scores, k, mode)
+    assert len(gone) == len(set(gone))
+    assert not set(gone) & set(top.scores)
+    assert len(top.scores) == min(k, len(scores))
+
+
+@given(SCORES, MODES)
+def test_minus_one_keeps_all(scores: list[float], mode: Literal["min", "max"]) -> None:
+    top, gone = keep(scores, -1, mode)
+    assert (len(top.scores), gone) == (len(scores), [])
+
+
+def test_zero_keeps_none() -> None:
+    assert not TopK(0, "min").accepts(1.0)
+
+
+@pytest.mark.parametrize(("mode", "best", "kth"), [("min", "b", "c"), ("max", "c", "b")])
+def test_best_and_worst_follow_the_mode(mode: Literal["min", "max"], best: str, kth: str) -> None:
+    top = TopK(3, mode)
+    for name, score in (("a", 2.0), ("b", 1.0), ("c", 3.0)):
+        top.add(name, score)
+    assert (top.best, top.kth_best) == (best, kth)
+
+
+def test_a_tie_does_not_replace_what_is_there() -> None:
+    top = TopK(1, "min")
+    top.add("a", 1.0)
+    assert not top.accepts(1.0)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.callbacks.fake_run import FakeRun, Task
-from trainwright.callbacks.throughput import Throughput
+from trainwright.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, Throughput
+from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 
 
@@ -114,3 +115,22 @@ def test_counting_ends_when_the_first_step_fails(tmp_path: Path) -> None:
 def test_arguments_that_contradict_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         Throughput(**arguments)
+
+
+def skip_odd_groups(run: FakeRun) -> None:
+    if run.state.batches % 2:
+        run.state.step -= 1
+
+
+@pytest.mark.parametrize("callback", [DeviceStatsMonitor(), LearningRateMonitor("step"), Throughput()])
+def test_a_skipped_group_is_not_logged(tmp_path: Path, callback: Callback) -> None:
+    run = FakeRun([callback], tmp_path)
+    run.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)]
+    run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
+    assert [step for step, _ in run.logged] == [1, 2, 3]
+
+
+def test_a_skipped_group_is_not_saved(tmp_path: Path) -> None:
+    run = FakeRun([ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)], tmp_path)
+    run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
+    assert [step for step, _ in run.written] == [1, 2, 3]

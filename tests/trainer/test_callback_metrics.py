@@ -100,44 +100,23 @@ def test_reading_metrics_changes_neither_weights_nor_metrics() -> None:
 def test_metrics_are_read_from_the_device_once_and_only_if_used(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = HostReads.read
+    monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
+    at_end: list[float] = []
 
-    def counted(self: HostReads) -> Any:
-        if self._tensors:
-            reads.append(len(self._tensors))
-        return read(self)
-
-    monkeypatch.setattr(HostReads, "read", counted)
-
-    class Twice(Callback):
+    class Reads(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step in (2, 4):
                 assert trainer.callback_metrics["step"] == trainer.callback_metrics["step"]
                 assert "both" in trainer.callback_metrics
-
-    _fit()
-    unread = len(reads)
-    reads.clear()
-    _fit(Twice())
-    assert len(reads) == unread + 2
-
-
-def test_reading_at_a_safe_point_costs_one_host_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    read = HostReads.read
-    monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
-    seen: list[float] = []
-
-    class AtSafePoint(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step == 3:
-                trainer.at_step_end(lambda: seen.append(trainer.callback_metrics["step"]))
+                trainer.at_step_end(lambda: at_end.append(trainer.callback_metrics["step"]))
 
     _fit()
     unread = len(reads)
     reads.clear()
-    _fit(AtSafePoint())
-    assert len(seen) == 1
-    assert len(reads) == unread + 1
+    _fit(Reads())
+    assert len(at_end) == 1
+    assert len(reads) == unread + 3
 
 
 class _OfRank(RegressionTask):

@@ -131,33 +131,17 @@ class _Told(Callback):
         self.errors.append(exception)
 
 
-def _leave_out() -> str:
-    told = _Told()
+def _leave_out() -> tuple[str, int, str, int]:
+    told, options = _Told(), {"devices": "auto", "max_epochs": 1}
     with pytest.raises(TaskError) as caught:
-        quiet_trainer(devices="auto", strategy="ddp", max_epochs=1, callbacks=[told]).fit(
-            _LeavesOut(), regression_loader(8)
-        )
+        quiet_trainer(strategy="ddp", callbacks=[told], **options).fit(_LeavesOut(), regression_loader(8))
     assert told.errors == [caught.value]
-    return str(caught.value)
-
-
-def _leave_out_and_look() -> int:
-    trainer = quiet_trainer(devices="auto", strategy="ddp_find_unused_parameters_true", max_epochs=1)
-    trainer.fit(_LeavesOut(), regression_loader(8))
-    return int(trainer.global_step)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_unused_parameters_are_an_error_that_names_the_option() -> None:
-    for text in run_distributed(_leave_out, 2, init=False):
-        assert (
-            "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in text
-        )
-        assert "frozen" not in text
-        assert "DDPStrategy(find_unused_parameters=True)" in text
-        assert "strategy='ddp_find_unused_parameters_true'" in text
-    assert run_distributed(_leave_out_and_look, 2, init=False) == [4, 4]
+    looks = quiet_trainer(strategy="ddp_find_unused_parameters_true", **options)
+    looks.fit(_LeavesOut(), regression_loader(8))
+    with pytest.raises(TaskError) as in_a_loop:
+        _own_loop()
+    steps = _own_loop(DistributedDataParallelKwargs(find_unused_parameters=True))
+    return str(caught.value), looks.global_step, str(in_a_loop.value), steps
 
 
 class _Model(torch.nn.Module):
@@ -177,16 +161,19 @@ def _own_loop(*handlers: Any) -> int:
     return 3
 
 
-def _own_loops() -> tuple[str, int]:
-    with pytest.raises(TaskError) as caught:
-        _own_loop()
-    return str(caught.value), _own_loop(DistributedDataParallelKwargs(find_unused_parameters=True))
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_unused_parameters_are_named_in_a_user_written_loop() -> None:
-    for text, num_steps in run_distributed(_own_loops, 2, init=False):
-        assert "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in text
-        assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in text
-        assert num_steps == 3
+def test_unused_parameters_are_an_error_that_names_the_option_in_fits_and_user_written_loops() -> None:
+    for of_fit, fitted, of_loop, num_steps in run_distributed(_leave_out, 2, init=False):
+        assert (
+            "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias."
+            in of_fit
+        )
+        assert "frozen" not in of_fit
+        assert "DDPStrategy(find_unused_parameters=True)" in of_fit
+        assert "strategy='ddp_find_unused_parameters_true'" in of_fit
+        assert (
+            "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in of_loop
+        )
+        assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in of_loop
+        assert (fitted, num_steps) == (4, 3)

@@ -27,6 +27,14 @@ class _EveryCallbackHook(Callback):
                 setattr(self, event, _noting(notes, f"callback.{event}", None))
 
 
+def _noted_loader(kind: str) -> Any:
+    def load(self: Any) -> Any:
+        self.notes.append(f"task.{kind}_dataloader")
+        return regression_loader(2)
+
+    return load
+
+
 class _EveryTaskHook(RegressionTask):
     """Notes each of its methods that the Trainer calls as `task.<method>`."""
 
@@ -40,21 +48,8 @@ class _EveryTaskHook(RegressionTask):
                 object.__setattr__(self, name, _noting(notes, f"task.{name}", getattr(self, name)))
         self.notes = notes
 
-    def train_dataloader(self) -> Any:
-        self.notes.append("task.train_dataloader")
-        return regression_loader(2)
-
-    def val_dataloader(self) -> Any:
-        self.notes.append("task.val_dataloader")
-        return regression_loader(2)
-
-    def test_dataloader(self) -> Any:
-        self.notes.append("task.test_dataloader")
-        return regression_loader(2)
-
-    def predict_dataloader(self) -> Any:
-        self.notes.append("task.predict_dataloader")
-        return regression_loader(2)
+    train_dataloader, val_dataloader = _noted_loader("train"), _noted_loader("val")
+    test_dataloader, predict_dataloader = _noted_loader("test"), _noted_loader("predict")
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
+from trainwright import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks import Timer
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -343,3 +345,68 @@ def test_the_suggested_fraction_works_for_every_length() -> None:
 @pytest.mark.parametrize("none", [0, 0.0])
 def test_a_limit_of_zero_disables_the_loader(none: float) -> None:
     _run_stage("fit", {"limit_val_batches": none})
+
+
+class _NoLoss(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.loss(batch)
+
+
+def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
+    seen: list[int] = []
+
+    def note(event: str, trainer: Any) -> None:
+        seen.append(len(told))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        quiet_trainer(max_epochs=1, callbacks=RecordingCallback("on_train_batch_end", note=note)).fit(
+            _NoLoss(), regression_loader(64)
+        )
+    assert seen.index(1) in range(49, 60)
+    assert "so far" in str(told[0].message)
+
+
+def _stopping_at(step: int, **arguments: Any) -> Any:
+    def note(event: str, trainer: Any) -> None:
+        if trainer.global_step >= step:
+            trainer.should_stop = True
+
+    trainer = quiet_trainer(callbacks=RecordingCallback("on_train_step_end", note=note), **arguments)
+    trainer.fit(RegressionTask(), regression_loader(4))
+    return trainer
+
+
+def test_a_delayed_stop_is_a_warning_once() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"by epoch 0, step 2\. .* until min_epochs=2 and min_steps=9 are"):
+        trainer = _stopping_at(2, max_epochs=5, min_epochs=2, min_steps=9)
+    assert trainer.global_step == 9
+
+
+def test_the_reason_of_the_stop_is_named() -> None:
+    def note(event: str, trainer: Any) -> None:
+        trainer.request_stop("it is good enough")
+
+    trainer = quiet_trainer(max_epochs=5, min_epochs=2, callbacks=RecordingCallback("on_train_step_end", note=note))
+    with pytest.warns(
+        TrainwrightWarning, match=r"\(it is good enough\)\. Training continues until min_epochs=2 is"
+    ) as told:
+        trainer.fit(RegressionTask(), regression_loader(4))
+    assert len(told) == 1
+
+
+def test_a_stop_after_min_epochs_is_not_delayed() -> None:
+    assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
+
+
+def test_callbacks_that_save_or_stop_are_there_and_do_nothing(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "saved", monitor="never_logged", save_last=True, save_on_exception=True)
+    stopper = EarlyStopping("never_logged")
+    trainer = quiet_trainer(fast_dev_run=2, callbacks=[saver, stopper], default_root_dir=tmp_path)
+    task = RegressionTask()
+    trainer.fit(task, regression_loader(), regression_loader())
+    assert trainer.checkpoint_callback is saver
+    assert trainer.early_stopping_callback is stopper
+    assert (saver.best_model_path, saver.last_model_path) == ("", "")
+    trainer.test(task, regression_loader(), ckpt_path=saver.best_model_path or None, verbose=False)
+    assert list(tmp_path.iterdir()) == []

@@ -121,24 +121,29 @@ def test_a_step_is_named_that_was_not_finite_before_it_was_looked_at(noticed_at:
     assert trainer.global_step == (5 if noticed_at == "a flush" else 6)
 
 
-@pytest.mark.usefixtures("_behind")
-def test_a_gradient_is_named_that_was_not_finite_before_it_was_looked_at() -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["read at each step", "read later"])
+def test_a_finite_loss_with_an_infinite_gradient_is_found(behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Root(RegressionTask):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
             loss = self.loss(batch)
             return loss + (0 * self.net[3].bias.sum()).sqrt() if batch_idx == 1 else loss
 
+    monkeypatch.setattr(non_finite, "reading_waits", lambda device: behind)
     with pytest.raises(NonFiniteError, match=r"gradient is not finite .* net\.3\.bias") as caught:
         quiet_trainer(on_nonfinite="raise").fit(Root(), regression_loader(4))
-    assert (caught.value.step, caught.value.parameters) == (1, ("net.3.bias",))
+    assert (caught.value.step, caught.value.source, caught.value.parameters) == (1, "gradient", ("net.3.bias",))
 
 
-@pytest.mark.usefixtures("_behind")
-def test_without_such_a_step_the_weights_are_those_of_a_run_that_looks_at_nothing() -> None:
-    tasks = Bad(), Bad()
-    for task, policy in zip(tasks, (None, "raise"), strict=True):
-        quiet_trainer(max_epochs=2, seed=3, on_nonfinite=policy, gradient_clip_val=1.0).fit(task, regression_loader(6))
-    assert_equal_weights(weights_of(tasks[0]), weights_of(tasks[1]))
+@pytest.mark.parametrize(("policy", "behind"), [("skip", False), ("raise", True)])
+def test_with_no_bad_batch_the_weights_are_those_of_a_run_that_looks_at_nothing(
+    policy: Any, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(non_finite, "reading_waits", lambda device: behind)
+    plain, guarded = Bad(dropout=0.3), Bad(dropout=0.3)
+    for task, chosen in ((plain, None), (guarded, policy)):
+        torch.manual_seed(0)
+        quiet_trainer(max_epochs=2, on_nonfinite=chosen, gradient_clip_val=0.5).fit(task, regression_loader(12, 2))
+    assert_equal_weights(weights_of(guarded), weights_of(plain))
 
 
 class _SavesAll(Callback):
@@ -207,17 +212,6 @@ def test_the_sample_ids_are_those_that_the_step_was_given() -> None:
     assert caught.value.sample_ids == [task.given]
 
 
-def test_a_finite_loss_with_an_infinite_gradient_is_found() -> None:
-    class Root(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            return loss + (0 * self.net[3].bias.sum()).sqrt() if batch_idx == 1 else loss
-
-    with pytest.raises(NonFiniteError, match=r"gradient is not finite .* net\.3\.bias") as caught:
-        quiet_trainer(on_nonfinite="raise").fit(Root(), regression_loader(4))
-    assert (caught.value.source, caught.value.parameters) == ("gradient", ("net.3.bias",))
-
-
 def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
     class Steep(RegressionTask):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
@@ -252,14 +246,6 @@ def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
 # Skip
 
 
-def test_with_no_bad_batch_the_weights_are_those_of_a_run_that_looks_at_nothing() -> None:
-    plain, guarded = Bad(dropout=0.3), Bad(dropout=0.3)
-    for task, policy in ((plain, None), (guarded, "skip")):
-        torch.manual_seed(0)
-        quiet_trainer(max_epochs=2, on_nonfinite=policy, gradient_clip_val=0.5).fit(task, regression_loader(12, 2))
-    assert_equal_weights(weights_of(guarded), weights_of(plain))
-
-
 @pytest.mark.parametrize("listens", [False, True], ids=["", "somebody listens to zero_grad"])
 def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule(listens: bool) -> None:
     task, without = Bad((0, 1), (0, 4), (0, 5)), Bad()
@@ -291,25 +277,23 @@ def test_one_bad_micro_batch_leaves_out_its_whole_group() -> None:
     assert (skipped.first_batch, skipped.num_batches, trainer.global_step) == (2, 2, 3)
 
 
-def test_of_several_optimizers_none_steps() -> None:
-    class Two(Bad):
+def _two(task: RegressionTask) -> Any:
+    return [torch.optim.Adam(task.net[0].parameters()), torch.optim.SGD(task.net[3].parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_two, lambda task: torch.optim.LBFGS(task.parameters(), lr=0.1, max_iter=3)],
+    ids=["several optimizers", "an optimizer with a closure"],
+)
+def test_no_optimizer_steps_in_a_skipped_group(make: Callable[[RegressionTask], Any]) -> None:
+    class Task(Bad):
         automatic_optimization = True  # all of its optimizers step on one loss
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(self.net[0].parameters()), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
+            return make(self)
 
-    task, without = Two((0, 1)), Two()
-    skip(task, batches(4))
-    quiet_trainer(max_epochs=1).fit(without, batches(4, 1))
-    assert_equal_weights(weights_of(task), weights_of(without))
-
-
-def test_an_optimizer_with_a_closure_is_not_called() -> None:
-    class ByClosure(Bad):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-    task, without = ByClosure((0, 1)), ByClosure()
+    task, without = Task((0, 1)), Task()
     skip(task, batches(4))
     quiet_trainer(max_epochs=1).fit(without, batches(4, 1))
     assert_equal_weights(weights_of(task), weights_of(without))
@@ -408,6 +392,31 @@ def test_the_skipped_loss_is_shown_as_it_was_and_no_step_is_logged_twice(tmp_pat
     assert steps == [0, 1, 2, 3, 4]
 
 
+ALL_STEPS = tuple(itertools.product(range(30), range(4)))
+
+
+def test_a_run_ends_after_max_skipped_consecutive_steps() -> None:
+    task, trainer = Bad(*ALL_STEPS), quiet_trainer(max_steps=1000, on_nonfinite="skip", max_skipped=6)
+    with (
+        pytest.warns(TrainwrightWarning, match="it is skipped"),
+        pytest.raises(NonFiniteError, match=r"The 6 steps before it were skipped .* max_skipped=6.*max_skipped=None"),
+    ):
+        trainer.fit(task, regression_loader(4))  # epochs are shorter than that
+    assert (len(task.seen), trainer.global_step) == (7, 0)
+
+
+def test_max_skipped_counts_consecutive_steps() -> None:
+    two_of_three = [(epoch, i) for epoch in range(3) for i in (0, 1, 3, 4)]
+    trainer = skip(Bad(*two_of_three), regression_loader(6), max_epochs=3, max_skipped=2)
+    assert trainer.global_step == 6
+
+
+def test_max_skipped_none_never_ends_the_run() -> None:
+    task = Bad(*ALL_STEPS)
+    skip(task, regression_loader(4), max_epochs=30, max_skipped=None)
+    assert len(task.seen) == 120
+
+
 # Scaled losses
 
 
@@ -467,6 +476,15 @@ def saves(every: int) -> ModelCheckpoint:
     return ModelCheckpoint(every_n_train_steps=every, save_top_k=-1)
 
 
+def roll_back(task: RegressionTask, loader: Any, folder: Path, **arguments: Any) -> Trainer:
+    """Fit an epoch with a checkpoint of every third step and at least one rollback."""
+    defaults = {"max_epochs": 1, "callbacks": saves(3), "on_nonfinite": "rollback", "default_root_dir": folder}
+    trainer = quiet_trainer(**{**defaults, **arguments})
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
+        trainer.fit(task, loader)
+    return trainer
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(epoch: int, async_save: bool, tmp_path: Path) -> None:
@@ -502,11 +520,8 @@ def test_a_rollback_restores_the_generators(tmp_path: Path) -> None:
                 self.losses.append((trainer.state.batch_in_epoch, float(result.loss)))
 
     notes = Notes()
-    trainer = quiet_trainer(
-        max_epochs=1, callbacks=[saves(2), notes], on_nonfinite="rollback", default_root_dir=tmp_path
-    )
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(Bad((0, 3), dropout=0.5), regression_loader(12, 2, shuffle=True))
+    task = Bad((0, 3), dropout=0.5)
+    roll_back(task, regression_loader(12, 2, shuffle=True), tmp_path, callbacks=[saves(2), notes])
     assert [batch for batch, _ in notes.losses] == [1, 2, 3, 3, 5, 6]
     assert notes.losses[2] == notes.losses[3]
 
@@ -567,12 +582,7 @@ def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
 
 
 def test_logged_steps_strictly_increase_across_a_rollback(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, logger="csv",
-        log_every_n_steps=1,
-    )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(Bad((0, 5), (1, 1)), batches(8))
+    trainer = roll_back(Bad((0, 5), (1, 1)), batches(8), tmp_path, max_epochs=2, logger="csv", log_every_n_steps=1)
     steps, losses = _logged(trainer)
     assert steps == list(range(14))
     assert all(a < b for a, b in itertools.pairwise(steps))
@@ -588,13 +598,8 @@ def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_i
             return super().training_step(batch, batch_idx)
 
     task = Rarely((0, 4))
-    trainer = quiet_trainer(
-        max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, log_every_n_steps=1
-    )
     recorder = RecordingCallback("on_train_start", note=lambda _, trainer: trainer.state.seconds)
-    trainer.settings.callbacks.append(recorder)
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, batches(6))
+    trainer = roll_back(task, batches(6), tmp_path, callbacks=[saves(3), recorder], log_every_n_steps=1)
     assert "rare" not in trainer.logged_metrics
     assert "train_loss" in trainer.logged_metrics
     (_, first), (_, second) = recorder.notes
@@ -604,9 +609,7 @@ def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_i
 
 def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:
     task = Bad((0, 4))
-    trainer = quiet_trainer(max_steps=5, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, batches(8))
+    trainer = roll_back(task, batches(8), tmp_path, max_epochs=None, max_steps=5)
     trainer.save_checkpoint(tmp_path / "later")
     resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     resumed.fit(Bad(), batches(8), ckpt_path=tmp_path / "later")
@@ -633,8 +636,6 @@ def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path:
 @pytest.mark.slow
 def test_loader_workers_are_started_anew_at_the_place_that_was_restored(tmp_path: Path) -> None:
     task = Bad((0, 4))
-    trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     loader = DataLoader(regression_data(12), batch_size=2, num_workers=2, persistent_workers=True)
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, loader)
+    roll_back(task, loader, tmp_path)
     assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 3), (0, 5)]

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import Tally, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, Gan, Tally, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import WorkerError
-from trainwright.core.task import TaskModule
 
 pytestmark = pytest.mark.distributed
 
@@ -58,24 +56,8 @@ def test_the_failure_of_a_started_process_is_raised_with_its_own_traceback() -> 
     assert "in training_step" in str(caught.value)
 
 
-class _ByHand(RegressionTask):
-    """Accumulates by hand over `every` batches."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.every = every
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch) / self.every)
-        if (batch_idx + 1) % self.every == 0:
-            optimizer = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def _by_hand(every: int, batch_size: int) -> tuple[torch.Tensor, int]:
-    task, trainer = _ByHand(every), quiet_trainer(devices="auto", max_epochs=1)
+    task, trainer = ByHand(every), quiet_trainer(devices="auto", max_epochs=1)
     trainer.fit(task, regression_loader(16, batch_size))
     return weights_of(task), trainer.global_step
 
@@ -89,35 +71,8 @@ def test_gradients_by_hand_are_averaged_over_processes(every: int) -> None:
     assert steps == steps_alone == 4 // every
 
 
-class _Gan(TaskModule):
-    """Two networks that train in turn, the other one standing still."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        for_generator, for_discriminator = self.optimizers()
-        with self.toggled_optimizer(for_generator):
-            self.manual_backward(nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean())
-            for_generator.step()
-            for_generator.zero_grad()
-        with self.toggled_optimizer(for_discriminator):
-            fake = self.discriminator(self.generator(batch[0]).detach())
-            real = self.discriminator(batch[0])
-            self.manual_backward(nn.functional.softplus(fake).mean() + nn.functional.softplus(-real).mean())
-            for_discriminator.step()
-            for_discriminator.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]
-
-
 def _gan(batch_size: int) -> tuple[torch.Tensor, int]:
-    task, trainer = _Gan(), quiet_trainer(devices="auto", max_epochs=1)
+    task, trainer = Gan(), quiet_trainer(devices="auto", max_epochs=1)
     trainer.fit(task, regression_loader(16, batch_size))
     return weights_of(task), trainer.global_step
 
