@@ -77,7 +77,8 @@ class FakeTrialSteps:
 class FakeRun:
     """Enough of `Run` for callbacks; `fit` drives it.
 
-    Saved checkpoints are made as empty folders at the safe point, and removed ones are deleted, as a Trainer would.
+    Further arguments set attributes. Saved checkpoints are made as empty folders at the safe point, and removed ones
+    are deleted, as a Trainer would.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class FakeRun:
         rank: int = 0,
         world_size: int = 1,
         peers: Peers | None = None,
+        **attributes: Any,
     ) -> None:
         self.state = TrainState()
         self.stage: Stage | None = "fit"
@@ -135,6 +137,8 @@ class FakeRun:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.printed: list[str] = []
         self._actions: list[Callable[[], None]] = []
+        assert attributes.keys() <= vars(self).keys()
+        vars(self).update(attributes)
 
     # What it answers
 

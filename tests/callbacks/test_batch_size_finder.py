@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.callbacks.fake_run import FakeTrialSteps
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
 from trainwright.callbacks import BatchSizeFinder
 from trainwright.callbacks.callback import Callback
@@ -158,8 +158,7 @@ class _AtEpochs(BatchSizeFinder):
 
 def test_a_search_at_a_later_epoch_changes_that_epoch() -> None:
     task = _Hungry(9)
-    trainer = quiet_trainer(callbacks=_AtEpochs(), max_epochs=2, limit_val_batches=0)
-    trainer.fit(task)
+    trainer = fitted(task, callbacks=_AtEpochs(), max_epochs=2, limit_val_batches=0)
     assert _sizes()[:22] == [3] * 21 + [1]
     assert _sizes()[-8:] == [8] * 8
     assert trainer.state.samples == 128

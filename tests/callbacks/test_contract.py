@@ -59,9 +59,7 @@ def log_loss(run: FakeRun) -> None:
 
 
 def used(callback: Callback, root: Path) -> FakeRun:
-    run = FakeRun([callback], root)
-    run.has_validation = True
-    run.max_epochs = 2
+    run = FakeRun([callback], root, has_validation=True, max_epochs=2)
     run.optimizers = [torch.optim.SGD(run.task.parameters(), lr=0.1)]
     run.fit(epochs=2, batches=3, on_step=log_loss)
     return run

@@ -18,8 +18,7 @@ pytest.importorskip("psutil")
 
 
 def test_on_the_cpu_the_host_is_read_at_log_steps(tmp_path: Path) -> None:
-    run = FakeRun([DeviceStatsMonitor()], tmp_path)
-    run.log_every_n_steps = 3
+    run = FakeRun([DeviceStatsMonitor()], tmp_path, log_every_n_steps=3)
     run.fit(epochs=1, batches=7)
     assert [step for step, _ in run.logged] == [3, 6]
     assert set(run.logged[0][1]) == {
@@ -55,8 +54,7 @@ def test_a_backend_without_counters_gives_what_it_has(monkeypatch: pytest.Monkey
 def test_on_an_accelerator_the_host_is_left_out_unless_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory_stats=lambda d: {"a": 1}))
     for wanted, count in ((None, 1), (True, 5)):
-        run = FakeRun([DeviceStatsMonitor(cpu_stats=wanted)], tmp_path)
-        run.device = torch.device("meta")
+        run = FakeRun([DeviceStatsMonitor(cpu_stats=wanted)], tmp_path, device=torch.device("meta"))
         run.fit(epochs=1, batches=1)
         assert len(run.logged[0][1]) == count
 
@@ -75,8 +73,7 @@ def test_a_missing_psutil_is_reported_before_training(tmp_path: Path, monkeypatc
 
 @pytest.mark.requires("cuda", "reads the counters of a real allocator")
 def test_a_real_accelerator_s_counters_are_read(tmp_path: Path) -> None:
-    run = FakeRun([DeviceStatsMonitor()], tmp_path)
-    run.device = torch.device("cuda", 0)
+    run = FakeRun([DeviceStatsMonitor()], tmp_path, device=torch.device("cuda", 0))
     kept = torch.ones(1000, device=run.device)
     run.fit(epochs=1, batches=1)
     assert run.logged[0][1]["DeviceStatsMonitor/allocated_bytes.all.current"] >= kept.nbytes

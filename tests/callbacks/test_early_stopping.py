@@ -25,16 +25,14 @@ def log(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
 
 def fit(callback: EarlyStopping, root: Path, values: Sequence[float]) -> FakeRun:
     """Train one step an epoch; each validation logs the next of `values` as `val_loss`."""
-    run = FakeRun([callback], root)
-    run.has_validation = True
+    run = FakeRun([callback], root, has_validation=True)
     run.fit(epochs=len(values), batches=1, on_validation=log("val_loss", values))
     return run
 
 
 def test_the_end_of_the_epoch_can_be_chosen(tmp_path: Path) -> None:
     callback = EarlyStopping("train_loss", patience=1, check_on_train_epoch_end=True)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=3, batches=4, val_every=2, on_epoch_end=log("train_loss", [1, 2, 3]))
     assert callback.stopped_epoch == 1
 
@@ -85,8 +83,7 @@ def test_when_not_strict_a_missing_metric_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "value"), [("sanity_checking", True), ("stage", "validate"), ("fast_dev_run", True)])
 def test_it_looks_in_real_training_only(tmp_path: Path, how: str, value: object) -> None:
     callback = EarlyStopping("val_loss", patience=0)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.callback_metrics["val_loss"] = NAN
     setattr(run, how, value)
     callback.on_validation_end(run, run.task)  # type: ignore[arg-type]
@@ -102,8 +99,7 @@ def test_all_ranks_stop_by_the_numbers_of_rank_zero(
     seen = []
     for rank, values in ((0, rank_zero), (1, rank_one)):
         callback = EarlyStopping("val_loss", patience=1)
-        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers)
-        run.has_validation = True
+        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers, has_validation=True)
         run.fit(epochs=3, batches=1, on_validation=log("val_loss", values))
         seen.append((run.stops, run.state.epoch, callback.state_dict()))
     assert seen[0] == seen[1]

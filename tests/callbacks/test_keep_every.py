@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.keep_every import KeepEvery
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -91,8 +91,7 @@ def test_a_name_that_is_kept_is_never_replaced(tmp_path: Path) -> None:
 
 def test_it_waits_for_the_first_score(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=5, keep_every=5)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     with pytest.warns(UserWarning, match="Nothing is ranked"):
         run.fit(epochs=1, batches=10, on_validation=lambda run: run.callback_metrics.update(val_loss=1.0))
     assert steps_of(run) == [10]
@@ -109,8 +108,7 @@ def test_another_unit_counts_from_the_resume(tmp_path: Path) -> None:
     earlier = train(first, tmp_path, epochs=2)
     second = ModelCheckpoint(every_n_train_steps=5, keep_every="1 epoch")
     second.load_state_dict(first.state_dict())
-    run = FakeRun([second], tmp_path)
-    run.state = earlier.state
+    run = FakeRun([second], tmp_path, state=earlier.state)
     run.fit(epochs=3, batches=10)
     assert [step for step, _ in run.written] == [25, 30]
     assert steps_of(run) == [6, 12, 18, 30]
@@ -169,8 +167,7 @@ def test_what_is_no_length_is_refused(length: Any) -> None:
 def test_under_a_real_trainer_they_are_on_the_disk_also_after_a_resume(tmp_path: Path) -> None:
     def fit(max_epochs: int, ckpt_path: Any = None) -> list[str]:
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, keep_every="1 epoch")
-        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=saver)
-        trainer.fit(RegressionTask(), regression_loader(4), ckpt_path=ckpt_path)
+        fitted(RegressionTask(), regression_loader(4), ckpt_path=ckpt_path, max_epochs=max_epochs, callbacks=saver)
         return sorted(path.name for path in tmp_path.glob("step=*"))
 
     assert fit(2) == ["step=4", "step=8"]

@@ -105,8 +105,7 @@ def test_momentum_and_weight_decay_are_logged_when_wanted(tmp_path: Path) -> Non
 
 
 def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> None:
-    run = FakeRun([LearningRateMonitor()], tmp_path)
-    run.loggers = []
+    run = FakeRun([LearningRateMonitor()], tmp_path, loggers=[])
     with pytest.raises(ConfigurationError, match="no logger"):
         run.fit(epochs=1, batches=1)
 

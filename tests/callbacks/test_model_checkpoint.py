@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
-from trainwright.callbacks.checkpoint_name import template_fields
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
@@ -34,8 +32,7 @@ def log(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
 
 def fit(callback: ModelCheckpoint, root: Path, values: Sequence[float] = (), epochs: int = 3) -> FakeRun:
     """Run epochs of 5 steps with a validation at each end that logs `val_loss`."""
-    run = FakeRun([callback], root)
-    run.has_validation = True
+    run = FakeRun([callback], root, has_validation=True)
     run.fit(epochs=epochs, batches=5, on_validation=log("val_loss", values or [0.0] * epochs))
     return run
 
@@ -69,16 +66,14 @@ def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(t
 
 def test_a_step_interval_uses_the_numbers_of_a_validation_at_the_same_step(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=4, val_every=2, on_validation=log("val_loss", [7.0, 6.0]))
     assert [(step, request.metrics["val_loss"]) for step, request in run.written] == [(2, 7.0), (4, 6.0)]
 
 
 def test_a_step_that_is_due_twice_is_saved_once(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     with pytest.warns(TrainwrightWarning, match="Nothing is ranked until validation"):
         run.fit(epochs=1, batches=5, val_every=4, on_validation=log("val_loss", [7.0]))
     assert run.saved_names() == ["step=4"]
@@ -107,20 +102,11 @@ def test_a_field_of_the_name_that_was_never_logged_is_an_error(tmp_path: Path) -
 
 def test_a_second_save_at_one_step_is_left_out(tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_top_k=-1)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=2)
     run._validate(None)
     run.step_end()
     assert len(run.written) == 1
-
-
-def test_names_taken_by_another_run_get_a_version_and_are_never_deleted(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
-    callback = ModelCheckpoint(filename="best", monitor="val_loss")
-    run = fit(callback, tmp_path, [3, 2, 1])
-    assert run.saved_names() == ["best", "best-v1"]
-    assert all("best" not in request.remove for _, request in run.written)
 
 
 def test_a_constant_name_is_written_again_in_place(tmp_path: Path) -> None:
@@ -137,8 +123,7 @@ def test_without_the_version_counter_names_are_reused(tmp_path: Path) -> None:
 def test_two_callbacks_in_one_folder_do_not_take_the_same_name(tmp_path: Path) -> None:
     by_loss = ModelCheckpoint(monitor="val_loss")
     latest = ModelCheckpoint()
-    run = FakeRun([by_loss, latest], tmp_path)
-    run.has_validation = True
+    run = FakeRun([by_loss, latest], tmp_path, has_validation=True)
     run.fit(epochs=2, batches=2, on_validation=log("val_loss", [1.0, 2.0]))
     assert by_loss.best_model_path != latest.best_model_path
     assert run.saved_names() == sorted(Path(callback.best_model_path).name for callback in (by_loss, latest))
@@ -152,21 +137,10 @@ def test_save_last_writes_a_copy_each_time(tmp_path: Path) -> None:
     assert callback.last_model_path.endswith("last")
 
 
-def test_a_linked_last_points_to_the_newest_even_when_it_is_not_among_the_best(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", save_last="link")
-    run = fit(callback, tmp_path, [1, 2, 3])
-    link = tmp_path / "checkpoints" / "last"
-    assert not link.readlink().is_absolute()
-    assert link.resolve().name == "epoch=2-step=15"
-    assert run.saved_names() == ["epoch=0-step=5", "epoch=2-step=15", "last"]
-    assert len(run.written) == 3
-
-
 @pytest.mark.parametrize("how", ["fast_dev_run", "sanity_checking", "stage"])
 def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> None:
     callback = ModelCheckpoint(save_last=True)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=0, batches=1)
     run.state.step = 1
     setattr(run, how, {"fast_dev_run": 1, "sanity_checking": True, "stage": "validate"}[how])
@@ -198,8 +172,7 @@ def test_all_ranks_decide_by_the_numbers_of_rank_zero(tmp_path: Path) -> None:
     seen = []
     for rank, values in ((0, [3.0, 1.0, 2.0]), (1, [1.0, 9.0, NAN])):
         callback = ModelCheckpoint(monitor="val_loss", save_top_k=1)
-        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers)
-        run.has_validation = True
+        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers, has_validation=True)
         run.fit(epochs=3, batches=2, on_validation=log("val_loss", values))
         seen.append(([(s, r.name, r.remove, r.metrics) for s, r in run.written], callback.state_dict()))
     assert seen[0] == seen[1]
@@ -215,57 +188,23 @@ def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path)
             run.fit(epochs=1, batches=2, on_validation=log(name, [1.0]))
 
 
-def test_a_resumed_run_goes_on_with_the_index(tmp_path: Path) -> None:
-    first = ModelCheckpoint(monitor="val_loss", save_top_k=2)
-    fit(first, tmp_path, [3, 1, 2])
-    second = ModelCheckpoint(monitor="val_loss", save_top_k=2)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    run = FakeRun([second], tmp_path)
-    run.has_validation = True
-    run.state.step, run.state.epoch = 15, 3
-    run.fit(epochs=4, batches=5, on_validation=log("val_loss", [0.5]))
-    assert run.saved_names() == ["epoch=1-step=10", "epoch=3-step=20"]
-
-
-def test_a_folder_that_was_moved_keeps_its_index(tmp_path: Path) -> None:
-    first = ModelCheckpoint(monitor="val_loss")
-    fit(first, tmp_path / "old", [3, 1, 2])
-    (tmp_path / "old").rename(tmp_path / "new")
-    second = ModelCheckpoint(monitor="val_loss")
-    second.load_state_dict(first.state_dict())
-    run = FakeRun([second], tmp_path / "new")
-    run.has_validation = True
-    run.state.step, run.state.epoch = 15, 3
-    run.fit(epochs=4, batches=5, on_validation=log("val_loss", [0.5]))
-    assert run.saved_names() == ["epoch=3-step=20"]
-
-
 def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp_path: Path) -> None:
     first = ModelCheckpoint(monitor="val_loss")
     fit(first, tmp_path / "a", [3, 1, 2])
     (tmp_path / "b" / "checkpoints" / "epoch=1-step=10").mkdir(parents=True)
     second = ModelCheckpoint(monitor="val_loss")
     second.load_state_dict(first.state_dict())
-    run = FakeRun([second], tmp_path / "b")
-    run.has_validation = True
+    run = FakeRun([second], tmp_path / "b", has_validation=True)
     run.state.step, run.state.epoch = 15, 3
     with pytest.warns(TrainwrightWarning, match="epoch=1-step=10"):
         run.fit(epochs=5, batches=5, on_validation=log("val_loss", [9.0, 8.0]))
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
 
 
-def test_a_new_run_with_the_same_callback_saves_at_steps_that_the_first_saved_at(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
-    FakeRun([callback], tmp_path / "a").fit(epochs=1, batches=3)
-    again = FakeRun([callback], tmp_path / "b")
-    again.fit(epochs=1, batches=3)
-    assert [step for step, _ in again.written] == [3]
-
-
-def test_a_new_run_in_another_folder_ranks_afresh(tmp_path: Path) -> None:
+def test_a_new_run_with_the_same_callback_starts_afresh(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     fit(callback, tmp_path / "a", [1.0], epochs=1)
-    again = fit(callback, tmp_path / "b", [2.0], epochs=1)
+    again = fit(callback, tmp_path / "b", [2.0], epochs=1)  # a save at the same step
     assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
 
 
@@ -310,71 +249,45 @@ def test_several_of_one_class_have_several_states() -> None:
     assert len(keys) == 3
 
 
-def raised(root: Path, **run_options: int) -> FakeRun:
-    callback = OnExceptionCheckpoint(root / "rescue")
-    run = FakeRun([callback], root, **run_options)
-    run.callback_metrics = {"loss": 1.5}
+@pytest.mark.parametrize(("stage", "rank", "expected"), [("fit", 0, ["on_exception"]), ("fit", 1, []), ("test", 0, [])])
+def test_an_exception_in_a_fit_asks_for_one_emergency_checkpoint(
+    stage: Any, rank: int, expected: list[str], tmp_path: Path
+) -> None:
+    callback = OnExceptionCheckpoint(tmp_path / "rescue")
+    run = FakeRun([callback], tmp_path, rank=rank, world_size=2, stage=stage, callback_metrics={"loss": 1.5})
     callback.on_exception(run, run.task, KeyboardInterrupt())  # type: ignore[arg-type]
-    return run
-
-
-def test_the_main_process_asks_for_an_emergency_checkpoint_in_its_folder(tmp_path: Path) -> None:
-    (request,) = raised(tmp_path).emergencies
-    assert (request.folder, request.name, request.metrics) == (tmp_path / "rescue", "on_exception", {"loss": 1.5})
-
-
-def test_the_other_processes_ask_for_nothing(tmp_path: Path) -> None:
-    assert raised(tmp_path, rank=1, world_size=2).emergencies == []
-
-
-def test_an_exception_outside_of_training_saves_nothing(tmp_path: Path) -> None:
-    callback = OnExceptionCheckpoint(tmp_path)
-    run = FakeRun([callback], tmp_path)
-    run.stage = "test"
-    callback.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
-    assert run.emergencies == []
-
-
-def test_its_path_is_known_beforehand(tmp_path: Path) -> None:
-    assert OnExceptionCheckpoint(tmp_path, "rescue").ckpt_path == str(tmp_path / "rescue")
+    found = [(request.folder, request.name, request.metrics) for request in run.emergencies]
+    assert found == [(tmp_path / "rescue", name, {"loss": 1.5}) for name in expected]
+    assert callback.ckpt_path == str(tmp_path / "rescue" / "on_exception")
 
 
 METRICS = {"epoch": 3, "step": 40, "val_loss": 0.123, "val/acc": 0.5, "count": 7.0}
 
 
 @pytest.mark.parametrize(
-    ("template", "name"),
+    ("template", "options", "arguments", "name"),
     [
-        (None, "epoch=3-step=40"),
-        ("{epoch}-{val_loss:.2f}", "epoch=3-val_loss=0.12"),
-        ("run-{epoch:03d}", "run-epoch=003"),
-        ("{count:02d}", "count=07"),
-        ("{val/acc:.1f}", "val_acc=0.5"),
-        ("plain", "plain"),
-        ("{later:.2f}", "later=nan"),
-        ("{epoch}{epoch}", "epoch=3epoch=3"),
+        (None, {}, {}, "epoch=3-step=40"),
+        ("{epoch}-{val_loss:.2f}", {}, {}, "epoch=3-val_loss=0.12"),
+        ("run-{epoch:03d}", {}, {}, "run-epoch=003"),
+        ("{count:02d}", {}, {}, "count=07"),
+        ("{val/acc:.1f}", {}, {}, "val_acc=0.5"),
+        ("plain", {}, {}, "plain"),
+        ("{later:.2f}", {}, {}, "later=nan"),
+        ("{epoch}{epoch}", {}, {}, "epoch=3epoch=3"),
+        ("e{epoch:02d}-acc{val/acc:.2f}", {"auto_insert_metric_name": False}, {}, "e03-acc0.50"),
+        ("{epoch}", {}, {"ver": 2, "prefix": "a"}, "a-epoch=3-v2"),
     ],
 )
-def test_fields_are_filled_in_with_their_names(template: str | None, name: str) -> None:
-    assert ModelCheckpoint(filename=template).format_checkpoint_name(METRICS) == name
-
-
-def test_names_of_fields_can_be_left_out() -> None:
-    callback = ModelCheckpoint(filename="e{epoch:02d}-acc{val/acc:.2f}", auto_insert_metric_name=False)
-    assert callback.format_checkpoint_name(METRICS) == "e03-acc0.50"
-
-
-def test_a_version_and_a_prefix_are_joined_with_hyphens() -> None:
-    assert ModelCheckpoint(filename="{epoch}").format_checkpoint_name(METRICS, ver=2, prefix="a") == "a-epoch=3-v2"
+def test_fields_are_filled_in_with_their_names(
+    template: str | None, options: dict[str, Any], arguments: dict[str, Any], name: str
+) -> None:
+    assert ModelCheckpoint(filename=template, **options).format_checkpoint_name(METRICS, **arguments) == name
 
 
 def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
     with pytest.raises(ConfigurationError, match=r"0\.123 cannot be written as 'd'"):
         ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)
-
-
-def test_the_fields_of_a_template_are_found_in_order() -> None:
-    assert template_fields("{b:.2f}-x-{a}") == ["b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -425,12 +338,6 @@ def test_whatever_was_added_stays_or_was_displaced_once(
     assert len(top.scores) == min(k, len(scores))
 
 
-@given(SCORES, MODES)
-def test_minus_one_keeps_all(scores: list[float], mode: Literal["min", "max"]) -> None:
-    top, gone = keep(scores, -1, mode)
-    assert (len(top.scores), gone) == (len(scores), [])
-
-
 def test_zero_keeps_none() -> None:
     assert not TopK(0, "min").accepts(1.0)
 
@@ -441,9 +348,3 @@ def test_best_and_worst_follow_the_mode(mode: Literal["min", "max"], best: str, 
     for name, score in (("a", 2.0), ("b", 1.0), ("c", 3.0)):
         top.add(name, score)
     assert (top.best, top.kth_best) == (best, kth)
-
-
-def test_a_tie_does_not_replace_what_is_there() -> None:
-    top = TopK(1, "min")
-    top.add("a", 1.0)
-    assert not top.accepts(1.0)

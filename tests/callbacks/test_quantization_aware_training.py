@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import CheckpointError, ConfigurationError, load_quantized_model, quantize_model
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, QuantizationAwareTraining
@@ -172,8 +172,7 @@ def test_the_average_is_quantized() -> None:
 
 def test_a_quantized_task_is_evaluated_but_neither_saved_nor_trained(tmp_path: Path) -> None:
     task = _Task()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[_callback()])
-    trainer.fit(task, _loader())
+    trainer = fitted(task, _loader(), max_epochs=1, callbacks=[_callback()])
     with pytest.raises(CheckpointError, match="_Task has quantized layers, which checkpoints"):
         trainer.save_checkpoint(tmp_path / "after")
     task = pickle.loads(pickle.dumps(task))

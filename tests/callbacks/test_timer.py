@@ -54,8 +54,7 @@ def test_by_epoch_it_waits_for_the_end_of_the_epoch(tmp_path: Path, clock: Clock
 
 def test_elapsed_and_remaining_time_follow_the_clock(tmp_path: Path, clock: Clock) -> None:
     timer = Timer("00:00:01:00")
-    run = FakeRun([timer], tmp_path)
-    run.has_validation = True
+    run = FakeRun([timer], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=3, on_step=clock.tick, on_validation=lambda run: clock.tick(run))
     assert (timer.time_elapsed(), timer.time_elapsed("validate"), timer.time_remaining()) == (8.0, 2.0, 52.0)
     assert (timer.start_time(), timer.end_time(), timer.start_time("test")) == (100.0, 108.0, None)

@@ -21,6 +21,11 @@ def quiet_trainer(**arguments: Any) -> Trainer:
     return runs.quiet_trainer(**{"num_sanity_val_steps": 0, **arguments})
 
 
+def fitted(task: TaskModule, *loaders: Any, **arguments: Any) -> Trainer:
+    """Return `tests.helpers.runs.fitted` that leaves the sanity check out too, unless told otherwise."""
+    return runs.fitted(task, *loaders, **{"num_sanity_val_steps": 0, **arguments})
+
+
 class Tally(Callback):
     """Count training and evaluation batches, and note the epoch and step at which validations ran.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
@@ -106,8 +106,7 @@ def test_tpu_cores_is_an_error_that_names_the_accelerator(cores: Any) -> None:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Return a full checkpoint of two steps."""
-    trainer = quiet_trainer(max_steps=2)
-    trainer.fit(RegressionTask(), regression_loader(8))
+    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
     return trainer.save_checkpoint(tmp_path / "saved")
 
 

@@ -18,6 +18,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import AsyncWriter, find_checkpoints, read_checkpoint, set_fault_hook, verify
 from trainwright.core.errors import CheckpointError, Preempted, TrainwrightWarning
@@ -108,23 +109,19 @@ def test_what_a_run_leaves_does_not_depend_on_how_it_saves(tmp_path: Path, async
 def test_without_async_save_a_checkpoint_stands_before_the_next_step(tmp_path: Path) -> None:
     stood: list[list[int]] = []
 
-    class Look(Callback):
-        def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
-            stood.append(_steps_in(tmp_path))
-
+    look = LambdaCallback(on_train_step_start=lambda trainer, task, group: stood.append(_steps_in(tmp_path)))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    _fit(3, saver, Look(), async_save=False)
+    _fit(3, saver, look, async_save=False)
     assert stood == [[], [1], [1, 2]]
 
 
 def test_everything_is_published_when_on_fit_end_is_heard(tmp_path: Path) -> None:
     stood: list[int] = []
 
-    class Look(Callback):
-        def on_fit_end(self, trainer: Any, task: Any) -> None:
-            stood.extend(found.manifest.step for found in find_checkpoints(tmp_path))
-
-    _fit(3, ModelCheckpoint(tmp_path), Look())
+    look = LambdaCallback(
+        on_fit_end=lambda trainer, task: stood.extend(found.manifest.step for found in find_checkpoints(tmp_path))
+    )
+    _fit(3, ModelCheckpoint(tmp_path), look)
     assert stood == [3]
 
 
@@ -142,12 +139,9 @@ def test_test_and_a_further_fit_find_the_best_and_the_last_of_a_fit_that_has_jus
 def test_several_checkpoints_of_one_moment_are_collected_once(tmp_path: Path) -> None:
     collected: list[int] = []
 
-    class Count(Callback):
-        def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-            collected.append(trainer.state.step)
-
+    count = LambdaCallback(on_save_checkpoint=lambda trainer, task, checkpoint: collected.append(trainer.state.step))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True)
-    _fit(2, saver, Count())
+    _fit(2, saver, count)
     assert collected == [2]
     names = {found.path.name for found in find_checkpoints(tmp_path)}
     assert names == {"last", Path(saver.best_model_path).name}

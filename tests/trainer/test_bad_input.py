@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
@@ -396,8 +396,7 @@ def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
 
 
 def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path)
-    trainer.fit(RegressionTask(), regression_loader())
+    trainer = fitted(RegressionTask(), regression_loader(), max_steps=1, default_root_dir=tmp_path)
     saved = trainer.save_checkpoint(tmp_path / "saved")
     task = RegressionTask()
     task.net[0] = nn.Linear(3, 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TaskError
@@ -166,8 +166,7 @@ class Logging(Callback):
 
 
 def test_callbacks_can_log() -> None:
-    trainer = quiet_trainer(max_epochs=1, callbacks=Logging())
-    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    trainer = fitted(RegressionTask(), regression_loader(4), regression_loader(4), max_epochs=1, callbacks=Logging())
     assert trainer.callback_metrics["index"] == 3.0
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
 

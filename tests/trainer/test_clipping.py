@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted
 
 
 class _SeesGradients(torch.optim.SGD):
@@ -30,8 +30,7 @@ class _Task(RegressionTask):
 
 
 def _gradients(task: RegressionTask | None = None, num_samples: int = 6, **arguments: Any) -> list[torch.Tensor]:
-    trainer = quiet_trainer(max_epochs=1, **arguments)
-    trainer.fit(task or _Task(), regression_loader(num_samples))
+    trainer = fitted(task or _Task(), regression_loader(num_samples), max_epochs=1, **arguments)
     seen: list[torch.Tensor] = trainer.optimizers[0].seen
     return seen
 
@@ -76,11 +75,3 @@ def test_clipping_sees_the_accumulated_gradient_once() -> None:
     expected = torch.autograd.grad(task.loss(whole), list(task.parameters()))
     torch.testing.assert_close(calls[0][2], torch.cat([g.reshape(-1) for g in expected]))
     torch.testing.assert_close(clipped[0].norm(), torch.tensor(0.05), rtol=1e-4, atol=0)
-
-
-def test_the_step_reports_the_norm_before_clipping() -> None:
-    unclipped = _gradients(num_samples=1)
-    trainer = quiet_trainer(max_epochs=1, gradient_clip_val=0.05)
-    trainer.fit(_Task(), regression_loader(1))
-    assert trainer.last_step is not None
-    torch.testing.assert_close(trainer.last_step.grad_norm, unclipped[0].norm())

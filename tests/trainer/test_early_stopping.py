@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import MeasuredTask, quiet_trainer
+from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 
@@ -95,6 +95,5 @@ class _StopsAtSafePoint(Callback):
 
 @pytest.mark.parametrize("how", ["request", "attribute"])
 def test_an_action_at_a_safe_point_stops_at_its_step(how: str) -> None:
-    trainer = quiet_trainer(max_epochs=2, callbacks=_StopsAtSafePoint(3, how))
-    trainer.fit(RegressionTask(), regression_loader(10))
+    trainer = fitted(RegressionTask(), regression_loader(10), max_epochs=2, callbacks=_StopsAtSafePoint(3, how))
     assert (trainer.global_step, trainer.current_epoch) == (3, 1)

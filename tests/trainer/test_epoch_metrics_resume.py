@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, MinMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -109,8 +109,7 @@ def test_an_epoch_that_a_bound_left_open_comes_to_the_very_same_numbers(how: str
     data = TensorDataset(torch.randn(_STEPS * 4, 3, generator=torch.Generator().manual_seed(5)))
     torch.manual_seed(3)
     task, loader = Counting(), DataLoader(data, batch_size=4, shuffle=True)
-    trainer = quiet_trainer(max_epochs=_EPOCHS, max_steps=7, default_root_dir=tmp_path / "run", seed=1)
-    trainer.fit(task, loader)
+    trainer = fitted(task, loader, max_epochs=_EPOCHS, max_steps=7, default_root_dir=tmp_path / "run", seed=1)
     saved = trainer.save_checkpoint(tmp_path / "saved")
     task.epochs.clear()
     if how == "fitted again":

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import Accelerator, DistributedDataParallelKwargs
 from trainwright.callbacks.callback import Callback
@@ -136,8 +136,7 @@ def _leave_out() -> tuple[str, int, str, int]:
     with pytest.raises(TaskError) as caught:
         quiet_trainer(strategy="ddp", callbacks=[told], **options).fit(_LeavesOut(), regression_loader(8))
     assert told.errors == [caught.value]
-    looks = quiet_trainer(strategy="ddp_find_unused_parameters_true", **options)
-    looks.fit(_LeavesOut(), regression_loader(8))
+    looks = fitted(_LeavesOut(), regression_loader(8), strategy="ddp_find_unused_parameters_true", **options)
     with pytest.raises(TaskError) as in_a_loop:
         _own_loop()
     steps = _own_loop(DistributedDataParallelKwargs(find_unused_parameters=True))
@@ -164,7 +163,7 @@ def _own_loop(*handlers: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_unused_parameters_are_an_error_that_names_the_option_in_fits_and_user_written_loops() -> None:
-    for of_fit, fitted, of_loop, num_steps in run_distributed(_leave_out, 2, init=False):
+    for of_fit, steps_of_fit, of_loop, num_steps in run_distributed(_leave_out, 2, init=False):
         assert (
             "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias."
             in of_fit
@@ -176,4 +175,4 @@ def test_unused_parameters_are_an_error_that_names_the_option_in_fits_and_user_w
             "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in of_loop
         )
         assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in of_loop
-        assert (fitted, num_steps) == (4, 3)
+        assert (steps_of_fit, num_steps) == (4, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.hooks import DataHooks, TaskHooks
@@ -108,8 +108,7 @@ def _training_batch(*, last: bool) -> list[str]:
 def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
     notes: list[str] = []
     saver = ModelCheckpoint(tmp_path)
-    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=-1, callbacks=[_EveryCallbackHook(notes), saver])
-    trainer.fit(_EveryTaskHook(notes))
+    fitted(_EveryTaskHook(notes), max_epochs=1, num_sanity_val_steps=-1, callbacks=[_EveryCallbackHook(notes), saver])
     assert notes == [
         "task.configure_callbacks",
         "task.prepare_data",
@@ -131,11 +130,9 @@ def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
 
 def test_a_resumed_fit_lets_checkpoints_be_read_before_it_begins(tmp_path: Path) -> None:
     notes: list[str] = []
-    first = quiet_trainer(max_epochs=1)
-    first.fit(_EveryTaskHook([]))
+    first = fitted(_EveryTaskHook([]), max_epochs=1)
     first.save_checkpoint(tmp_path / "one")
-    trainer = quiet_trainer(max_epochs=2, callbacks=_EveryCallbackHook(notes))
-    trainer.fit(_EveryTaskHook(notes), ckpt_path=tmp_path / "one")
+    fitted(_EveryTaskHook(notes), ckpt_path=tmp_path / "one", max_epochs=2, callbacks=_EveryCallbackHook(notes))
     start = notes.index("task.configure_model")
     expected = ["task.configure_model", *_both("on_load_checkpoint"), "task.configure_optimizers"]
     expected += _both("on_fit_start")
@@ -222,7 +219,6 @@ def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
         def configure_callbacks(self) -> Any:
             return Says("the task's")
 
-    trainer = quiet_trainer(max_epochs=1, callbacks=[Says("the trainer's")])
-    trainer.fit(Task(), regression_loader(1))
+    trainer = fitted(Task(), regression_loader(1), max_epochs=1, callbacks=[Says("the trainer's")])
     trainer.fit(RegressionTask(), regression_loader(1))
     assert notes == ["the task's", "the trainer's"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, verify
@@ -170,8 +170,7 @@ def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> 
 
 
 def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
-    trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
-    trainer.fit(_FailsAt(0, 3, _interrupt), regression_loader(8))
+    trainer = fitted(_FailsAt(0, 3, _interrupt), regression_loader(8), max_epochs=2, on_interrupt="return")
     trainer.fit(RegressionTask(), regression_loader(8))
     assert not trainer.interrupted
     assert (trainer.global_step, trainer.current_epoch) == (16, 2)
@@ -279,8 +278,7 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
 
 
 def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
-    trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
-    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="return")
     assert trainer.interrupted
     assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
     assert trainer.interrupted
@@ -288,8 +286,7 @@ def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
 
 def test_ctrl_c_at_a_prompt_ends_the_stage_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2)
     assert trainer.interrupted
     with pytest.raises(KeyboardInterrupt):
         quiet_trainer(max_epochs=2, on_interrupt="raise").fit(

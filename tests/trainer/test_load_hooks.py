@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError
@@ -99,8 +99,7 @@ class _Scheduled(RegressionTask):
 
 
 def _saved(folder: Path) -> Path:
-    trainer = quiet_trainer(max_steps=3, callbacks=_Looks())
-    trainer.fit(_Scheduled(), regression_loader(8))
+    trainer = fitted(_Scheduled(), regression_loader(8), max_steps=3, callbacks=_Looks())
     return Path(trainer.save_checkpoint(folder / "saved"))
 
 
@@ -129,8 +128,7 @@ class _LooksAtSave(_Looks):
 
 def test_save_and_load_hooks_receive_the_same_checkpoint(tmp_path: Path) -> None:
     looks = _LooksAtSave()
-    trainer = quiet_trainer(max_steps=3, callbacks=looks)
-    trainer.fit(_Scheduled(), regression_loader(8))
+    trainer = fitted(_Scheduled(), regression_loader(8), max_steps=3, callbacks=looks)
     path = trainer.save_checkpoint(tmp_path / "saved")
     quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
     assert looks.seen.pop("own") == 1
@@ -284,8 +282,7 @@ def test_adding_a_parameter_group_under_deepspeed_is_an_error(strategy: str) -> 
 @pytest.fixture
 def unfrozen(tmp_path: Path) -> Path:
     """Return a checkpoint of a run with an added group."""
-    trainer = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
-    trainer.fit(_Head(), regression_loader(8))
+    trainer = fitted(_Head(), regression_loader(8), max_epochs=2, callbacks=_Unfreeze())
     return Path(trainer.save_checkpoint(tmp_path / "saved"))
 
 

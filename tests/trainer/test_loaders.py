@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import Endless, Tally, quiet_trainer
+from tests.trainer.runs import Endless, Tally, fitted, quiet_trainer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule
@@ -99,8 +99,7 @@ class _SumTask(RegressionTask):
 def test_several_training_loaders_are_as_long_as_their_mode_says(mode: Any, batches: int) -> None:
     task = _SumTask()
     loader = CombinedLoader({"a": regression_loader(64), "b": regression_loader(16)}, mode)
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, loader)
+    trainer = fitted(task, loader, max_epochs=1)
     assert trainer.global_step == len(task.shapes) == batches
     missing = sum(not shape["b"] for shape in task.shapes)
     assert missing == (48 if mode == "max_size" else 0)

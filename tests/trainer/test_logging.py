@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
@@ -138,32 +138,6 @@ def test_the_sanity_check_logs_nothing() -> None:
     assert list(logger.values("val_loss")) == [0]
 
 
-def test_a_metric_logged_by_step_and_by_epoch_has_a_name_for_each() -> None:
-    class Both(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.log("loss", self.loss(batch), on_step=True, on_epoch=True)
-            return self.loss(batch)
-
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=2, log_every_n_steps=1, logger=logger)
-    trainer.fit(Both(), regression_loader())
-    by_step = logger.values("loss_step")
-    assert list(by_step) == [0, 1]
-    assert logger.values("loss_epoch") == {1: pytest.approx(sum(by_step.values()) / 2)}
-    assert set(trainer.callback_metrics) >= {"loss", "loss_step", "loss_epoch"}
-
-
-def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
-    logger = MemoryLogger()
-    arguments: dict[str, Any] = {"limit_train_batches": 3, "log_every_n_steps": 2, "logger": logger}
-    first = quiet_trainer(max_steps=5, **arguments)
-    first.fit(CountingTask(), regression_loader())
-    saved = first.save_checkpoint(tmp_path / "saved")
-    quiet_trainer(max_steps=11, **arguments).fit(CountingTask(), regression_loader(), ckpt_path=saved)
-    assert logger.steps == sorted(set(logger.steps))
-    assert set(logger.steps) >= {1, 3, 5, 7, 9}
-
-
 def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
     logger = MemoryLogger()
     quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader())
@@ -187,8 +161,7 @@ class RankTask(RegressionTask):
 
 
 def _log_on_rank() -> dict[str, float]:
-    trainer = quiet_trainer(devices="auto", max_steps=1, log_every_n_steps=1)
-    trainer.fit(RankTask(), regression_loader(4))
+    trainer = fitted(RankTask(), regression_loader(4), devices="auto", max_steps=1, log_every_n_steps=1)
     return dict(trainer.callback_metrics)
 
 
@@ -249,8 +222,7 @@ def _numbers(n: int = 16, **options: Any) -> DataLoader[Any]:
 
 def _read_on_rank() -> dict[str, Any]:
     task = SeenTask()
-    trainer = quiet_trainer(devices="auto", max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(task, _numbers(shuffle=True), _numbers())
+    trainer = fitted(task, _numbers(shuffle=True), _numbers(), devices="auto", max_epochs=2, num_sanity_val_steps=0)
     trainer.test(task, _numbers(), verbose=False)
     trainer.predict(task, _numbers())
     return task.seen
@@ -315,8 +287,7 @@ def test_a_users_own_sampler_keeps_its_order_in_one_process() -> None:
 @pytest.mark.slow
 def test_two_processes_of_the_trainers_own_write_to_the_loggers_once() -> None:
     logger = MemoryLogger()
-    trainer = quiet_trainer(devices=2, max_steps=4, log_every_n_steps=2, logger=logger)
-    trainer.fit(RankTask(), regression_loader(16))
+    fitted(RankTask(), regression_loader(16), devices=2, max_steps=4, log_every_n_steps=2, logger=logger)
     assert logger.steps.count(1) == 1
     assert logger.values("step_sum") == {1: 3, 3: 3}
 
@@ -338,8 +309,7 @@ def test_a_step_called_by_hand_warns_once_for_each_task_and_a_later_fit_logs() -
     first, second = RegressionTask(), RegressionTask()
     _calls_by_hand(first)
     _calls_by_hand(second)
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(first, regression_loader(2))
+    trainer = fitted(first, regression_loader(2), max_epochs=1)
     assert "train_loss" in trainer.callback_metrics
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
+from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks import Timer
 from trainwright.callbacks.callback import Callback
@@ -29,8 +29,7 @@ from trainwright.trainer.trainer import Trainer
 def test_a_fit_ends_at_whichever_bound_comes_first(
     max_epochs: int | None, max_steps: int, steps: int, epoch: int
 ) -> None:
-    trainer = quiet_trainer(max_epochs=max_epochs, max_steps=max_steps)
-    trainer.fit(RegressionTask(), regression_loader(32))
+    trainer = fitted(RegressionTask(), regression_loader(32), max_epochs=max_epochs, max_steps=max_steps)
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
@@ -96,8 +95,7 @@ def test_a_wish_to_stop_in_the_training_step_itself_is_heard() -> None:
             return self.loss(batch)
 
     tally = Tally()
-    trainer = quiet_trainer(max_epochs=5, callbacks=tally)
-    trainer.fit(Task(), regression_loader(10), regression_loader(10))
+    trainer = fitted(Task(), regression_loader(10), regression_loader(10), max_epochs=5, callbacks=tally)
     assert (trainer.global_step, trainer.current_epoch) == (5, 1)
     assert tally.validations == [(0, 5)]
 
@@ -157,14 +155,12 @@ def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | in
 
 def test_a_fast_dev_run_keeps_its_batches_when_gradients_are_accumulated() -> None:
     tally = Tally()
-    trainer = quiet_trainer(fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
-    trainer.fit(RegressionTask(), regression_loader())
+    trainer = fitted(RegressionTask(), regression_loader(), fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
     assert (tally.train_batches, trainer.global_step) == (3, 2)
 
 
 def test_max_samples_ends_a_fit_after_that_many_samples() -> None:
-    trainer = quiet_trainer(max_samples=40)
-    trainer.fit(RegressionTask(), regression_loader(64, 8))
+    trainer = fitted(RegressionTask(), regression_loader(64, 8), max_samples=40)
     assert (trainer.state.samples, trainer.global_step) == (40, 5)
 
 
@@ -173,8 +169,7 @@ def test_max_tokens_ends_a_fit_after_that_many_tokens() -> None:
         def num_tokens(self, batch: Batch) -> int:
             return 100 * len(batch[0])
 
-    trainer = quiet_trainer(max_tokens=1000)
-    trainer.fit(Task(), regression_loader(64, 4))
+    trainer = fitted(Task(), regression_loader(64, 4), max_tokens=1000)
     assert (trainer.state.tokens, trainer.global_step) == (1200, 3)
 
 
@@ -190,8 +185,7 @@ def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatc
             now[0] += 0.3
             return self.loss(batch)
 
-    trainer = quiet_trainer(max_time=max_time)
-    trainer.fit(Task(), regression_loader())
+    trainer = fitted(Task(), regression_loader(), max_time=max_time)
     assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
 
 
@@ -233,8 +227,7 @@ def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
 def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -> None:
     def epochs(stop: Any) -> tuple[int, int]:
         at_second = AfterBatch(lambda run, idx: run.current_epoch == 0 and idx == 1, stop)
-        trainer = quiet_trainer(max_epochs=3, callbacks=[at_second])
-        trainer.fit(RegressionTask(), regression_loader(24, 4))
+        trainer = fitted(RegressionTask(), regression_loader(24, 4), max_epochs=3, callbacks=[at_second])
         return trainer.current_epoch, trainer.state.batch_in_epoch
 
     assert epochs(ask_to_stop) == (1, 0)
@@ -243,8 +236,7 @@ def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -
 
 
 def test_max_steps_ends_a_fit_over_data_without_end() -> None:
-    trainer = quiet_trainer(max_steps=7)
-    trainer.fit(RegressionTask(), DataLoader(Endless(), batch_size=2))
+    trainer = fitted(RegressionTask(), DataLoader(Endless(), batch_size=2), max_steps=7)
     assert (trainer.global_step, trainer.state.samples) == (7, 14)
 
 
@@ -271,8 +263,7 @@ class _SkipsAfterTwo(RegressionTask):
 
 def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch() -> None:
     tally = Tally()
-    trainer = quiet_trainer(max_epochs=3, callbacks=tally)
-    trainer.fit(_SkipsAfterTwo(), regression_loader(8))
+    trainer = fitted(_SkipsAfterTwo(), regression_loader(8), max_epochs=3, callbacks=tally)
     assert tally.train_batches == 6
     assert tally.train_epochs == [0, 1, 2]
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)
@@ -283,8 +274,7 @@ def test_minus_one_from_a_callback_skips_the_rest_of_the_epoch_too() -> None:
         def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 1 else None
 
-    trainer = quiet_trainer(max_epochs=2, callbacks=Skips())
-    trainer.fit(RegressionTask(), regression_loader(8))
+    trainer = fitted(RegressionTask(), regression_loader(8), max_epochs=2, callbacks=Skips())
     assert (trainer.global_step, trainer.current_epoch) == (2, 2)
 
 
@@ -304,8 +294,7 @@ def test_an_epoch_whose_rest_is_skipped_still_steps_the_schedule_of_the_epoch() 
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    trainer = quiet_trainer(max_epochs=3)
-    trainer.fit(Task(), regression_loader(8))
+    trainer = fitted(Task(), regression_loader(8), max_epochs=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import ByHand, Gan, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
 
@@ -20,8 +20,7 @@ from trainwright.core.errors import ConfigurationError, TaskError
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_a_task_that_optimizes_by_hand_trains_as_the_trainer_would(precision: str) -> None:
     by_hand, automatic = ByHand(), RegressionTask()
-    trainer = quiet_trainer(max_epochs=2, precision=precision)
-    trainer.fit(by_hand, regression_loader(8, 2))
+    trainer = fitted(by_hand, regression_loader(8, 2), max_epochs=2, precision=precision)
     quiet_trainer(max_epochs=2, precision=precision).fit(automatic, regression_loader(8, 2))
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic), rtol=0, atol=0)
     assert trainer.global_step == 8
@@ -37,8 +36,7 @@ def test_a_scaled_loss_is_unscaled_before_a_step_by_hand() -> None:
 def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
     task = Gan()
     before = weights_of(task.generator), weights_of(task.discriminator)
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, regression_loader(4))
+    trainer = fitted(task, regression_loader(4), max_epochs=1)
     assert task.trainable == [(True, False), (False, True), (True, True)] * 4
     assert not torch.equal(weights_of(task.generator), before[0])
     assert not torch.equal(weights_of(task.discriminator), before[1])
@@ -73,14 +71,12 @@ def test_accumulation_by_hand_equals_the_trainers() -> None:
 
 
 def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped() -> None:
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(ByHand(4), regression_loader(16))
+    trainer = fitted(ByHand(4), regression_loader(16), max_epochs=1)
     assert (trainer.global_step, trainer.state.batches) == (4, 16)
 
 
 def test_max_steps_ends_a_fit_by_hand_after_so_many_optimizer_steps() -> None:
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(ByHand(4), regression_loader(64))
+    trainer = fitted(ByHand(4), regression_loader(64), max_steps=3)
     assert (trainer.global_step, trainer.state.batches) == (3, 12)
 
 
@@ -92,8 +88,7 @@ def test_a_step_of_the_plain_optimizer_counts_too() -> None:
             self.manual_backward(self.loss(batch))
             optimizer.step()
 
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(Task(), regression_loader(8))
+    trainer = fitted(Task(), regression_loader(8), max_steps=3)
     assert trainer.global_step == 3
 
 
@@ -106,8 +101,7 @@ def test_schedules_are_the_tasks_own_affair() -> None:
         def on_train_epoch_end(self) -> None:
             self.lr_schedulers().step()
 
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(Task(), regression_loader(4))
+    trainer = fitted(Task(), regression_loader(4), max_epochs=2)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 
 
@@ -65,8 +65,7 @@ def test_a_task_that_is_in_evaluation_mode_as_a_whole_is_trained_in_it() -> None
 
     task = Task()
     task.eval()
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, regression_loader(2), regression_loader(2))
+    trainer = fitted(task, regression_loader(2), regression_loader(2), max_epochs=1)
     assert trainer.global_step == 2
 
 
@@ -106,8 +105,7 @@ def test_without_inference_mode_an_evaluation_step_may_switch_gradients_on() -> 
                 (slope,) = torch.autograd.grad(self(inputs).sum(), inputs)
             self.log("slope", slope.abs().sum())
 
-    trainer = quiet_trainer(max_epochs=1, inference_mode=False)
-    trainer.fit(Task(), regression_loader(2), regression_loader(2))
+    trainer = fitted(Task(), regression_loader(2), regression_loader(2), max_epochs=1, inference_mode=False)
     assert trainer.callback_metrics["slope"] > 0
 
 

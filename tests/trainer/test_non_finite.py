@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 
 from tests.helpers.runs import assert_equal_weights, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
@@ -64,9 +64,8 @@ def batches(num: int, *without: int) -> list[Batch]:
 
 
 def skip(task: RegressionTask, loader: Any, **arguments: Any) -> Trainer:
-    trainer = quiet_trainer(**{"max_epochs": 1, "on_nonfinite": "skip", **arguments})
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        trainer.fit(task, loader)
+        trainer = fitted(task, loader, **{"max_epochs": 1, "on_nonfinite": "skip", **arguments})
     return trainer
 
 
@@ -220,8 +219,7 @@ def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-26)
 
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise")
-    trainer.fit(Steep(), regression_loader(4))
+    trainer = fitted(Steep(), regression_loader(4), max_epochs=1, on_nonfinite="raise")
     assert trainer.global_step == 4
 
 
@@ -251,8 +249,7 @@ def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule(list
     task, without = Bad((0, 1), (0, 4), (0, 5)), Bad()
     callbacks = [RecordingCallback("on_before_zero_grad")] if listens else []
     trainer = skip(task, batches(6), callbacks=callbacks)
-    expected = quiet_trainer(max_epochs=1)
-    expected.fit(without, batches(6, 1, 4, 5))
+    expected = fitted(without, batches(6, 1, 4, 5), max_epochs=1)
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert trainer.run.loop.schedules.state_dict() == expected.run.loop.schedules.state_dict()
@@ -334,8 +331,7 @@ def test_running_statistics_of_a_bad_forward_are_undone() -> None:
 
 @pytest.mark.parametrize(("num", "warned"), [(5, 5), (20, 7)])
 def test_warnings_become_rarer(num: int, warned: int, recwarn: pytest.WarningsRecorder) -> None:
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="skip")
-    trainer.fit(Bad(*((0, i) for i in range(num))), batches(num))
+    trainer = fitted(Bad(*((0, i) for i in range(num))), batches(num), max_epochs=1, on_nonfinite="skip")
     assert len([w for w in recwarn if "it is skipped" in str(w.message)]) == warned  # 1 to 5, 8, 16
     assert len(trainer.skipped_batches) == num
     recwarn.clear()
@@ -380,8 +376,7 @@ def test_looking_up_the_ids_of_a_sampler_of_ones_own_does_not_change_the_order(k
 def test_the_list_is_in_the_checkpoint(tmp_path: Path) -> None:
     trainer = skip(Bad((0, 1)), batches(4), max_steps=2)
     trainer.save_checkpoint(tmp_path / "here")
-    resumed = quiet_trainer(max_epochs=1, on_nonfinite="skip")
-    resumed.fit(Bad(), batches(4), ckpt_path=tmp_path / "here")
+    resumed = fitted(Bad(), batches(4), ckpt_path=tmp_path / "here", max_epochs=1, on_nonfinite="skip")
     assert resumed.skipped_batches == trainer.skipped_batches
 
 
@@ -451,8 +446,7 @@ def test_a_gradient_that_overflows_under_scaling_is_the_scalers_business(policy:
 def test_a_loss_that_is_no_number_is_ours_also_under_scaling_and_the_scale_stays() -> None:
     task, without = _NoSchedule((0, 1)), _NoSchedule()
     trainer = skip(task, batches(4), precision="16-mixed")
-    expected = quiet_trainer(max_epochs=1, precision="16-mixed")
-    expected.fit(without, batches(4, 1))
+    expected = fitted(without, batches(4, 1), max_epochs=1, precision="16-mixed")
     assert trainer.strategy.state_dict() == expected.strategy.state_dict()
     assert_equal_weights(weights_of(task), weights_of(without))
 
@@ -479,9 +473,8 @@ def saves(every: int) -> ModelCheckpoint:
 def roll_back(task: RegressionTask, loader: Any, folder: Path, **arguments: Any) -> Trainer:
     """Fit an epoch with a checkpoint of every third step and at least one rollback."""
     defaults = {"max_epochs": 1, "callbacks": saves(3), "on_nonfinite": "rollback", "default_root_dir": folder}
-    trainer = quiet_trainer(**{**defaults, **arguments})
     with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, loader)
+        trainer = fitted(task, loader, **{**defaults, **arguments})
     return trainer
 
 
@@ -490,19 +483,22 @@ def roll_back(task: RegressionTask, loader: Any, folder: Path, **arguments: Any)
 def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(epoch: int, async_save: bool, tmp_path: Path) -> None:
     here = epoch, 4
     task, without = Bad(here), Bad(here)
-    trainer = quiet_trainer(
-        max_epochs=epoch + 1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path / "run",
-        async_save=async_save,
-    )  # fmt: skip
     with pytest.warns(TrainwrightWarning, match="Rolled back from step") as warned:
-        trainer.fit(task, regression_loader(12, 2))
+        trainer = fitted(
+            task,
+            regression_loader(12, 2),
+            max_epochs=epoch + 1,
+            callbacks=saves(3),
+            on_nonfinite="rollback",
+            default_root_dir=tmp_path / "run",
+            async_save=async_save,
+        )
     assert len(warned) == 1
     assert task.seen.count(here) == 1
     assert task.seen.count((epoch, 3)) == 2
     assert (trainer.global_step, trainer.state.batches) == (6 * epoch + 5, 6 * epoch + 6)
-    expected = quiet_trainer(max_epochs=epoch + 1, on_nonfinite="skip")
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        expected.fit(without, regression_loader(12, 2))
+        expected = fitted(without, regression_loader(12, 2), max_epochs=epoch + 1, on_nonfinite="skip")
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert [s.first_batch for s in trainer.skipped_batches] == [4]
@@ -528,11 +524,15 @@ def test_a_rollback_restores_the_generators(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_an_epochs_end_is_gone_back_to(tmp_path: Path) -> None:
     task, without = Bad((1, 1), (1, 2)), Bad()
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=ModelCheckpoint(), on_nonfinite="rollback", default_root_dir=tmp_path
-    )
     with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
-        trainer.fit(task, regression_loader(8, 2, shuffle=True))
+        trainer = fitted(
+            task,
+            regression_loader(8, 2, shuffle=True),
+            max_epochs=2,
+            callbacks=ModelCheckpoint(),
+            on_nonfinite="rollback",
+            default_root_dir=tmp_path,
+        )
     assert len(warned) == 2
     expected = quiet_trainer(max_epochs=2, on_nonfinite="skip", seed=trainer.seed)
     without.bad = ((1, 1), (1, 2))
@@ -558,8 +558,7 @@ def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_
 
 
 def test_the_checkpoint_that_a_run_was_resumed_from_can_be_gone_back_to(tmp_path: Path) -> None:
-    first = quiet_trainer(max_steps=2)
-    first.fit(Bad(), batches(6))
+    first = fitted(Bad(), batches(6), max_steps=2)
     first.save_checkpoint(tmp_path / "elsewhere" / "start")
     task = Bad((0, 4))
     trainer = quiet_trainer(max_epochs=1, on_nonfinite="rollback", default_root_dir=tmp_path)
@@ -621,15 +620,18 @@ def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path:
     """The weights in a checkpoint may be the average: training goes on with those that were trained."""
     bad = (1, 1), (1, 5), (2, 1)  # the first sends it back into epoch 0, before the second one begins to average
     task, without = Bad(*bad), Bad(*bad)
-    trainer = quiet_trainer(
-        max_epochs=3, callbacks=[make(), saves(4)], on_nonfinite="rollback", default_root_dir=tmp_path
-    )
     with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
-        trainer.fit(task, regression_loader(12, 2))
+        fitted(
+            task,
+            regression_loader(12, 2),
+            max_epochs=3,
+            callbacks=[make(), saves(4)],
+            on_nonfinite="rollback",
+            default_root_dir=tmp_path,
+        )
     assert len([w for w in warned if "Rolled back" in str(w.message)]) == 3
-    expected = quiet_trainer(max_epochs=3, callbacks=[make()], on_nonfinite="skip")
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        expected.fit(without, regression_loader(12, 2))
+        fitted(without, regression_loader(12, 2), max_epochs=3, callbacks=[make()], on_nonfinite="skip")
     assert_equal_weights(weights_of(task), weights_of(without))
 
 

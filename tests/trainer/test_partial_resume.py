@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -82,16 +83,19 @@ def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -
         assert resume(run, "last")[0] == 9
 
 
-def test_last_is_an_error_if_damage_shall_be_one(run: Path) -> None:
-    damage(run / "checkpoints" / "2")
-    with pytest.raises(CheckpointError, match=r"/2.*on_damaged='fall_back'"):
-        resume(run, "last", on_damaged="error")
-
-
-def test_an_explicit_path_that_is_damaged_is_an_error(run: Path) -> None:
-    damage(run / "checkpoints" / "1")
-    with pytest.raises(CheckpointError, match="/1 is damaged"):
-        resume(run, run / "checkpoints" / "1")
+@pytest.mark.parametrize(
+    ("damaged", "ckpt_path", "options", "message"),
+    [
+        ("2", "last", {"on_damaged": "error"}, r"/2.*on_damaged='fall_back'"),
+        ("1", "1", {}, "/1 is damaged"),
+        ("0", "0", {"on_damaged": "fall_back"}, r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"),
+    ],
+    ids=["last, if damage shall be one", "an explicit path", "nothing to fall back to"],
+)
+def test_damage_is_an_error(damaged: str, ckpt_path: str, options: dict[str, Any], message: str, run: Path) -> None:
+    damage(run / "checkpoints" / damaged)
+    with pytest.raises(CheckpointError, match=message):
+        resume(run, ckpt_path if ckpt_path == "last" else run / "checkpoints" / ckpt_path, **options)
 
 
 def test_an_explicit_path_falls_back_to_the_newest_earlier_one_if_told_and_names_both(run: Path) -> None:
@@ -105,12 +109,6 @@ def test_a_checkpoint_without_a_readable_manifest_falls_back_to_the_newest_of_al
     with pytest.warns(TrainwrightWarning, match=r"/1/manifest\.json.*Falling back to .*/2\.") as caught:
         assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 13
     assert len(caught) == 1
-
-
-def test_with_nothing_to_fall_back_to_the_damage_is_the_error(run: Path) -> None:
-    damage(run / "checkpoints" / "0")
-    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"):
-        resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
 
 
 def test_a_path_that_is_not_there_is_no_damage(run: Path) -> None:
@@ -143,20 +141,18 @@ def scored(tmp_path: Path) -> Any:
     saver = ModelCheckpoint(
         filename="{epoch}", monitor="score", mode="max", save_top_k=-1, auto_insert_metric_name=False
     )
-    trainer = quiet_trainer(max_epochs=3, callbacks=[saver], default_root_dir=tmp_path)
-    trainer.fit(Scored([1.0, 3.0, 2.0]), loader())
+    trainer = fitted(Scored([1.0, 3.0, 2.0]), loader(), max_epochs=3, callbacks=[saver], default_root_dir=tmp_path)
     trainer.max_epochs = 4
     return trainer
 
 
-def test_the_best_is_verified_before_it_is_used(scored: Any) -> None:
+@pytest.mark.parametrize("told", [False, True], ids=["an error", "the next best if told"])
+def test_the_best_is_verified_before_it_is_used(scored: Any, told: bool) -> None:
     damage(scored.checkpoint_dir / "1")
-    with pytest.raises(CheckpointError, match="/1 is damaged"):
-        scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best")
-
-
-def test_the_best_falls_back_to_the_next_best_if_told(scored: Any) -> None:
-    damage(scored.checkpoint_dir / "1")
+    if not told:
+        with pytest.raises(CheckpointError, match="/1 is damaged"):
+            scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best")
+        return
     with pytest.warns(TrainwrightWarning, match=r"/1 is damaged.* Falling back to .*/2, the best valid checkpoint"):
         scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best", on_damaged="fall_back")
     assert scored.global_step == 16
@@ -280,26 +276,23 @@ class Counting(Callback):
         return {"count": 1}
 
 
-def test_a_new_callback_starts_anew_with_a_warning(run: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=4, callbacks=[Counting(), ModelCheckpoint(filename="{epoch}", save_top_k=-1)], default_root_dir=run
-    )
-    with pytest.warns(TrainwrightWarning, match="holds no state of the callback 'Counting'") as caught:
-        trainer.fit(DecayingTask(), loader(), ckpt_path="last")
-    assert len(caught) == 1
-
-
-def test_a_new_callback_that_was_allowed_is_not_warned_of(run: Path) -> None:
-    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=4, callbacks=[Counting(), saver], default_root_dir=run)
-    trainer.fit(DecayingTask(), loader(), ckpt_path="last", allow_missing=["callbacks"])  # warnings are errors here
-
-
-def test_a_new_logger_starts_a_log_of_its_own_with_a_warning(run: Path) -> None:
-    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=4, callbacks=[saver], default_root_dir=run, logger=[CSVLogger(run / "logs")])
-    with pytest.warns(TrainwrightWarning, match="holds no state of the CSVLogger"):
-        trainer.fit(DecayingTask(), loader(), ckpt_path="last")
+@pytest.mark.parametrize(
+    ("new", "options", "message"),
+    [
+        ("callback", {}, "holds no state of the callback 'Counting'"),
+        ("callback", {"allow_missing": ["callbacks"]}, None),
+        ("logger", {}, "holds no state of the CSVLogger"),
+    ],
+)
+def test_a_new_callback_or_logger_starts_anew_with_a_warning_unless_allowed(
+    new: str, options: dict[str, Any], message: str | None, run: Path
+) -> None:
+    callbacks: list[Any] = [ModelCheckpoint(filename="{epoch}", save_top_k=-1)]
+    callbacks += [Counting()] if new == "callback" else []
+    logger = [CSVLogger(run / "logs")] if new == "logger" else False
+    trainer = quiet_trainer(max_epochs=4, callbacks=callbacks, default_root_dir=run, logger=logger)
+    with pytest.warns(TrainwrightWarning, match=message) if message else contextlib.nullcontext():
+        trainer.fit(DecayingTask(), loader(), ckpt_path="last", **options)
 
 
 class Data(DataModule):
@@ -414,8 +407,7 @@ def test_strict_true_wins_over_the_tasks_own_word(run: Path) -> None:
 def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = quiet_trainer(max_epochs=2)
-    first.fit(DecayingTask(), loader())
+    first = fitted(DecayingTask(), loader(), max_epochs=2)
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=kind == "weights")
     recorder, begun = StepRecorder(), RecordingCallback("on_train_start", note=lambda _, t: weights_of(t.task))
     trainer = quiet_trainer(max_epochs=1, callbacks=[recorder, begun])
@@ -427,15 +419,13 @@ def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
 
 
 def test_weights_only_takes_a_trainer_that_has_trained_back_to_step_0(run: Path) -> None:
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(DecayingTask(), loader())
+    trainer = fitted(DecayingTask(), loader(), max_epochs=2)
     trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "2", load_weights_only=True)
     assert trainer.global_step == 8
 
 
 def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: Path) -> None:
-    first = quiet_trainer(max_epochs=1)
-    first.fit(DecayingTask(), loader())
+    first = fitted(DecayingTask(), loader(), max_epochs=1)
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=True)
     with pytest.raises(CheckpointError, match=r"holds weights only.*load_weights_only=True"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
@@ -462,8 +452,7 @@ def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
 def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: Any, tmp_path: Path) -> None:
     first = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=2, shuffle=True)
     for steps in (3, 4):
-        trainer = quiet_trainer(max_steps=steps)
-        trainer.fit(RegressionTask(), first)
+        trainer = fitted(RegressionTask(), first, max_steps=steps)
         trainer.save_checkpoint(tmp_path / f"step={steps}")
     with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
         quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
@@ -471,7 +460,6 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
 
 
 def test_another_batch_size_over_the_same_data_is_not_warned_of(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=2)
-    trainer.fit(RegressionTask(), regression_loader(8, 2))
+    trainer = fitted(RegressionTask(), regression_loader(8, 2), max_steps=2)
     trainer.save_checkpoint(tmp_path / "saved")
     quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(8, 1), ckpt_path=tmp_path / "saved")

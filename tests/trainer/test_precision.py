@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer, weights_of
+from tests.trainer.runs import fitted, quiet_trainer, weights_of
 
 # name → dtype of the parameters, dtype that a matrix product gives in a training step
 _PRECISIONS = {
@@ -45,8 +45,7 @@ class _Looks(RegressionTask):
 @pytest.mark.parametrize("precision", _PRECISIONS)
 def test_a_precision_sets_the_dtypes_of_parameters_and_products(precision: str) -> None:
     task = _Looks()
-    trainer = quiet_trainer(max_epochs=4, precision=precision)
-    trainer.fit(task, regression_loader(16, 4))
+    trainer = fitted(task, regression_loader(16, 4), max_epochs=4, precision=precision)
     assert task.dtypes == {_PRECISIONS[precision]}
     assert task.made == {_PRECISIONS[precision][0]}
     assert torch.get_default_dtype() == torch.float32
@@ -117,8 +116,7 @@ def test_two_runs_from_one_seed_are_equal_bit_for_bit() -> None:
     def run() -> torch.Tensor:
         torch.manual_seed(3)
         task = RegressionTask(dropout=0.5, momentum=0.9)
-        trainer = quiet_trainer(max_epochs=2, deterministic=True, seed=3)
-        trainer.fit(task, regression_loader(16, 2, shuffle=True))
+        fitted(task, regression_loader(16, 2, shuffle=True), max_epochs=2, deterministic=True, seed=3)
         return weights_of(task)
 
     assert torch.equal(run(), run())

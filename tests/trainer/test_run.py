@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
@@ -70,8 +70,7 @@ class _Calls(Callback):
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
 def test_a_verb_within_a_fit_is_refused_and_the_fit_goes_on(verb: str, threaded: bool) -> None:
     calls = _Calls(verb, threaded)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[calls])
-    trainer.fit(RegressionTask(), regression_loader(4, 2))
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=2, callbacks=[calls])
     assert re.match(rf"trainer\.{verb}\(\) was called while fit\(\) runs", str(calls.error))
     assert trainer.global_step == 4
     assert trainer.state.finished
@@ -94,8 +93,7 @@ def test_what_a_run_knows_can_be_read_and_not_set() -> None:
 
 
 def test_a_trainer_is_sent_without_its_run() -> None:
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(RegressionTask(), regression_loader(4, 2))
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=1)
     sent = pickle.loads(pickle.dumps(trainer))
     assert sent.global_step == 2
     assert sent.history.run_id == trainer.history.run_id

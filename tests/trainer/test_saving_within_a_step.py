@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.checkpoint import newest_valid, read_checkpoint, verify
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -129,13 +130,10 @@ def test_a_run_that_was_interrupted_beside_a_validation_comes_to_the_same_end(
 def test_an_older_score_is_still_known_after_a_resume(tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    class Looking(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            seen.append(trainer.callback_metrics.get("score"))
-
+    looking = LambdaCallback(on_train_start=lambda trainer, task: seen.append(trainer.callback_metrics.get("score")))
     saved = tmp_path / "saved"
     train(tmp_path, saving_at("on_train_step_end", 7, saved), interval=1.0)
-    train(tmp_path, Looking(), interval=1.0, resume=saved)
+    train(tmp_path, looking, interval=1.0, resume=saved)
     assert seen[0] is not None
 
 
@@ -191,9 +189,8 @@ def _whole(task: RegressionTask) -> dict[str, torch.Tensor]:
 
 
 def _resume(path: Path, task: RegressionTask) -> dict[str, torch.Tensor]:
-    trainer = quiet_trainer(max_epochs=1)
     with pytest.warns(TrainwrightWarning, match=_LATER):
-        trainer.fit(task, regression_loader(_STEPS), ckpt_path=path)
+        trainer = fitted(task, regression_loader(_STEPS), ckpt_path=path, max_epochs=1)
     assert trainer.global_step == _STEPS
     return weights_of(task)
 
@@ -210,16 +207,14 @@ def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[B
 
 
 def test_a_trainer_can_save_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
-    trainer.fit(_Fails(KeyboardInterrupt), regression_loader(_STEPS))
+    trainer = fitted(_Fails(KeyboardInterrupt), regression_loader(_STEPS), max_epochs=1, on_interrupt="return")
     saved = trainer.save_checkpoint(tmp_path / "mine")
     assert read_checkpoint(saved).state["step"] == 3
     assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
 
 
 def test_a_checkpoint_between_two_steps_resumes_without_a_warning(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(_Fails(None), regression_loader(_STEPS))
+    trainer = fitted(_Fails(None), regression_loader(_STEPS), max_steps=3)
     resumed = quiet_trainer(max_epochs=1)
     resumed.fit(_Fails(None), regression_loader(_STEPS), ckpt_path=trainer.save_checkpoint(tmp_path / "mine"))
     assert resumed.global_step == _STEPS
@@ -276,8 +271,7 @@ def test_saving_within_a_step_of_a_stateful_loader_is_an_error(tmp_path: Path) -
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.at = state["at"]
 
-    trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
-    trainer.fit(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2))
+    trainer = fitted(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2), max_epochs=1, on_interrupt="return")
     with pytest.raises(ConfigurationError, match="stateful loader had already read"):
         trainer.save_checkpoint(tmp_path / "mine")
 
@@ -295,15 +289,9 @@ def test_saving_before_the_run_or_within_a_step_is_an_error(hook: str, tmp_path:
 _BATCHES = 9
 
 
-class At13(Callback):
-    """Does something after step 13."""
-
-    def __init__(self, act: Callable[[Any], object]) -> None:
-        self.act = act
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        if trainer.global_step == 13:
-            self.act(trainer)
+def at_13(act: Callable[[Any], object]) -> Callback:
+    """Return a callback that does something after step 13."""
+    return LambdaCallback(on_train_step_end=lambda trainer, task, result: trainer.global_step == 13 and act(trainer))
 
 
 def fail(trainer: Any) -> None:
@@ -314,10 +302,10 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
     "max_steps in an epoch": ({"max_steps": 13}, [], 13),
     "max_steps at an epoch's end": ({"max_steps": 18}, [], 18),
     "max_epochs": ({"max_epochs": 2}, [], 18),
-    "a stop request": ({"max_epochs": 3}, [At13(lambda trainer: setattr(trainer, "should_stop", True))], 13),
-    "max_time": ({"max_epochs": 3}, [At13(lambda trainer: trainer.request_stop("time", closes_epoch=False))], 13),
-    "a signal": ({"max_epochs": 3}, [At13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
-    "an error": ({"max_epochs": 3}, [At13(fail)], 13),
+    "a stop request": ({"max_epochs": 3}, [at_13(lambda trainer: setattr(trainer, "should_stop", True))], 13),
+    "max_time": ({"max_epochs": 3}, [at_13(lambda trainer: trainer.request_stop("time", closes_epoch=False))], 13),
+    "a signal": ({"max_epochs": 3}, [at_13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
+    "an error": ({"max_epochs": 3}, [at_13(fail)], 13),
 }
 SAVERS: dict[str, dict[str, Any] | None] = {
     "default": None,

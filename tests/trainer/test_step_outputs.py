@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.core.state import StepResult
@@ -113,8 +113,7 @@ def test_outputs_are_a_dict_with_the_loss_that_the_step_returned(automatic: bool
 @pytest.mark.parametrize("automatic", [True, False])
 def test_outputs_are_empty_where_the_step_returned_nothing(automatic: bool) -> None:
     keeps = _Keeps()
-    trainer = quiet_trainer(max_epochs=1, callbacks=keeps)
-    trainer.fit(_Returns(lambda loss, predicted: None, automatic), regression_loader(3))
+    fitted(_Returns(lambda loss, predicted: None, automatic), regression_loader(3), max_epochs=1, callbacks=keeps)
     assert [outputs for outputs, *_ in keeps.seen["on_train_batch_end"]] == [{}] * 3
 
 

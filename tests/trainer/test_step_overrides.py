@@ -10,8 +10,8 @@ import torch
 from torch.optim import Optimizer
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
-from tests.trainer.runs import quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
+from tests.trainer.runs import fitted, quiet_trainer, weights_of
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 
@@ -41,9 +41,8 @@ def test_a_step_may_return_none_to_skip_its_batch() -> None:
 
     task = Task()
     before = weights_of(task)
-    trainer = quiet_trainer(max_epochs=2)
     with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches") as told:
-        trainer.fit(task, regression_loader(4))
+        trainer = fitted(task, regression_loader(4), max_epochs=2)
     assert len(told) == 1
     assert torch.equal(weights_of(task), before)
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
@@ -128,11 +127,8 @@ def test_the_closure_gives_the_loss_of_this_very_step() -> None:
         ) -> None:
             given.append(float(optimizer.step(optimizer_closure)))  # type: ignore[arg-type,func-returns-value]
 
-    class Notes(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            reported.append(float(result.loss))
-
-    quiet_trainer(max_epochs=1, callbacks=Notes()).fit(Task(), regression_loader(4))
+    notes = LambdaCallback(on_train_step_end=lambda trainer, task, result: reported.append(float(result.loss)))
+    quiet_trainer(max_epochs=1, callbacks=notes).fit(Task(), regression_loader(4))
     assert given == reported
     assert len(given) == 4
 
@@ -194,8 +190,7 @@ class _Lbfgs(RegressionTask):
 
 def test_lbfgs_trains_as_in_a_loop_written_by_hand() -> None:
     task, by_hand = _Lbfgs(), _Lbfgs()
-    trainer = quiet_trainer(max_epochs=3)
-    trainer.fit(task, regression_loader(8, 8))
+    trainer = fitted(task, regression_loader(8, 8), max_epochs=3)
     optimizer = by_hand.configure_optimizers()
     batch = list(regression_data(8).tensors)
 

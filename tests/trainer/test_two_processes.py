@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import ByHand, Gan, Tally, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, Gan, Tally, fitted, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import WorkerError
 
@@ -116,11 +116,9 @@ def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> N
 
 def _save_after_the_fit(folder: Path) -> bool:
     task = RegressionTask()
-    trainer = quiet_trainer(devices="auto", max_epochs=1)
-    trainer.fit(task, regression_loader(4))
+    trainer = fitted(task, regression_loader(4), devices="auto", max_epochs=1)
     trainer.save_checkpoint(folder / "after")
-    more = quiet_trainer(devices="auto", max_epochs=2)
-    more.fit(RegressionTask(), regression_loader(4), ckpt_path=folder / "after")
+    more = fitted(RegressionTask(), regression_loader(4), ckpt_path=folder / "after", devices="auto", max_epochs=2)
     return more.global_step == 2 * trainer.global_step
 
 

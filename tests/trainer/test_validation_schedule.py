@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import Tally, quiet_trainer
+from tests.trainer.runs import Tally, fitted, quiet_trainer
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 
@@ -17,8 +17,7 @@ from trainwright.core.errors import ConfigurationError
 def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
     """Return (epoch, step) of every validation of a fit."""
     tally = Tally()
-    trainer = quiet_trainer(callbacks=tally, **arguments)
-    trainer.fit(RegressionTask(), regression_loader(batches), regression_loader(val_batches))
+    fitted(RegressionTask(), regression_loader(batches), regression_loader(val_batches), callbacks=tally, **arguments)
     return tally.validations
 
 
