@@ -220,31 +220,28 @@ def test_loaders_that_were_handed_over_are_refused() -> None:
         Tuner(quiet_trainer()).scale_batch_size(_Hungry(), regression_loader())
 
 
-def test_a_loader_that_does_not_follow_the_attribute_is_an_error() -> None:
-    class Task(_Hungry):
-        def train_dataloader(self) -> Any:
-            return regression_loader(64, 16)
-
-    task = Task()
-    with pytest.raises(ConfigurationError, match="batch_size was set to 2, but the loader makes batches of 16"):
-        Tuner(quiet_trainer()).scale_batch_size(task)
-    assert task.batch_size == 3
+class _Fixed(_Hungry):
+    def train_dataloader(self) -> Any:
+        return regression_loader(64, 16)
 
 
-def test_a_task_of_which_not_one_sample_fits_is_an_error() -> None:
-    task = _Hungry(0)
-    with pytest.raises(TrainwrightError, match="not even one sample fits into memory: OutOfMemoryError: CUDA out of"):
-        Tuner(quiet_trainer()).scale_batch_size(task)
-    assert task.batch_size == 3
+class _Mistaken(_Hungry):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        raise ZeroDivisionError("mine")
 
 
-def test_another_error_passes_through() -> None:
-    class Task(_Hungry):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            raise ZeroDivisionError("mine")
-
-    task = Task()
-    with pytest.raises(ZeroDivisionError, match="mine"):
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (_Fixed, ConfigurationError, "batch_size was set to 2, but the loader makes batches of 16"),
+        (lambda: _Hungry(0), TrainwrightError, "not even one sample fits into memory: OutOfMemoryError: CUDA out of"),
+        (_Mistaken, ZeroDivisionError, "mine"),
+    ],
+    ids=["a loader that does not follow", "not one sample fits", "an error of the task"],
+)
+def test_an_error_leaves_the_size_as_it_was(make: Any, error: type[Exception], message: str) -> None:
+    task = make()
+    with pytest.raises(error, match=message):
         Tuner(quiet_trainer()).scale_batch_size(task)
     assert task.batch_size == 3
 
@@ -304,8 +301,6 @@ class _Bounded(FakeTrialSteps):
 
 
 class _Run:
-    """What a finder asks of a run."""
-
     fast_dev_run = False
     datamodule = None
     world_size = 4

@@ -228,8 +228,6 @@ def test_without_a_checkpoint_from_before_the_spike_training_goes_on(tmp_path: P
 
 
 class _SavesAt(Callback):
-    """Asks for a checkpoint after some batches."""
-
     def __init__(self, *batches: int) -> None:
         self.batches = batches
 

@@ -21,8 +21,6 @@ class _Double(TaskModule):
 
 
 class _Writer(BasePredictionWriter):
-    """Notes what it is told to write."""
-
     def __init__(self, write_interval: Any = "batch") -> None:
         super().__init__(write_interval)
         self.batches: list[tuple[list[float], Any, int, int]] = []

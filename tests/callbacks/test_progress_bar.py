@@ -29,8 +29,6 @@ class Terminal(io.StringIO):
 
 
 class Recording(ProgressBar):
-    """Notes what a drawn bar would be told."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.calls: list[tuple[Any, ...]] = []

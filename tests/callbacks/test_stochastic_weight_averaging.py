@@ -21,8 +21,6 @@ from trainwright.core.task import TaskModule
 
 
 class Scheduled(RegressionTask):
-    """Halves its learning rate of 0.4 after every epoch."""
-
     def __init__(self, **arguments: Any) -> None:
         super().__init__(lr=0.4, **arguments)
 
@@ -32,8 +30,6 @@ class Scheduled(RegressionTask):
 
 
 class Normed(RegressionTask):
-    """With batch normalization."""
-
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
         self.net.insert(1, nn.BatchNorm1d(8))
@@ -185,8 +181,6 @@ def test_two_ranks_end_with_the_same_mean_and_with_statistics_of_all_the_data() 
 
 
 class TwoOptimizers(RegressionTask):
-    """Asks for more than the callback can serve."""
-
     automatic_optimization = True  # all of its optimizers step on one loss
 
     def configure_optimizers(self) -> Any:

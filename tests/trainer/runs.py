@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from tests.helpers import runs
 from tests.helpers.tasks import Batch, RegressionTask
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
+from trainwright.loggers.logger import Logger, RunInfo
 from trainwright.trainer.trainer import Trainer
 
 
@@ -70,6 +71,42 @@ class Tally(Callback):
         self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._count("predict", dataloader_idx)
+
+
+class MemoryLogger(Logger):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.calls: list[str] = []
+        self.hyper_parameters: dict[str, Any] = {}
+
+    @property
+    def statuses(self) -> list[str]:
+        return [call.removeprefix("finish ") for call in self.calls if call.startswith("finish")]
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.rows]
+
+    def values(self, name: str) -> dict[int, float]:
+        return {step: row[name] for step, row in self.rows if name in row}
+
+    def start(self, run: RunInfo) -> None:
+        self.calls.append("start")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.hyper_parameters |= params
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def finish(self, status: Any) -> None:
+        self.calls.append(f"finish {status}")
 
 
 class AfterBatch(Callback):

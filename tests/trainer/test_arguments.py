@@ -34,8 +34,6 @@ def test_all_defaults_are_accepted() -> None:
 
 
 class WithHyperparameters(RegressionTask):
-    """Saves its one argument."""
-
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
         self.save_hyperparameters()
@@ -105,7 +103,6 @@ def test_tpu_cores_is_an_error_that_names_the_accelerator(cores: Any) -> None:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """Return a full checkpoint of two steps."""
     trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
     return trainer.save_checkpoint(tmp_path / "saved")
 

@@ -17,12 +17,12 @@ from torch.optim import optimizer as torch_optimizer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.trainer.runs import MemoryLogger
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import AsyncWriter, find_checkpoints, read_checkpoint, set_fault_hook, verify
 from trainwright.core.errors import CheckpointError, Preempted, TrainwrightWarning
-from trainwright.loggers.logger import Logger
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +75,6 @@ def _steps_in(folder: Path) -> list[int]:
 
 
 class KeepWeights(Callback):
-    """Copies the weights after every step."""
-
     def __init__(self) -> None:
         self.by_step: dict[int, Any] = {}
 
@@ -203,27 +201,12 @@ def test_a_run_that_fails_still_publishes_what_was_being_written(tmp_path: Path)
     assert _steps_in(tmp_path) == [3]
 
 
-class Notes(Logger):
+class Notes(MemoryLogger):
     """Notes each checkpoint that it is told of, the thread, and whether it was there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told: list[tuple[str, bool, bool]] = []
-
-    def start(self, info: Any) -> None:
-        """Nothing to start."""
-
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        """Not of interest."""
-
-    def log_hyperparams(self, params: Any) -> None:
-        """Not of interest."""
-
-    def flush(self) -> None:
-        """Nothing to flush."""
-
-    def finish(self, status: Any) -> None:
-        """Nothing to finish."""
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         on_main = threading.current_thread() is threading.main_thread()

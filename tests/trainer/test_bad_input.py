@@ -129,6 +129,19 @@ def _compiled(task: TaskModule) -> nn.Module:
     return type("OptimizedModule", (nn.Module,), {"_orig_mod": task})()
 
 
+def _optimizing(make: Callable[[RegressionTask], Any]) -> Any:
+    return type("Task", (RegressionTask,), {"configure_optimizers": make})()
+
+
+def _with_schedule(task: RegressionTask) -> Any:
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def _of_another_model(task: RegressionTask) -> Any:
+    return torch.optim.SGD([*task.parameters(), *nn.Linear(3, 2).parameters()], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -138,20 +151,14 @@ def _compiled(task: TaskModule) -> nn.Module:
         (lambda: nn.DataParallel(RegressionTask()), r"received a wrapped task. Pass the task itself; devices="),
         (lambda: _compiled(RegressionTask()), r"received a wrapped task. Pass the task itself; .* compile="),
         (lambda: RegressionTask, r"received the class RegressionTask. Pass an instance: RegressionTask\(…\)"),
+        (lambda: _with("__init__"), r"Task.__init__ does not call super\(\).__init__\(\)"),
+        (lambda: _optimizing(_with_schedule), r"a tuple of SGD, StepLR. Return .*with a list for each"),
+        (lambda: _optimizing(_of_another_model), r"SGD with 2 parameter\(s\), the first of shape \(2, 3\)"),
     ],
-)  # fmt: skip
+)
 def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
-
-
-def test_a_task_whose_init_forgets_super_is_refused() -> None:
-    class Task(_Untouched):
-        def __init__(self) -> None:
-            pass
-
-    with pytest.raises(ConfigurationError, match=r"Task.__init__ does not call super\(\).__init__\(\)"):
-        quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
 
 
 @pytest.mark.parametrize(("stage", "step"), [("validate", "validation_step"), ("test", "test_step")])
@@ -186,17 +193,13 @@ def _all_dropped() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("make", [_empty, _all_dropped, list])
-@pytest.mark.parametrize("stage", ["fit", "fit with validation", "validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["fit", "fit with validation", "fit with two", "validate", "test", "predict"])
 def test_an_empty_loader_is_refused(stage: str, make: Callable[[], Any]) -> None:
     first = [regression_loader(2)] if stage == "fit with validation" else []
+    loader = {"a": regression_loader(2), "b": make()} if stage == "fit with two" else make()
     run = getattr(quiet_trainer(max_epochs=1), stage.partition(" ")[0])
     with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
-        run(_Untouched(), *first, make())
-
-
-def test_an_empty_loader_among_several_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), {"a": regression_loader(2), "b": _empty()})
+        run(_Untouched(), *first, loader)
 
 
 def test_a_loader_that_turns_out_empty_is_refused_too() -> None:
@@ -250,8 +253,9 @@ def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
         (lambda task, batch: {"los": task.loss(batch)}, r"returned dict without a loss tensor"),
         (lambda task, batch: (task.loss(batch), 3), r"returned tuple"),
         (lambda task, batch: {"loss": 0.5}, r"without a loss tensor"),
+        (lambda task, batch: task.log("huge", 10**400), r"log\('huge'\) got an integer too large"),
     ],
-    ids=["not a scalar", "no graph", "a number", "no key", "a tuple", "a number in a dict"],
+    ids=["not a scalar", "no graph", "a number", "no key", "a tuple", "a number in a dict", "a log of a huge integer"],
 )
 def test_a_loss_that_cannot_be_trained_on_is_refused(make: Callable[..., Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
@@ -377,16 +381,6 @@ def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) 
         run(regression_loader())
 
 
-def test_what_configure_optimizers_returned_is_described() -> None:
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    with pytest.raises(ConfigurationError, match=r"returned a tuple of SGD, StepLR. Return .*with a list for each"):
-        quiet_trainer(max_steps=1).fit(Task(), regression_loader())
-
-
 def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
     with pytest.raises(TaskError, match=r"no task yet. Pass one to trainer.fit\(task"):
         quiet_trainer().predict()
@@ -405,31 +399,12 @@ def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> No
             quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved, strict=strict)
 
 
-def test_an_optimizer_of_what_is_not_the_tasks_is_refused() -> None:
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([*self.parameters(), *nn.Linear(3, 2).parameters()], lr=0.1)
-
-    with pytest.raises(ConfigurationError, match=r"SGD with 2 parameter\(s\), the first of shape \(2, 3\)"):
-        quiet_trainer(max_steps=1).fit(Task(), regression_loader())
-
-
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
 def test_a_folder_that_no_path_can_name_is_refused_before_the_first_step(name: str) -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(name)])
     with pytest.raises(ConfigurationError, match="is not a folder's name"):
         trainer.fit(RegressionTask(), regression_loader(1))
     assert trainer.global_step == 0
-
-
-def test_an_integer_that_no_float_holds_is_named() -> None:
-    class Huge(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("huge", 10**400)
-            return self.loss(batch)
-
-    with pytest.raises(TaskError, match=r"log\('huge'\) got an integer too large"):
-        quiet_trainer(max_epochs=1).fit(Huge(), regression_loader(1))
 
 
 @pytest.mark.parametrize("persistent", [True, False])

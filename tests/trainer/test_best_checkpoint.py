@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -194,24 +195,18 @@ data: {class_path: best_project.Data}
 """
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_the_commands_accept_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sys
-
-    (tmp_path / "best_project.py").write_text(textwrap.dedent(PROJECT))
+    (tmp_path / "best_project.py").write_text(PROJECT)
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         assert main(["fit", "--config", "config.yaml"]) == 0
-        assert main([stage, "--config", "config.yaml", "--ckpt_path", "best"]) == 0
+        for stage in ("validate", "predict", "test"):
+            assert main([stage, "--config", "config.yaml", "--ckpt_path", "best"]) == 0
     finally:
         sys.modules.pop("best_project", None)
-    if stage == "predict":
-        from safetensors.torch import load_file
-
-        assert load_file(tmp_path / "runs/predictions.safetensors")["predictions"].tolist() == [2.0]
-    elif stage == "test":
-        assert capsys.readouterr().out.split()[-2:] == ["epochs_seen", "2"]
+    assert load_file(tmp_path / "runs/predictions.safetensors")["predictions"].tolist() == [2.0]
+    assert capsys.readouterr().out.split()[-2:] == ["epochs_seen", "2"]

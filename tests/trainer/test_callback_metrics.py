@@ -156,8 +156,6 @@ def test_one_rank_may_read_between_flushes_and_finds_its_own_values() -> None:
 
 
 class Logging(Callback):
-    """Logs in a step's hook and at the ends of epochs."""
-
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
 

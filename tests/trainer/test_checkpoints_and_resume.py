@@ -30,8 +30,6 @@ def saved_in(folder: Path) -> list[tuple[int, int]]:
 
 
 class ScriptedTask(RegressionTask):
-    """Logs one given value of `val_loss` per validation."""
-
     def __init__(self, values: list[float]) -> None:
         super().__init__()
         self.values = iter(values)
@@ -41,8 +39,6 @@ class ScriptedTask(RegressionTask):
 
 
 class MeanTask(RegressionTask):
-    """Keeps every validation batch's loss, epoch by epoch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.by_epoch: dict[int, list[float]] = {}
@@ -90,8 +86,6 @@ def test_each_validation_leaves_a_checkpoint(
 
 
 class EpochTask(RegressionTask):
-    """Logs the epoch as a metric."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
         return self.loss(batch)
@@ -145,7 +139,6 @@ class DecayingTask(RegressionTask):
 
 
 def every_two_steps(folder: Path) -> ModelCheckpoint:
-    """Return a callback that keeps a checkpoint of every second step, named by the step."""
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
 
 
@@ -215,16 +208,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 class WiderTask(RegressionTask):
-    """Has a weight that the checkpoint lacks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(2, 2)
 
 
 class NarrowerTask(RegressionTask):
-    """Lacks a weight that the checkpoint has."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0), nn.Linear(8, 1, bias=False))

@@ -12,8 +12,6 @@ from tests.trainer.runs import fitted
 
 
 class _SeesGradients(torch.optim.SGD):
-    """Notes the gradients that each step uses."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.seen: list[torch.Tensor] = []

@@ -19,8 +19,6 @@ _OF_STEP_ONLY = ("on_train_step_start", "on_train_step_end")
 
 
 class _EveryCallbackHook(Callback):
-    """Notes each event as `callback.<event>`."""
-
     def __init__(self, notes: list[str]) -> None:
         for event in EVENTS:
             if event not in _OF_STEP_ONLY:
@@ -36,8 +34,6 @@ def _noted_loader(kind: str) -> Any:
 
 
 class _EveryTaskHook(RegressionTask):
-    """Notes each of its methods that the Trainer calls as `task.<method>`."""
-
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
         steps = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")

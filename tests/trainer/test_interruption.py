@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import fitted, quiet_trainer
+from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, verify
 from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
-from trainwright.loggers.logger import Logger, RunInfo
 
 
 class _Hears(Callback):
@@ -38,32 +37,7 @@ class _HearsToo(_Hears):
     pass
 
 
-class _Ends(Logger):
-    """Notes how it was finished."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.statuses: list[str] = []
-
-    def start(self, run: RunInfo) -> None:
-        super().start(run)
-
-    def log_hyperparams(self, params: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        self.statuses.append(status)
-
-
 class _FailsAt(RegressionTask):
-    """Runs `fail` in the given batch of the given epoch."""
-
     def __init__(self, epoch: int, batch_idx: int, fail: Any) -> None:
         super().__init__()
         self.at = (epoch, batch_idx)
@@ -97,7 +71,7 @@ class _InterruptedTwice(_FailsAt):
 
 @pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
 def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
-    first, second, logger = _Hears(), _HearsToo(), _Ends()
+    first, second, logger = _Hears(), _HearsToo(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger, on_interrupt="return")
     trainer.fit(_FailsAt(0, 3, how), regression_loader(8))
     assert trainer.interrupted
@@ -114,7 +88,7 @@ def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
     def fail() -> None:
         raise error
 
-    first, second, logger = _Hears(), _HearsToo(), _Ends()
+    first, second, logger = _Hears(), _HearsToo(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger)
     with pytest.raises(ValueError, match=r"the user's own") as caught:
         trainer.fit(_FailsAt(0, 3, fail), regression_loader(8))
@@ -196,7 +170,7 @@ def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, st
         return getattr(RegressionTask, place)(self, *args)
 
     task = type("Signalled", (RegressionTask,), {place: signalled})()
-    hears, logger = _Hears(), _Ends()
+    hears, logger = _Hears(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=1, callbacks=[hears], logger=logger)
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

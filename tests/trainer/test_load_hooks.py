@@ -17,8 +17,6 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, TaskErr
 
 
 class _Growing(RegressionTask):
-    """Has as many hidden units as its checkpoint."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__(momentum=0.9)
         self.resize(hidden)
@@ -227,8 +225,6 @@ def test_scheduled_accumulation_holds_in_an_epoch_that_is_resumed_in_its_middle(
 
 
 class _Head(RegressionTask):
-    """Trains its last layer; the first one comes later."""
-
     def __init__(self) -> None:
         super().__init__(momentum=0.9)
 
@@ -281,7 +277,6 @@ def test_adding_a_parameter_group_under_deepspeed_is_an_error(strategy: str) -> 
 
 @pytest.fixture
 def unfrozen(tmp_path: Path) -> Path:
-    """Return a checkpoint of a run with an added group."""
     trainer = fitted(_Head(), regression_loader(8), max_epochs=2, callbacks=_Unfreeze())
     return Path(trainer.save_checkpoint(tmp_path / "saved"))
 

@@ -83,8 +83,6 @@ def test_a_fraction_as_validation_interval_needs_a_length() -> None:
 
 
 class _SumTask(RegressionTask):
-    """Trains on every batch of a tree, and notes the tree's shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[Any] = []
@@ -130,8 +128,6 @@ def test_predictions_come_as_one_list_for_one_loader_and_a_list_of_lists_for_sev
 
 
 class _Loads(DataModule):
-    """Counts how often each loader is asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,41 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.trainer.runs import MemoryLogger
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
-from trainwright.loggers.logger import Logger, RunInfo
-
-
-class MemoryLogger(Logger):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.calls: list[str] = []
-        self.hyper_parameters: dict[str, Any] = {}
-
-    @property
-    def steps(self) -> list[int]:
-        return [step for step, _ in self.rows]
-
-    def values(self, name: str) -> dict[int, float]:
-        return {step: row[name] for step, row in self.rows if name in row}
-
-    def start(self, run: RunInfo) -> None:
-        self.calls.append("start")
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self.hyper_parameters |= params
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    def flush(self) -> None:
-        self.calls.append("flush")
-
-    def finish(self, status: Any) -> None:
-        self.calls.append(f"finish {status}")
 
 
 def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
@@ -64,8 +32,6 @@ def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
 
 
 class CountingTask(RegressionTask):
-    """Logs the number of its training steps so far as `count`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -205,8 +171,6 @@ class SeenTask(RegressionTask):
 
 
 class NotingSampler(DistributedSampler[Any]):
-    """A distributed sampler that notes the epochs it is told."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.epochs: list[int] = []
@@ -271,8 +235,6 @@ def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None
 
 
 class NotingOrder(SequentialSampler):
-    """A sampler of the user's own."""
-
     def __iter__(self) -> Iterator[int]:
         return iter([3, 1, 2, 0])
 

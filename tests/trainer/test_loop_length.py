@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,18 +160,25 @@ def test_a_fast_dev_run_keeps_its_batches_when_gradients_are_accumulated() -> No
     assert (tally.train_batches, trainer.global_step) == (3, 2)
 
 
-def test_max_samples_ends_a_fit_after_that_many_samples() -> None:
-    trainer = fitted(RegressionTask(), regression_loader(64, 8), max_samples=40)
-    assert (trainer.state.samples, trainer.global_step) == (40, 5)
+class _Counts(RegressionTask):
+    def num_tokens(self, batch: Batch) -> int:
+        return 100 * len(batch[0])
 
 
-def test_max_tokens_ends_a_fit_after_that_many_tokens() -> None:
-    class Task(RegressionTask):
-        def num_tokens(self, batch: Batch) -> int:
-            return 100 * len(batch[0])
-
-    trainer = fitted(Task(), regression_loader(64, 4), max_tokens=1000)
-    assert (trainer.state.tokens, trainer.global_step) == (1200, 3)
+@pytest.mark.parametrize(
+    ("bound", "make", "counted", "steps"),
+    [
+        ({"max_samples": 40}, lambda: regression_loader(64, 8), ("samples", 40), 5),
+        ({"max_tokens": 1000}, lambda: regression_loader(64, 4), ("tokens", 1200), 3),
+        ({"max_steps": 7}, lambda: DataLoader(Endless(), batch_size=2), ("samples", 14), 7),
+    ],
+    ids=["samples", "tokens", "steps of data without end"],
+)
+def test_a_bound_ends_a_fit_once_it_is_reached(
+    bound: dict[str, int], make: Callable[[], Any], counted: tuple[str, int], steps: int
+) -> None:
+    trainer = fitted(_Counts(), make(), **bound)
+    assert (getattr(trainer.state, counted[0]), trainer.global_step) == (counted[1], steps)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +241,6 @@ def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -
     assert epochs(ask_to_stop) == (1, 0)
     assert epochs(lambda run: run.request_stop("enough")) == (1, 0)
     assert epochs(lambda run: run.request_stop("later", closes_epoch=False)) == (0, 2)
-
-
-def test_max_steps_ends_a_fit_over_data_without_end() -> None:
-    trainer = fitted(RegressionTask(), DataLoader(Endless(), batch_size=2), max_steps=7)
-    assert (trainer.global_step, trainer.state.samples) == (7, 14)
 
 
 def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:

@@ -70,8 +70,6 @@ def expected(metrics: list[Metric], epoch: int, idx: int, *, at_end: bool) -> di
 
 
 class Program(RegressionTask):
-    """Logs as its metrics say."""
-
     def __init__(self, metrics: list[Metric]) -> None:
         super().__init__()
         self.metrics = metrics

@@ -59,7 +59,6 @@ class Bad(RegressionTask):
 
 
 def batches(num: int, *without: int) -> list[Batch]:
-    """Return a list of batches of two samples, some of them left out."""
     return [batch for i, batch in enumerate(regression_loader(2 * num, 2)) if i not in without]
 
 
@@ -466,7 +465,6 @@ def test_without_a_policy_a_bad_loss_is_warned_of_once_where_it_is_read_anyway()
 
 
 def saves(every: int) -> ModelCheckpoint:
-    """Return what saves after every so many steps and keeps all."""
     return ModelCheckpoint(every_n_train_steps=every, save_top_k=-1)
 
 

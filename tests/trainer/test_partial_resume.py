@@ -41,7 +41,6 @@ class DecayingTask(RegressionTask):
 
 
 def loader() -> Any:
-    """Return four batches."""
     return regression_loader(FOUR_BATCHES, 2)
 
 
@@ -54,14 +53,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def flip(file: Path) -> None:
-    """Change one bit in the middle of a file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 def damage(checkpoint: Path) -> None:
-    """Flip a bit of a checkpoint's weights."""
     flip(checkpoint / "model" / "model-00001-of-00001.safetensors")
 
 
@@ -125,8 +122,6 @@ def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
 
 
 class Scored(DecayingTask):
-    """Logs given values of `score`, one an epoch."""
-
     def __init__(self, values: list[float]) -> None:
         super().__init__()
         self.values = values
@@ -228,8 +223,6 @@ def test_what_may_be_missing_and_is_there_is_loaded(run: Path) -> None:
 
 
 class AdamTask(DecayingTask):
-    """Has another optimizer than the checkpoint."""
-
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
@@ -270,8 +263,6 @@ def test_a_wish_that_cannot_be_is_a_configuration_error(arguments: dict[str, Any
 
 
 class Counting(Callback):
-    """A callback with a state."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"count": 1}
 
@@ -296,8 +287,6 @@ def test_a_new_callback_or_logger_starts_anew_with_a_warning_unless_allowed(
 
 
 class Data(DataModule):
-    """A data module with a state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loaded: dict[str, Any] | None = None
@@ -381,8 +370,6 @@ def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_wa
 
 
 class WiderTask(DecayingTask):
-    """Has a weight that the checkpoint lacks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.extra = nn.Linear(2, 2)

@@ -26,8 +26,6 @@ _COMPILER_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute", "igno
 
 
 class _Looks(RegressionTask):
-    """Notes dtypes and losses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
@@ -149,8 +147,6 @@ def test_a_compiled_run_trains_like_a_plain_one_and_keeps_the_users_names() -> N
 
 
 class _Backend:
-    """Counts the graphs that are compiled."""
-
     def __init__(self) -> None:
         self.num_graphs = 0
 
@@ -160,8 +156,6 @@ class _Backend:
 
 
 class _Deep(RegressionTask):
-    """Has repeated blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

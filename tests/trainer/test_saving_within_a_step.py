@@ -290,7 +290,6 @@ _BATCHES = 9
 
 
 def at_13(act: Callable[[Any], object]) -> Callback:
-    """Return a callback that does something after step 13."""
     return LambdaCallback(on_train_step_end=lambda trainer, task, result: trainer.global_step == 13 and act(trainer))
 
 

@@ -147,35 +147,7 @@ def test_an_overflown_step_of_the_tasks_own_is_left_out_as_the_trainers_would_be
     torch.testing.assert_close(weights_of(task), weights_of(plain))
 
 
-def test_gradients_may_be_cleared_in_the_tasks_own_way() -> None:
-    calls: list[tuple[int, int]] = []
-
-    class Task(RegressionTask):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-            calls.append((epoch, batch_idx))
-            optimizer.zero_grad(set_to_none=False)
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
-    assert calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
-
-
-def test_gradients_may_be_clipped_in_the_tasks_own_way() -> None:
-    class Task(RegressionTask):
-        def configure_gradient_clipping(
-            self,
-            optimizer: Optimizer,
-            gradient_clip_val: float | None = None,
-            gradient_clip_algorithm: str | None = None,
-        ) -> None:
-            assert gradient_clip_val is None
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask(), gradient_clip_val=0.05))
-
-
 class _Lbfgs(RegressionTask):
-    """Trains with an optimizer that evaluates the loss several times in a step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.evaluations = 0

@@ -29,8 +29,6 @@ class Untouched(RegressionTask):
 
 
 class ByHand(Untouched):
-    """Optimizes by hand."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

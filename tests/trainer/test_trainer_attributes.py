@@ -37,8 +37,6 @@ BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
 
 
 class Watch(Callback):
-    """Write down what a Trainer answers at some events."""
-
     def __init__(self) -> None:
         self.last: list[bool] = []
         self.at_end: list[bool] = []

@@ -15,7 +15,6 @@ from trainwright.core.errors import ConfigurationError
 
 
 def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
-    """Return (epoch, step) of every validation of a fit."""
     tally = Tally()
     fitted(RegressionTask(), regression_loader(batches), regression_loader(val_batches), callbacks=tally, **arguments)
     return tally.validations
