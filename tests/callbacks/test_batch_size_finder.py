@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tests.callbacks.fake_run import FakeTrialSteps
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
-from trainwright.callbacks import BatchSizeFinder
+from trainwright.callbacks import BatchSizeFinder, LearningRateFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
 from trainwright.core.run import Trial
@@ -246,14 +246,21 @@ def test_an_error_leaves_the_size_as_it_was(make: Any, error: type[Exception], m
     assert task.batch_size == 3
 
 
-def test_a_fast_development_run_does_not_search() -> None:
+FINDERS = pytest.mark.parametrize(
+    ("finder", "search"), [(BatchSizeFinder, "scale_batch_size"), (LearningRateFinder, "lr_find")]
+)
+
+
+@FINDERS
+def test_a_fast_development_run_does_not_search(finder: Any, search: str) -> None:
     with pytest.warns(TrainwrightWarning, match="fast_dev_run"):
-        assert Tuner(quiet_trainer(fast_dev_run=True)).scale_batch_size(_Hungry()) is None
+        assert getattr(Tuner(quiet_trainer(fast_dev_run=True)), search)(_Hungry()) is None
 
 
-def test_a_tuner_beside_a_finder_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="already contain a BatchSizeFinder"):
-        Tuner(quiet_trainer(callbacks=BatchSizeFinder())).scale_batch_size(_Hungry())
+@FINDERS
+def test_a_tuner_beside_a_finder_is_refused(finder: Any, search: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"already contain a {finder.__name__}"):
+        getattr(Tuner(quiet_trainer(callbacks=finder())), search)(_Hungry())
 
 
 @pytest.mark.parametrize(

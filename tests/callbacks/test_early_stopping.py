@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.callbacks.fake_run import FakeRun, Peers
+from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
@@ -89,21 +89,6 @@ def test_it_looks_in_real_training_only(tmp_path: Path, how: str, value: object)
     callback.on_validation_end(run, run.task)  # type: ignore[arg-type]
     run.step_end()
     assert run.stops == []
-
-
-@pytest.mark.parametrize(("rank_zero", "rank_one", "epoch"), [([1, 2, 10], [3, 2, 1], 1), ([3, 2, 1], [1, 2, 10], 3)])
-def test_all_ranks_stop_by_the_numbers_of_rank_zero(
-    tmp_path: Path, rank_zero: list[float], rank_one: list[float], epoch: int
-) -> None:
-    peers = Peers()
-    seen = []
-    for rank, values in ((0, rank_zero), (1, rank_one)):
-        callback = EarlyStopping("val_loss", patience=1)
-        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers, has_validation=True)
-        run.fit(epochs=3, batches=1, on_validation=log("val_loss", values))
-        seen.append((run.stops, run.state.epoch, callback.state_dict()))
-    assert seen[0] == seen[1]
-    assert seen[0][1] == min(epoch + 1, 3)
 
 
 def test_a_resumed_run_goes_on_waiting(tmp_path: Path) -> None:

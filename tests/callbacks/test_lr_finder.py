@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, fitted, quiet_trainer
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from trainwright.callbacks import LearningRateFinder
 from trainwright.callbacks.lr_finder import LRFinder
 from trainwright.checkpoint import read_checkpoint
@@ -56,11 +56,9 @@ def test_the_steps_use_the_learning_rates_that_are_reported() -> None:
 def test_losses_are_a_running_mean_that_starts_with_the_first_loss() -> None:
     losses = iter([4.0, 2.0, 1.0])
 
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return 0 * self.loss(batch) + next(losses)
-
-    found = _find(Task(), num_training=3, update_attr=False)
+    found = _find(
+        StepTask(lambda task, batch, idx: 0 * task.loss(batch) + next(losses)), num_training=3, update_attr=False
+    )
     weights = [0.02 * 0.98**2, 0.02 * 0.98, 0.02]
     third = sum(w * x for w, x in zip(weights, [4.0, 2.0, 1.0], strict=True)) / (1 - 0.98**3)
     assert found.results["loss"][0] == pytest.approx(4.0)
@@ -146,25 +144,23 @@ def test_schedules_go_on_from_the_learning_rate_that_was_found() -> None:
     assert [lr for [lr] in recorder.lrs] == pytest.approx([task.lr * share for share in (0.25, 0.5, 0.75, 1.0)])
 
 
-def test_two_optimizers_are_refused() -> None:
-    class Task(RegressionTask):
-        automatic_optimization = True  # all of its optimizers step on one loss
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[3].parameters(), 0.1)]
-
-    with pytest.raises(ConfigurationError, match="returned 2 optimizers"):
-        _find(Task())
+class _ByHand(RegressionTask):
+    automatic_optimization = False
 
 
-def test_a_task_that_optimizes_by_hand_is_refused() -> None:
-    class Task(RegressionTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
+class _WithTwo(RegressionTask):
+    automatic_optimization = True  # all of its optimizers step on one loss
 
-    with pytest.raises(ConfigurationError, match="uses manual optimization"):
-        _find(Task())
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[i].parameters(), 0.1) for i in (0, 3)]
+
+
+@pytest.mark.parametrize(
+    ("task", "message"), [(_WithTwo, "returned 2 optimizers"), (_ByHand, "uses manual optimization")]
+)
+def test_a_task_without_one_learning_rate_is_refused(task: type[RegressionTask], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _find(task())
 
 
 @pytest.mark.parametrize(
@@ -180,16 +176,6 @@ def test_a_task_that_optimizes_by_hand_is_refused() -> None:
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         _find(**options)
-
-
-def test_a_tuner_beside_a_finder_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="already contain a LearningRateFinder"):
-        Tuner(quiet_trainer(callbacks=LearningRateFinder())).lr_find(RegressionTask(), regression_loader())
-
-
-def test_a_fast_development_run_does_not_search() -> None:
-    with pytest.warns(TrainwrightWarning, match="fast_dev_run"):
-        assert Tuner(quiet_trainer(fast_dev_run=True)).lr_find(RegressionTask(), regression_loader()) is None
 
 
 @pytest.mark.slow

@@ -167,18 +167,6 @@ def test_an_exception_right_after_a_save_saves_nothing_more(tmp_path: Path) -> N
     assert run.emergencies == []
 
 
-def test_all_ranks_decide_by_the_numbers_of_rank_zero(tmp_path: Path) -> None:
-    peers = Peers()
-    seen = []
-    for rank, values in ((0, [3.0, 1.0, 2.0]), (1, [1.0, 9.0, NAN])):
-        callback = ModelCheckpoint(monitor="val_loss", save_top_k=1)
-        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers, has_validation=True)
-        run.fit(epochs=3, batches=2, on_validation=log("val_loss", values))
-        seen.append(([(s, r.name, r.remove, r.metrics) for s, r in run.written], callback.state_dict()))
-    assert seen[0] == seen[1]
-    assert peers.heard == len(peers.said) == 3
-
-
 def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path) -> None:
     peers = Peers()
     for rank, name in ((0, "other"), (1, "val_loss")):
@@ -336,15 +324,3 @@ def test_whatever_was_added_stays_or_was_displaced_once(
     assert len(gone) == len(set(gone))
     assert not set(gone) & set(top.scores)
     assert len(top.scores) == min(k, len(scores))
-
-
-def test_zero_keeps_none() -> None:
-    assert not TopK(0, "min").accepts(1.0)
-
-
-@pytest.mark.parametrize(("mode", "best", "kth"), [("min", "b", "c"), ("max", "c", "b")])
-def test_best_and_worst_follow_the_mode(mode: Literal["min", "max"], best: str, kth: str) -> None:
-    top = TopK(3, mode)
-    for name, score in (("a", 2.0), ("b", 1.0), ("c", 3.0)):
-        top.add(name, score)
-    assert (top.best, top.kth_best) == (best, kth)

@@ -27,15 +27,18 @@ def fitted(task: TaskModule, *loaders: Any, **arguments: Any) -> Trainer:
     return runs.fitted(task, *loaders, **{"num_sanity_val_steps": 0, **arguments})
 
 
-class Tally(Callback):
-    """Count training and evaluation batches, and note the epoch and step at which validations ran.
+def _counts(event: str) -> Any:
+    def count(
+        self: Any, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        counts = self.batches[event]
+        counts[dataloader_idx] = counts.get(dataloader_idx, 0) + 1
 
-    Attributes:
-        train_batches: training micro-batches that ended.
-        train_epochs: 0-based epochs whose end was heard.
-        validations: (epoch, step) of every validation, the sanity check excepted.
-        batches: event → batches of each loader that ended, by the loader's index.
-    """
+    return count
+
+
+class Tally(Callback):
+    """Counts batches by loader, and notes epochs that ended and the (epoch, step) of every validation."""
 
     def __init__(self) -> None:
         self.train_batches = 0
@@ -53,24 +56,7 @@ class Tally(Callback):
         if not trainer.sanity_checking:
             self.validations.append((trainer.current_epoch, trainer.global_step))
 
-    def _count(self, event: str, loader: int) -> None:
-        counts = self.batches[event]
-        counts[loader] = counts.get(loader, 0) + 1
-
-    def on_validation_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count("validation", dataloader_idx)
-
-    def on_test_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count("test", dataloader_idx)
-
-    def on_predict_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count("predict", dataloader_idx)
+    on_validation_batch_end, on_test_batch_end, on_predict_batch_end = map(_counts, ("validation", "test", "predict"))
 
 
 class MemoryLogger(Logger):
@@ -137,6 +123,40 @@ class Endless(IterableDataset[Batch]):
 def weights_of(task: torch.nn.Module) -> torch.Tensor:
     """Return a copy of all parameters in one row."""
     return torch.cat([parameter.detach().reshape(-1).clone() for parameter in task.parameters()])
+
+
+class Untouched(RegressionTask):
+    """Fails as soon as a hook of its life runs: an error must have come before."""
+
+    def prepare_data(self) -> None:
+        raise AssertionError("the stage has begun")
+
+    def setup(self, stage: str) -> None:
+        raise AssertionError("the stage has begun")
+
+
+class DecayingTask(RegressionTask):
+    """SGD with momentum and a schedule by steps: everything a checkpoint must bring back."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(momentum=0.9, **options)
+        self.load_hooks = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_hooks += 1
+
+
+class WiderTask(DecayingTask):
+    """Has a weight that checkpoints of a `DecayingTask` or `RegressionTask` lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
 
 
 class ByHand(RegressionTask):

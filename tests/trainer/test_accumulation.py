@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
@@ -84,11 +84,7 @@ def test_accumulated_groups_train_like_batches_of_their_size(late: bool) -> None
 
 
 def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if batch_idx % 2 else self.loss(batch)
-
-    skipping, plain = Task(), RegressionTask()
+    skipping, plain = StepTask(lambda task, batch, idx: None if idx % 2 else task.loss(batch)), RegressionTask()
     quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(skipping, regression_loader(8))
     batches = list(regression_loader(8))[::2]
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, [(x, y) for x, y in batches])
@@ -96,12 +92,14 @@ def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
 
 
 def test_a_group_without_any_loss_is_no_step() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if batch_idx in (2, 3) else self.loss(batch)
-
     recorder = RecordingCallback("on_before_optimizer_step", "on_train_batch_end")
-    trainer = fitted(Task(), regression_loader(6), max_epochs=1, accumulate_grad_batches=2, callbacks=recorder)
+    trainer = fitted(
+        StepTask(lambda task, batch, idx: None if idx in (2, 3) else task.loss(batch)),
+        regression_loader(6),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        callbacks=recorder,
+    )
     assert trainer.global_step == recorder.events.count("on_before_optimizer_step") == 2
     assert recorder.events.count("on_train_batch_end") == 6
     assert trainer.state.batches == 6

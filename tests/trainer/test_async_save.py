@@ -123,17 +123,6 @@ def test_everything_is_published_when_on_fit_end_is_heard(tmp_path: Path) -> Non
     assert stood == [3]
 
 
-def test_test_and_a_further_fit_find_the_best_and_the_last_of_a_fit_that_has_just_ended(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[saver], limit_train_batches=3)
-    task = RegressionTask()
-    trainer.fit(task, regression_loader(), regression_loader(4))
-    trainer.test(task, regression_loader(4), ckpt_path="best", verbose=False)
-    trainer.max_epochs = 2
-    trainer.fit(task, regression_loader(), regression_loader(4), ckpt_path="last")
-    assert trainer.state.step == 6
-
-
 def test_several_checkpoints_of_one_moment_are_collected_once(tmp_path: Path) -> None:
     collected: list[int] = []
 

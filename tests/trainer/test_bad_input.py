@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import fitted, quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
+from tests.trainer.runs import Untouched, fitted, quiet_trainer
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
@@ -96,28 +96,15 @@ def test_arguments_that_cannot_be_meant_are_refused_by_name(arguments: dict[str,
         Trainer(**arguments)
 
 
-class _Untouched(RegressionTask):
-    """Fails as soon as a hook of its life runs: an error must have come before."""
-
-    def prepare_data(self) -> None:
-        raise AssertionError("prepare_data ran")
-
-    def setup(self, stage: str) -> None:
-        raise AssertionError("setup ran")
-
-    def configure_model(self) -> None:
-        raise AssertionError("configure_model ran")
-
-
 def _without(name: str) -> TaskModule:
-    class Task(_Untouched):
+    class Task(Untouched):
         pass
 
     setattr(Task, name, getattr(TaskModule, name))
     return Task()
 
 
-def _with(name: str, base: type = _Untouched) -> Any:
+def _with(name: str, base: type = Untouched) -> Any:
     def hook(self: Any, *args: Any) -> None:
         """Never called."""
 
@@ -181,7 +168,7 @@ def test_a_data_module_with_a_misspelt_hook_is_refused() -> None:
     data = _with("train_dataloder", DataModule)
     data.train_dataloader = lambda: regression_loader(2)
     with pytest.raises(ConfigurationError, match=r"train_dataloder is never called: .*'train_dataloader'"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), datamodule=data)
+        quiet_trainer(max_epochs=1).fit(Untouched(), datamodule=data)
 
 
 def _empty() -> DataLoader[Any]:
@@ -199,7 +186,7 @@ def test_an_empty_loader_is_refused(stage: str, make: Callable[[], Any]) -> None
     loader = {"a": regression_loader(2), "b": make()} if stage == "fit with two" else make()
     run = getattr(quiet_trainer(max_epochs=1), stage.partition(" ")[0])
     with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
-        run(_Untouched(), *first, loader)
+        run(Untouched(), *first, loader)
 
 
 def test_a_loader_that_turns_out_empty_is_refused_too() -> None:
@@ -219,7 +206,7 @@ def test_a_loader_that_turns_out_empty_is_refused_too() -> None:
 def test_a_stage_without_data_is_refused(stage: str, message: str) -> None:
     run = getattr(quiet_trainer(max_epochs=1), stage)
     with pytest.raises(ConfigurationError, match=message):
-        run(_Untouched())
+        run(Untouched())
 
 
 def test_a_data_module_beside_loaders_is_refused() -> None:
@@ -228,20 +215,16 @@ def test_a_data_module_beside_loaders_is_refused() -> None:
             return regression_loader(2)
 
     with pytest.raises(ConfigurationError, match=r"fit\(\) received both a data module and loaders"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), regression_loader(2), datamodule=Data())
+        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), datamodule=Data())
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
+        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
 
 
 def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            return make(self, batch)
-
-    return Task()
+    return StepTask(lambda task, batch, idx: make(task, batch))
 
 
 @pytest.mark.parametrize(

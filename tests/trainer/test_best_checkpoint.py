@@ -73,14 +73,9 @@ def test_an_explicit_none_or_a_task_keeps_the_current_weights(
     assert "weights by" not in capsys.readouterr().out
 
 
-def test_without_a_monitored_checkpoint_the_current_weights_are_used(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, ModelCheckpoint())
-    trainer.test(dataloaders=regression_loader(2))
-    assert_equal_weights(weights_of(task), last)
-
-
-def test_a_fast_development_run_has_no_best_weights(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, fast_dev_run=True)
+@pytest.mark.parametrize("fast", [False, True], ids=["without a monitor", "a fast development run"])
+def test_without_best_weights_the_current_ones_are_used(fast: bool, tmp_path: Path) -> None:
+    trainer, task, last = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss" if fast else None), fast_dev_run=fast)
     trainer.test(dataloaders=regression_loader(2))
     assert_equal_weights(weights_of(task), last)
 

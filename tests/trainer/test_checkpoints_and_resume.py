@@ -16,6 +16,7 @@ from torch import nn
 from tests.checkpoint.snapshots import same
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint, read_manifest
 from trainwright.checkpoint.format import layout
@@ -122,22 +123,6 @@ def test_a_score_that_is_not_a_number_is_the_worst(tmp_path: Path, mode: str, va
 # Continuing
 
 
-class DecayingTask(RegressionTask):
-    """SGD with momentum and a schedule by steps: everything a checkpoint must bring back."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(momentum=0.9, **options)
-        self.load_hooks = 0
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.load_hooks += 1
-
-
 def every_two_steps(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
 
@@ -207,12 +192,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return trainer.save_checkpoint(tmp_path / "two")
 
 
-class WiderTask(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
-
-
 class NarrowerTask(RegressionTask):
     def __init__(self) -> None:
         super().__init__()
@@ -249,15 +228,6 @@ def _fit_with(
     trainer = quiet_trainer(callbacks=[saver], default_root_dir=folder, num_sanity_val_steps=0, **arguments)
     trainer.fit(task, regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path=ckpt_path)
     return trainer
-
-
-def test_last_is_the_newest_checkpoint_of_the_runs_folder(tmp_path: Path) -> None:
-    _fit_with(tmp_path, ModelCheckpoint(save_top_k=-1), RegressionTask(), max_epochs=2)
-    trainer = quiet_trainer(max_epochs=3, callbacks=[ModelCheckpoint(save_top_k=-1)], default_root_dir=tmp_path)
-    seen = RecordingCallback("on_train_batch_end", note=lambda event, run: (run.current_epoch, run.global_step))
-    trainer.settings.callbacks.append(seen)
-    trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path="last")
-    assert [note for _, note in seen.notes] == [(2, 9), (2, 10), (2, 11), (2, 12)]
 
 
 def test_a_fit_from_last_without_any_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from trainwright import Accelerator, DistributedDataParallelKwargs
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -92,12 +92,8 @@ def test_errors_outside_steps_get_no_note() -> None:
         quiet_trainer(max_epochs=1, callbacks=[Fails()]).fit(RegressionTask(), regression_loader(4))
     assert not hasattr(caught.value, "__notes__")
 
-    class NoGraph(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return torch.tensor(1.0)
-
     with pytest.raises(TaskError) as said:
-        quiet_trainer(max_epochs=1).fit(NoGraph(), regression_loader(4))
+        quiet_trainer(max_epochs=1).fit(StepTask(lambda task, batch, idx: torch.tensor(1.0)), regression_loader(4))
     assert not hasattr(said.value, "__notes__")
 
 

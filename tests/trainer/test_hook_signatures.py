@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.trainer.runs import Untouched
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -169,15 +170,10 @@ def test_transfer_hooks_may_omit_dataloader_idx() -> None:
     assert seen == ["task", "data"]
 
 
-class _Untouched(RegressionTask):
-    def prepare_data(self) -> None:
-        raise AssertionError("the run has begun")
-
-
 def _refused(task: TaskModule | None = None, callback: Any = None, **data: Any) -> str:
     trainer = quiet_trainer(max_epochs=1, callbacks=callback)
     with pytest.raises(ConfigurationError) as error:
-        trainer.fit(task or _Untouched(), **(data or {"train_dataloaders": regression_loader(2)}))
+        trainer.fit(task or Untouched(), **(data or {"train_dataloaders": regression_loader(2)}))
     return str(error.value)
 
 
@@ -201,16 +197,16 @@ def _made(base: type, name: str, method: Any) -> Any:
             ["def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)"],
         ),
         (
-            {"task": _made(_Untouched, "training_step", lambda self, batch, batch_idx, *, scale: None)},
+            {"task": _made(Untouched, "training_step", lambda self, batch, batch_idx, *, scale: None)},
             [
                 "Mine.training_step declares (batch, batch_idx, *, scale)",
                 "def training_step(self, batch, batch_idx)",
             ],
         ),
-        ({"task": _made(_Untouched, "training_step", lambda self: None)}, ["Mine.training_step declares ()"]),
-        ({"task": _made(_Untouched, "setup", lambda self: None)}, ["def setup(self, stage)"]),
+        ({"task": _made(Untouched, "training_step", lambda self: None)}, ["Mine.training_step declares ()"]),
+        ({"task": _made(Untouched, "setup", lambda self: None)}, ["def setup(self, stage)"]),
         (
-            {"task": _made(_Untouched, "optimizer_step", lambda self, epoch, idx, optimizer, optimizer_idx, f: None)},
+            {"task": _made(Untouched, "optimizer_step", lambda self, epoch, idx, optimizer, optimizer_idx, f: None)},
             ["def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)"],
         ),
         ({"datamodule": _made(DataModule, "setup", lambda self: None)}, ["Mine.setup declares ()"]),
@@ -228,9 +224,9 @@ def test_a_hook_that_cannot_be_called_is_an_error_with_the_signature_to_write(
 
 
 def test_a_hook_that_is_not_a_method_is_an_error() -> None:
-    task = _Untouched()
+    task = Untouched()
     task.setup = {"rank": 4}  # type: ignore[method-assign, assignment]
-    assert "_Untouched.setup is a dict" in _refused(task)
+    assert "Untouched.setup is a dict" in _refused(task)
 
 
 def test_signatures_are_checked_only_for_the_running_stage() -> None:

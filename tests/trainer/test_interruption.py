@@ -16,7 +16,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint, verify
+from trainwright.checkpoint import verify
 from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
 
@@ -106,26 +106,6 @@ def test_the_traceback_ends_in_the_users_own_line() -> None:
     assert (frames[-2].name, frames[-2].line) == ("training_step", "self.fail()")
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
-
-
-@pytest.mark.parametrize("fail", [_interrupt, _divide_by_zero])
-def test_what_was_saved_before_is_whole_and_can_be_resumed(fail: Any, tmp_path: Path) -> None:
-    def trainer() -> Any:
-        saver = ModelCheckpoint(tmp_path, save_top_k=-1)
-        return quiet_trainer(max_epochs=3, callbacks=saver, default_root_dir=tmp_path, on_interrupt="return")
-
-    broken = trainer()
-    if fail is _interrupt:
-        broken.fit(_FailsAt(2, 3, fail), regression_loader(8))
-    else:
-        with pytest.raises(ZeroDivisionError):
-            broken.fit(_FailsAt(2, 3, fail), regression_loader(8))
-    saved = sorted(tmp_path.glob("epoch=*"))
-    assert [read_checkpoint(path).state["step"] for path in saved] == [8, 16]
-    resumed, uninterrupted = RegressionTask(), RegressionTask()
-    trainer().fit(resumed, regression_loader(8), ckpt_path=saved[-1])
-    quiet_trainer(max_epochs=3).fit(uninterrupted, regression_loader(8))
-    torch.testing.assert_close(resumed.state_dict(), uninterrupted.state_dict(), rtol=0, atol=0)
 
 
 def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
@@ -251,18 +231,17 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
-def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
-    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="return")
+@pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
+def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not arguments:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, **arguments)
     assert trainer.interrupted
     assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
     assert trainer.interrupted
 
 
-def test_ctrl_c_at_a_prompt_ends_the_stage_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_interrupt_raise_holds_at_a_prompt_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2)
-    assert trainer.interrupted
     with pytest.raises(KeyboardInterrupt):
-        quiet_trainer(max_epochs=2, on_interrupt="raise").fit(
-            _InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)
-        )
+        fitted(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="raise")

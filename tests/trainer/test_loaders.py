@@ -165,17 +165,13 @@ def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
     assert tally.batches["validation"] == {0: 12}
 
 
-def test_overfitting_may_be_a_fraction() -> None:
-    tally = Tally()
-    trainer = quiet_trainer(max_epochs=1, overfit_batches=0.25, callbacks=tally)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(8))
-    assert (tally.train_batches, tally.batches["validation"]) == (16, {0: 2})
-
-
-def test_overfitting_leaves_testing_alone() -> None:
-    tally = Tally()
-    quiet_trainer(overfit_batches=4, callbacks=tally).test(RegressionTask(), regression_loader(), verbose=False)
-    assert tally.batches["test"] == {0: 64}
+def test_overfitting_may_be_a_fraction_and_leaves_testing_alone() -> None:
+    tally, task = Tally(), RegressionTask()
+    trainer = fitted(
+        task, regression_loader(), regression_loader(8), max_epochs=1, overfit_batches=0.25, callbacks=tally
+    )
+    trainer.test(task, regression_loader(), verbose=False)
+    assert (tally.train_batches, tally.batches["validation"], tally.batches["test"]) == (16, {0: 2}, {0: 64})
 
 
 class StopsEarly(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
@@ -232,17 +231,6 @@ def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None
     for ids, epochs, rank in run_distributed(_read_with_own_sampler_on_rank, 2, init=False):
         assert ids == list(range(1 - rank, 16, 2))  # it gives each rank the other's share, which ours would not
         assert list(dict.fromkeys(epochs)) == [0, 1, 2]
-
-
-class NotingOrder(SequentialSampler):
-    def __iter__(self) -> Iterator[int]:
-        return iter([3, 1, 2, 0])
-
-
-def test_a_users_own_sampler_keeps_its_order_in_one_process() -> None:
-    task = SeenTask()
-    quiet_trainer(max_epochs=1).fit(task, _numbers(4, sampler=NotingOrder(range(4))))
-    assert _flat(task.seen["train0"]) == [3, 1, 2, 0]
 
 
 @pytest.mark.distributed

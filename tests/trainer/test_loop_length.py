@@ -79,26 +79,19 @@ def test_a_second_fit_with_more_steps_goes_on_in_the_middle_of_the_epoch() -> No
     assert seen == [0, 1, 2, 3, 0, 1]
 
 
-def test_a_wish_to_stop_finishes_the_batch_and_validates_once() -> None:
-    tally = Tally()
-    stop = AfterBatch(lambda trainer, batch_idx: batch_idx == 4, ask_to_stop)
-    trainer = quiet_trainer(max_epochs=5, callbacks=[stop, tally])
-    trainer.fit(RegressionTask(), regression_loader(10), regression_loader(10))
-    assert tally.train_batches == 5
-    assert tally.validations == [(0, 5)]
+class _StopsInItsStep(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.trainer.should_stop = batch_idx == 4
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["in a callback", "in the training step itself"])
+def test_a_stop_request_finishes_the_batch_and_validates_once(in_step: bool) -> None:
+    tally, stop = Tally(), AfterBatch(lambda trainer, batch_idx: batch_idx == 4 and not in_step, ask_to_stop)
+    task = _StopsInItsStep() if in_step else RegressionTask()
+    trainer = fitted(task, regression_loader(10), regression_loader(10), max_epochs=5, callbacks=[stop, tally])
+    assert (tally.train_batches, tally.validations) == (5, [(0, 5)])
     assert (trainer.global_step, trainer.current_epoch) == (5, 1)
-
-
-def test_a_wish_to_stop_in_the_training_step_itself_is_heard() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.trainer.should_stop = batch_idx == 4
-            return self.loss(batch)
-
-    tally = Tally()
-    trainer = fitted(Task(), regression_loader(10), regression_loader(10), max_epochs=5, callbacks=tally)
-    assert (trainer.global_step, trainer.current_epoch) == (5, 1)
-    assert tally.validations == [(0, 5)]
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,12 @@ def test_accumulation_by_hand_equals_the_trainers() -> None:
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
 
 
-def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped() -> None:
-    trainer = fitted(ByHand(4), regression_loader(16), max_epochs=1)
-    assert (trainer.global_step, trainer.state.batches) == (4, 16)
-
-
-def test_max_steps_ends_a_fit_by_hand_after_so_many_optimizer_steps() -> None:
-    trainer = fitted(ByHand(4), regression_loader(64), max_steps=3)
-    assert (trainer.global_step, trainer.state.batches) == (3, 12)
+@pytest.mark.parametrize(("bound", "counts"), [({"max_epochs": 1}, (16, 64)), ({"max_steps": 3}, (3, 12))], ids=str)
+def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
+    bound: dict[str, int], counts: tuple[int, int]
+) -> None:
+    trainer = fitted(ByHand(4), regression_loader(64), **bound)
+    assert (trainer.global_step, trainer.state.batches) == counts
 
 
 def test_a_step_of_the_plain_optimizer_counts_too() -> None:

@@ -30,13 +30,7 @@ NAN = float("nan")
 
 
 class Bad(RegressionTask):
-    """The loss of some (epoch, batch) is multiplied with a NaN, every time or only the first time it comes.
-
-    Args:
-        bad: (epoch, batch_idx) pairs.
-        factor: what the loss is multiplied with there.
-        options: of RegressionTask.
-    """
+    """The loss of some (epoch, batch_idx) is multiplied with `factor`."""
 
     def __init__(self, *bad: tuple[int, int], factor: float = NAN, **options: Any) -> None:
         super().__init__(**{"momentum": 0.9, **options})

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, read_manifest
@@ -26,18 +26,6 @@ from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
 
 FOUR_BATCHES = 8  # samples, by 2
-
-
-class DecayingTask(RegressionTask):
-    """SGD with momentum, and a rate that halves at every step."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(momentum=0.9, **options)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def loader() -> Any:
@@ -207,7 +195,7 @@ def test_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedul
         trainer.fit(task, loader(), ckpt_path=path, allow_missing=["optimizer"])
     assert any("has no optimizer part" in str(warning.message) for warning in caught)
     assert trainer.global_step == 16
-    assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.5**step) for step in range(12, 16)]
+    assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.9**step) for step in range(12, 16)]
 
 
 def test_what_may_be_missing_and_is_there_is_loaded(run: Path) -> None:
@@ -367,12 +355,6 @@ def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_wa
 
 
 # Weights
-
-
-class WiderTask(DecayingTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
 
 
 def test_strict_false_loads_the_weights_that_fit_and_names_the_others(run: Path) -> None:

@@ -102,26 +102,3 @@ def test_a_trainer_is_sent_without_its_run() -> None:
     assert sent.run.engine.optimizers == []
     assert sent.state.fn == "fit"
     assert sent.state.finished
-
-
-def test_a_search_leaves_the_run_as_it_was() -> None:
-    class Search(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            self.before, step = trainer.run, trainer.global_step
-            with trainer.trial_steps(alone=False) as trials:
-                self.losses: list[float] = []
-                self.during: list[Any] = []
-
-                def after(loss: float) -> bool:
-                    self.losses.append(loss)
-                    self.during.append(trainer.run)
-                    return False
-
-                assert trials.train(3, before_step=lambda number: None, after_step=after) == 3
-            assert trainer.run is self.before
-            assert trainer.global_step == step
-
-    search = Search()
-    quiet_trainer(max_epochs=1, callbacks=[search]).fit(RegressionTask(), regression_loader(4, 2))
-    assert len(search.losses) == 3
-    assert all(run is not search.before and run.engine is search.before.engine for run in search.during)

@@ -213,13 +213,6 @@ def test_a_trainer_can_save_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
     assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
 
 
-def test_a_checkpoint_between_two_steps_resumes_without_a_warning(tmp_path: Path) -> None:
-    trainer = fitted(_Fails(None), regression_loader(_STEPS), max_steps=3)
-    resumed = quiet_trainer(max_epochs=1)
-    resumed.fit(_Fails(None), regression_loader(_STEPS), ckpt_path=trainer.save_checkpoint(tmp_path / "mine"))
-    assert resumed.global_step == _STEPS
-
-
 def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
     class Breaks(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

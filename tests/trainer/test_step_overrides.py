@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_data, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -35,11 +35,7 @@ def test_a_step_may_return_a_dict_with_the_loss() -> None:
 
 
 def test_a_step_may_return_none_to_skip_its_batch() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None
-
-    task = Task()
+    task = StepTask(lambda task, batch, idx: None)
     before = weights_of(task)
     with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches") as told:
         trainer = fitted(task, regression_loader(4), max_epochs=2)
@@ -49,11 +45,9 @@ def test_a_step_may_return_none_to_skip_its_batch() -> None:
 
 
 def test_a_loss_of_shape_one_is_a_scalar_too() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return self.loss(batch).reshape(1)
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
+    assert torch.equal(
+        _trained(StepTask(lambda task, batch, idx: task.loss(batch).reshape(1))), _trained(RegressionTask())
+    )
 
 
 def test_backward_may_be_run_in_the_tasks_own_way() -> None:
@@ -110,11 +104,9 @@ def test_the_tasks_own_step_may_leave_a_step_out() -> None:
             if batch_idx % 2 == 0:
                 optimizer.step(closure=optimizer_closure)
 
-    class EveryOther(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if batch_idx % 2 else self.loss(batch)
-
-    assert torch.equal(_trained(Task()), _trained(EveryOther()))
+    assert torch.equal(
+        _trained(Task()), _trained(StepTask(lambda task, batch, idx: None if idx % 2 else task.loss(batch)))
+    )
 
 
 def test_the_closure_gives_the_loss_of_this_very_step() -> None:

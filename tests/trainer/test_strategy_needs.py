@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.tasks import regression_loader
+from tests.trainer.runs import Untouched
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
@@ -16,16 +17,6 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
 from trainwright.strategies import FSDPStrategy, LocalSGDStrategy
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
-
-
-class Untouched(RegressionTask):
-    """Fails as soon as a stage does anything with it."""
-
-    def prepare_data(self) -> None:
-        raise AssertionError("the stage has begun")
-
-    def setup(self, stage: str) -> None:
-        raise AssertionError("the stage has begun")
 
 
 class ByHand(Untouched):
