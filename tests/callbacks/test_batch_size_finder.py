@@ -89,21 +89,19 @@ def _sizes(where: str = "training_step") -> list[int]:
         ({}, 10**9, 64),  # the data's own size
         ({"init_val": 1}, 1, 1),
         ({"mode": "BINSEARCH", "margin": 0.0}, 10**9, 64),
+        ({"num_samples": 100}, 10**9, 64),  # 128 would not be filled
+        ({"num_samples": 100, "mode": "binsearch", "margin": 0.0}, 10**9, 100),
+        ({"where": "validation_step"}, 9, 8),
     ],
     ids=str,
 )
 def test_the_largest_size_that_fits_is_found(options: dict[str, Any], fits: int, expected: int) -> None:
-    task = _Hungry(fits)
+    of_task = {name: options[name] for name in ("num_samples", "where") if name in options}
+    options = {name: value for name, value in options.items() if name not in of_task}
+    task = _Hungry(fits, **of_task)
     assert Tuner(quiet_trainer()).scale_batch_size(task, **options) == expected
     assert task.batch_size == expected
     assert expected in _sizes()
-
-
-def test_a_size_that_the_data_cannot_fill_is_not_tried() -> None:
-    task = _Hungry(num_samples=100)
-    assert Tuner(quiet_trainer()).scale_batch_size(task) == 64
-    assert max(_sizes()) == 64
-    assert Tuner(quiet_trainer()).scale_batch_size(task, mode="binsearch", margin=0.0) == 100
 
 
 def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
@@ -116,10 +114,6 @@ def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
 def test_data_that_is_shorter_than_a_trial_is_read_again() -> None:
     Tuner(quiet_trainer()).scale_batch_size(_Hungry(num_samples=4), steps_per_trial=5, init_val=4)
     assert _sizes("training_step") == [4] * 5
-
-
-def test_memory_that_runs_out_in_validation_counts() -> None:
-    assert Tuner(quiet_trainer()).scale_batch_size(_Hungry(9, where="validation_step")) == 8
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])

@@ -60,33 +60,31 @@ def test_rates_are_those_that_the_steps_used(
     assert run.logged == [(step, {"lr-SGD": pytest.approx(rate)}) for step, rate in logged]
 
 
-def names(
-    root: Path, optimizers: list[Any], configs: list[SchedulerConfig] | None = None, **options: bool
-) -> list[str]:
-    run = fit(LearningRateMonitor("epoch", **options), root, optimizers, configs or [])
-    return list(run.logged[0][1])
+def _groups(*names: dict[str, str]) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], **name} for name in names], lr=1.0)
 
 
-def test_a_second_optimizer_of_one_class_is_numbered(tmp_path: Path) -> None:
-    adam = torch.optim.AdamW([PARAMETER])
-    assert names(tmp_path, [sgd(), adam, sgd()]) == ["lr-SGD", "lr-AdamW", "lr-SGD-1"]
-
-
-def test_groups_are_numbered_from_one_or_named(tmp_path: Path) -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **name} for name in ({}, {"name": "head"})]
-    assert names(tmp_path, [torch.optim.SGD(groups, lr=1.0)]) == ["lr-SGD/pg1", "lr-SGD/head"]
+@pytest.mark.parametrize(
+    ("optimizers", "names"),
+    [
+        ([sgd(), torch.optim.AdamW([PARAMETER]), sgd()], ["lr-SGD", "lr-AdamW", "lr-SGD-1"]),
+        ([_groups({}, {"name": "head"})], ["lr-SGD/pg1", "lr-SGD/head"]),
+    ],
+    ids=["a second optimizer of one class", "groups with and without a name"],
+)
+def test_optimizers_and_groups_are_numbered_or_named(optimizers: Any, names: list[str], tmp_path: Path) -> None:
+    assert list(fit(LearningRateMonitor("epoch"), tmp_path, optimizers, []).logged[0][1]) == names
 
 
 def test_the_scheduler_s_name_is_used_as_it_is(tmp_path: Path) -> None:
     optimizer = sgd()
     config = SchedulerConfig(ExponentialLR(optimizer, 0.5), name="warmup")
-    assert names(tmp_path, [optimizer], [config]) == ["warmup"]
+    assert list(fit(LearningRateMonitor("epoch"), tmp_path, [optimizer], [config]).logged[0][1]) == ["warmup"]
 
 
 def test_groups_of_one_name_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "name": "a"} for _ in range(2)]
     with pytest.raises(ConfigurationError, match="'lr-SGD/a'"):
-        names(tmp_path, [torch.optim.SGD(groups, lr=1.0)])
+        fit(LearningRateMonitor("epoch"), tmp_path, [_groups({"name": "a"}, {"name": "a"})], [])
 
 
 def test_momentum_and_weight_decay_are_logged_when_wanted(tmp_path: Path) -> None:

@@ -152,9 +152,6 @@ def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
         quiet_trainer(callbacks=LossSpikeDetector()).fit(task, regression_loader(4))
 
 
-# In a Trainer
-
-
 class Jumps(RegressionTask):
     """The loss is much larger in some (epoch, batch)."""
 

@@ -46,6 +46,12 @@ def test_without_a_monitor_the_latest_is_kept(tmp_path: Path) -> None:
     assert callback.best_model_score is None
 
 
+def test_nothing_is_ranked_with_save_top_k_zero(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", save_top_k=0)
+    assert fit(callback, tmp_path, [1, 2, 3]).written == []
+    assert callback.kth_best_model_path == ""
+
+
 def test_every_n_epochs_skips_the_others(tmp_path: Path) -> None:
     run = fit(ModelCheckpoint(save_top_k=-1, every_n_epochs=2), tmp_path, epochs=5)
     assert [step for step, _ in run.written] == [10, 20]

@@ -262,9 +262,6 @@ def test_lightnings_name_is_this_class() -> None:
     )
 
 
-# After training
-
-
 @pytest.mark.parametrize("name", [*_NAMES, "Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_quantization_after_training_equals_torchao_and_its_file_is_read_back(name: str, tmp_path: Path) -> None:
     from torchao import quantization

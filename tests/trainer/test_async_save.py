@@ -15,7 +15,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.trainer.runs import MemoryLogger
 from trainwright.callbacks.callback import Callback
@@ -148,9 +148,6 @@ def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Pat
     assert stood == [[1, 2]]
 
 
-# Errors
-
-
 @pytest.mark.parametrize(
     ("max_steps", "ended_at"), [(20, 6), (4, 4)], ids=["at the next save", "at the end of the fit"]
 )
@@ -184,9 +181,8 @@ def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path: Pat
 
 def test_a_run_that_fails_still_publishes_what_was_being_written(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
     with pytest.raises(ValueError, match="the first error"):
-        trainer.fit(Fails(), regression_loader())
+        fitted(Fails(), regression_loader(), max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
     assert _steps_in(tmp_path) == [3]
 
 
@@ -343,9 +339,6 @@ def test_every_rank_raises_the_error_of_a_failed_write_or_goes_on_without_it(tmp
     assert _steps_in(tmp_path / "warn") == [2]
 
 
-# Memory for the first save
-
-
 @pytest.mark.parametrize(("saves", "expected"), [(True, 1), (False, 0)])
 def test_the_first_saves_memory_is_asked_for_after_the_first_step_where_a_save_will_come(
     saves: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,9 +364,8 @@ def test_a_fit_that_ends_before_its_first_step_prepares_for_no_other(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ArithmeticError("seven is odd")
 
-    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)])
     with pytest.raises(ArithmeticError):
-        trainer.fit(Fails(), regression_loader())
+        fitted(Fails(), regression_loader(), max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)])
     asked: list[int] = []
     monkeypatch.setattr(AsyncWriter, "prepare", lambda self, size: asked.append(size))
     weight = torch.nn.Parameter(torch.ones(2))

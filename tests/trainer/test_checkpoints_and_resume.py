@@ -50,9 +50,6 @@ class MeanTask(RegressionTask):
         self.by_epoch.setdefault(self.current_epoch, []).append(float(loss))
 
 
-# Which files there are
-
-
 def test_keeping_all_writes_one_checkpoint_per_epoch_that_says_its_epoch_step_and_score(tmp_path: Path) -> None:
     task = MeanTask()
     saver = ModelCheckpoint(tmp_path, filename="{val_loss:.4f}-{epoch}", monitor="val_loss", save_top_k=-1)
@@ -118,9 +115,6 @@ def test_a_score_that_is_not_a_number_is_the_worst(tmp_path: Path, mode: str, va
     trainer.fit(ScriptedTask(values), regression_loader(), regression_loader())
     assert saver.best_model_score == best
     assert len(saved_in(tmp_path)) == 1
-
-
-# Continuing
 
 
 def every_two_steps(folder: Path) -> ModelCheckpoint:
@@ -217,9 +211,6 @@ def test_loading_that_is_not_strict_takes_the_weights_that_fit(checkpoint: Path,
 def test_fewer_epochs_than_the_checkpoint_has_behind_it_are_an_error(checkpoint: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_epochs=1"):
         quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), ckpt_path=checkpoint)
-
-
-# Which checkpoint is taken
 
 
 def _fit_with(

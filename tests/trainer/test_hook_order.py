@@ -168,15 +168,9 @@ def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_n
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_setup_and_teardown_are_told_the_stage(stage: str) -> None:
     told: list[tuple[str, str]] = []
-
-    class Task(RegressionTask):
-        def setup(self, stage: str) -> None:
-            told.append(("setup", stage))
-
-        def teardown(self, stage: str) -> None:
-            told.append(("teardown", stage))
-
-    getattr(quiet_trainer(max_epochs=1), stage)(Task(), regression_loader(2))
+    hooks = {name: lambda self, stage, name=name: told.append((name, stage)) for name in ("setup", "teardown")}
+    task = type("Task", (RegressionTask,), hooks)()
+    getattr(quiet_trainer(max_epochs=1), stage)(task, regression_loader(2))
     assert told == [("setup", stage), ("teardown", stage)]
 
 

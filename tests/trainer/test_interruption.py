@@ -187,11 +187,15 @@ def test_a_second_signal_during_the_exit_is_ignored(number: int, tmp_path: Path)
 
 def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
     came: list[int] = []
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=_SignalsAgain(signal.SIGTERM), default_root_dir=tmp_path, preemption_grace=0.3
-    )
     with pytest.raises(Preempted):
-        trainer.fit(RegressionTask(), regression_loader(4))
+        fitted(
+            RegressionTask(),
+            regression_loader(4),
+            max_epochs=2,
+            callbacks=_SignalsAgain(signal.SIGTERM),
+            default_root_dir=tmp_path,
+            preemption_grace=0.3,
+        )
     leaving = signal.getsignal(signal.SIGTERM)
     leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
     leaving._deadline = 0.0  # type: ignore[union-attr]

@@ -282,9 +282,8 @@ def unfrozen(tmp_path: Path) -> Path:
 
 
 def test_resuming_without_the_added_parameter_group_is_an_error(unfrozen: Path) -> None:
-    trainer = quiet_trainer(max_epochs=3, callbacks=_Unfreeze(rebuilds=False))
     with pytest.raises(CheckpointError):
-        trainer.fit(_Head(), regression_loader(8), ckpt_path=unfrozen)
+        fitted(_Head(), regression_loader(8), ckpt_path=unfrozen, max_epochs=3, callbacks=_Unfreeze(rebuilds=False))
 
 
 def test_callback_states_are_loaded_before_optimizer_states(unfrozen: Path) -> None:

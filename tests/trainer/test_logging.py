@@ -41,9 +41,6 @@ class CountingTask(RegressionTask):
         return self.loss(batch)
 
 
-# When
-
-
 @pytest.mark.parametrize(("every", "steps"), [(5, [4, 9]), (1, list(range(10)))])
 def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs(every: int, steps: list[int]) -> None:
     logger = MemoryLogger()
@@ -107,9 +104,6 @@ def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
     logger = MemoryLogger()
     quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader())
     assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
-
-
-# Several processes
 
 
 class RankTask(RegressionTask):

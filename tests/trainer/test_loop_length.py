@@ -17,8 +17,7 @@ from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
-from trainwright.callbacks import Timer
-from trainwright.callbacks.callback import Callback
+from trainwright.callbacks import LambdaCallback, Timer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import resolve_limit
 from trainwright.trainer.trainer import Trainer
@@ -257,21 +256,15 @@ class _SkipsAfterTwo(RegressionTask):
         return -1 if batch_idx == 2 else None
 
 
-def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch() -> None:
+@pytest.mark.parametrize("by", ["task", "callback"])
+def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(by: str) -> None:
     tally = Tally()
-    trainer = fitted(_SkipsAfterTwo(), regression_loader(8), max_epochs=3, callbacks=tally)
-    assert tally.train_batches == 6
-    assert tally.train_epochs == [0, 1, 2]
+    skips = LambdaCallback(on_train_batch_start=lambda trainer, task, batch, idx: -1 if idx == 2 else None)
+    task = _SkipsAfterTwo() if by == "task" else RegressionTask()
+    callbacks = [tally] if by == "task" else [tally, skips]
+    trainer = fitted(task, regression_loader(8), max_epochs=3, callbacks=callbacks)
+    assert (tally.train_batches, tally.train_epochs) == (6, [0, 1, 2])
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)
-
-
-def test_minus_one_from_a_callback_skips_the_rest_of_the_epoch_too() -> None:
-    class Skips(Callback):
-        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 1 else None
-
-    trainer = fitted(RegressionTask(), regression_loader(8), max_epochs=2, callbacks=Skips())
-    assert (trainer.global_step, trainer.current_epoch) == (2, 2)
 
 
 def test_gradients_of_a_group_that_was_skipped_do_not_leak_into_the_next_step() -> None:

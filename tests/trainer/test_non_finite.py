@@ -62,17 +62,11 @@ def skip(task: RegressionTask, loader: Any, **arguments: Any) -> Trainer:
     return trainer
 
 
-# What is refused
-
-
 def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything_could_look() -> None:
     task = RegressionTask()
     task.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="uses manual optimization"):
         quiet_trainer(on_nonfinite="skip").fit(task, regression_loader(4))
-
-
-# Raise
 
 
 @pytest.mark.parametrize("factor", [NAN, float("inf")])
@@ -165,11 +159,16 @@ def test_nothing_is_saved_behind_a_step_that_was_not_finite(saver: str, async_sa
         "on an exception": ModelCheckpoint(tmp_path, every_n_train_steps=100, save_on_exception=True),
     }
     callback = callbacks[saver]
-    trainer = quiet_trainer(
-        max_epochs=1, on_nonfinite="raise", log_every_n_steps=100, callbacks=callback, async_save=async_save
-    )
     with pytest.raises(NonFiniteError):
-        trainer.fit(Bad((0, 3)), regression_loader(6))
+        fitted(
+            Bad((0, 3)),
+            regression_loader(6),
+            max_epochs=1,
+            on_nonfinite="raise",
+            log_every_n_steps=100,
+            callbacks=callback,
+            async_save=async_save,
+        )
     found = [read_manifest(path.parent).step for path in tmp_path.glob("*/manifest.json")]
     assert sorted(found) == ([] if saver == "on an exception" else [1, 2, 3])
     assert not isinstance(callback, _SavesAll) or callback.refused == 1
@@ -217,9 +216,8 @@ def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
 
 
 def test_the_last_loss_is_logged_as_it_was_and_at_a_step_of_its_own(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=1, on_nonfinite="raise", logger="csv", log_every_n_steps=1, default_root_dir=tmp_path
-    )
+    arguments = {"logger": "csv", "log_every_n_steps": 1, "default_root_dir": tmp_path}
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise", **arguments)
     with pytest.raises(NonFiniteError):
         trainer.fit(Bad((0, 3)), batches(6))
     steps, losses = _logged(trainer)
@@ -232,9 +230,6 @@ def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
     with open(Path(trainer.log_dir, "metrics.csv"), newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["train_loss"]]
     return [int(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows]
-
-
-# Skip
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["", "somebody listens to zero_grad"])
@@ -405,9 +400,6 @@ def test_max_skipped_none_never_ends_the_run() -> None:
     assert len(task.seen) == 120
 
 
-# Scaled losses
-
-
 class _NoSchedule(Bad):
     """The scaler leaves steps out that a schedule would be warned about."""
 
@@ -444,18 +436,12 @@ def test_a_loss_that_is_no_number_is_ours_also_under_scaling_and_the_scale_stays
     assert_equal_weights(weights_of(task), weights_of(without))
 
 
-# None
-
-
 def test_without_a_policy_a_bad_loss_is_warned_of_once_where_it_is_read_anyway() -> None:
     task = Bad((0, 1))
     with pytest.warns(TrainwrightWarning, match="on_nonfinite='raise'") as warned:
         quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(task, batches(4))
     assert len(warned) == 1
     assert "train_loss is nan at step 2" in str(warned[0].message)
-
-
-# Rollback
 
 
 def saves(every: int) -> ModelCheckpoint:

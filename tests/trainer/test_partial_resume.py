@@ -59,9 +59,6 @@ def resume(run: Path, ckpt_path: Any, task: RegressionTask | None = None, **argu
     return [note for _, note in seen.notes]
 
 
-# Damage
-
-
 def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -> None:
     damage(run / "checkpoints" / "2")
     with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*/2"):
@@ -176,9 +173,6 @@ def test_every_rank_hears_of_damage_and_falls_back_alike(run: Path) -> None:
     assert run_distributed(_resume_on_rank, 2, run, "last", init=False, timeout=120.0) == ["16", "16"]
 
 
-# Parts
-
-
 def test_a_resume_without_the_optimizer_part_is_an_error_that_names_it(run: Path) -> None:
     remove_part(run / "checkpoints" / "2", "optimizer")
     with pytest.raises(CheckpointError, match=r"the part 'optimizer' is missing.*allow_missing=\['optimizer'\]"):
@@ -245,9 +239,6 @@ def test_generators_that_may_be_missing_start_anew(run: Path) -> None:
 def test_a_wish_that_cannot_be_is_a_configuration_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer().fit(RegressionTask(), loader(), **arguments)
-
-
-# Entries of the trainer part
 
 
 class Counting(Callback):
@@ -354,9 +345,6 @@ def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_wa
         resumed(allow_missing=["scaler"])
 
 
-# Weights
-
-
 def test_strict_false_loads_the_weights_that_fit_and_names_the_others(run: Path) -> None:
     task = WiderTask()
     with pytest.raises(CheckpointError, match=r"extra\.weight"):
@@ -404,9 +392,6 @@ def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
     for part in ("optimizer", "rng"):
         remove_part(run / "checkpoints" / "2", part)
     assert resume(run, "last", load_weights_only=True)[0] == 1
-
-
-# Data that is no longer what it was
 
 
 @pytest.mark.parametrize(

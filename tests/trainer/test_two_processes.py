@@ -111,9 +111,6 @@ def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> N
         quiet_trainer(devices=2, max_epochs=1).fit(Task(), regression_loader(8))
 
 
-# After the stage
-
-
 def _save_after_the_fit(folder: Path) -> bool:
     task = RegressionTask()
     trainer = fitted(task, regression_loader(4), devices="auto", max_epochs=1)
