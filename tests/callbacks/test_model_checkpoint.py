@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when it saves, under which names, what it keeps, and that all ranks decide alike."""
+"""ModelCheckpoint and OnExceptionCheckpoint: when they save, under which names, and what is kept."""
 
 from __future__ import annotations
 

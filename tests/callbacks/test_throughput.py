@@ -1,4 +1,4 @@
-"""Throughput: rates over a window, pauses left out, FLOPs given or counted."""
+"""Throughput: rates over a window without pauses, given or counted FLOPs, and no second log of a skipped step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which data a stage reads: limits, loaders without length, several loaders, loading anew, overfitting."""
+"""Data of a stage: limits, loaders without length, several loaders, reloads, overfitting, and results by loader."""
 
 from __future__ import annotations
 

@@ -100,6 +100,17 @@ def test_the_sanity_check_logs_nothing() -> None:
     assert list(logger.values("val_loss")) == [0]
 
 
+def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    arguments: dict[str, Any] = {"limit_train_batches": 3, "log_every_n_steps": 2, "logger": logger}
+    first = quiet_trainer(max_steps=5, **arguments)
+    first.fit(CountingTask(), regression_loader())
+    saved = first.save_checkpoint(tmp_path / "saved")
+    quiet_trainer(max_steps=11, **arguments).fit(CountingTask(), regression_loader(), ckpt_path=saved)
+    assert logger.steps == sorted(set(logger.steps))
+    assert set(logger.steps) >= {1, 3, 5, 7, 9}
+
+
 def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
     logger = MemoryLogger()
     quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader())

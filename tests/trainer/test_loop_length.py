@@ -1,4 +1,4 @@
-"""How long a fit lasts: epochs, steps, samples, tokens, seconds, wishes to stop, and a second fit."""
+"""Length of a fit: epochs, steps, samples, tokens, seconds, stop requests, a second fit, and the loop's warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are written before everything that follows a step has been done, and what a resume makes of them."""
+"""Checkpoints that are written within a step or at the end of a fit, and runs that resume from them."""
 
 from __future__ import annotations
 

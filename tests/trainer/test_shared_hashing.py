@@ -1,4 +1,4 @@
-"""A checkpoint is hashed by all ranks, each a share of its files, before anything of it is read."""
+"""Ranks share the hashing of a checkpoint, and a later attempt at a job takes its own newest valid one."""
 
 from __future__ import annotations
 
