@@ -136,9 +136,7 @@ def test_its_state_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}],
-    ids=str,
+    "arguments", [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}], ids=str
 )
 def test_impossible_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="LossSpikeDetector"):

@@ -61,11 +61,7 @@ def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(t
     callback = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}")
     run = fit(callback, tmp_path, [3, 1, 2, 5], epochs=4)
     assert run.saved_names() == ["epoch=1", "epoch=2"]
-    assert [(r.name, r.remove) for _, r in run.written] == [
-        ("epoch=0", []),
-        ("epoch=1", []),
-        ("epoch=2", ["epoch=0"]),
-    ]
+    assert [(r.name, r.remove) for _, r in run.written] == [("epoch=0", []), ("epoch=1", []), ("epoch=2", ["epoch=0"])]
     assert {Path(path).name: score for path, score in callback.best_k_models.items()} == {"epoch=1": 1, "epoch=2": 2}
     assert callback.current_score == 5
 

@@ -198,10 +198,7 @@ def _made(base: type, name: str, method: Any) -> Any:
         ),
         (
             {"task": _made(Untouched, "training_step", lambda self, batch, batch_idx, *, scale: None)},
-            [
-                "Mine.training_step declares (batch, batch_idx, *, scale)",
-                "def training_step(self, batch, batch_idx)",
-            ],
+            ["Mine.training_step declares (batch, batch_idx, *, scale)", "def training_step(self, batch, batch_idx)"],
         ),
         ({"task": _made(Untouched, "training_step", lambda self: None)}, ["Mine.training_step declares ()"]),
         ({"task": _made(Untouched, "setup", lambda self: None)}, ["def setup(self, stage)"]),
