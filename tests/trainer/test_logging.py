@@ -238,15 +238,6 @@ def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None
         assert list(dict.fromkeys(epochs)) == [0, 1, 2]
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_processes_of_the_trainers_own_write_to_the_loggers_once() -> None:
-    logger = MemoryLogger()
-    fitted(RankTask(), regression_loader(16), devices=2, max_steps=4, log_every_n_steps=2, logger=logger)
-    assert logger.steps.count(1) == 1
-    assert logger.values("step_sum") == {1: 3, 3: 3}
-
-
 def _batch() -> list[torch.Tensor]:
     return [tensor[:2] for tensor in regression_data(4).tensors]
 

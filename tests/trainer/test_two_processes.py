@@ -11,24 +11,29 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import ByHand, Gan, Tally, fitted, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, Gan, MemoryLogger, Tally, fitted, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import WorkerError
 
 pytestmark = pytest.mark.distributed
 
 
-def test_a_trainer_with_two_devices_starts_the_other_process_and_keeps_the_result() -> None:
+def test_a_trainer_with_two_devices_starts_the_other_process_and_keeps_the_result(tmp_path: Path) -> None:
     together, alone = RegressionTask(), RegressionTask()
-    tally = Tally()
-    trainer = quiet_trainer(devices=2, max_epochs=2, callbacks=tally)
+    tally, logger = Tally(), MemoryLogger()
+    trainer = quiet_trainer(devices=2, max_epochs=2, callbacks=tally, logger=logger, log_every_n_steps=2)
     trainer.fit(together, regression_loader(16, 2), regression_loader(8, 2))
     quiet_trainer(max_epochs=2).fit(alone, regression_loader(16, 4))
     torch.testing.assert_close(weights_of(together), weights_of(alone))
     assert (trainer.global_step, trainer.state.samples) == (8, 32)
     assert tally.validations == [(0, 4), (1, 8)]
+    assert list(logger.values("train_loss")) == [1, 3, 5, 7]
+    assert logger.steps.count(1) == 1  # one process writes
     assert "RANK" not in os.environ
     assert "WORLD_SIZE" not in os.environ
+    saved = read_checkpoint(trainer.save_checkpoint(tmp_path / "after"))  # by the process that is left
+    assert (saved.world_size, saved.state["step"]) == (1, 8)
+    torch.testing.assert_close(saved.model, together.state_dict(), rtol=0, atol=0)
 
 
 def test_stages_follow_each_other_with_processes_of_their_own() -> None:
@@ -123,11 +128,3 @@ def test_all_ranks_of_a_launcher_can_save_after_the_fit(tmp_path: Path) -> None:
     assert run_distributed(_save_after_the_fit, 2, tmp_path, init=False) == [True, True]
     saved = read_checkpoint(tmp_path / "after")
     assert (saved.world_size, len(saved.rng)) == (2, 2)
-
-
-def test_the_process_that_is_left_can_save_after_the_fit(tmp_path: Path) -> None:
-    trainer, task = quiet_trainer(devices=2, max_epochs=1), RegressionTask()
-    trainer.fit(task, regression_loader(4))
-    saved = read_checkpoint(trainer.save_checkpoint(tmp_path / "after"))
-    assert (saved.world_size, saved.state["step"]) == (1, trainer.global_step)
-    torch.testing.assert_close(saved.model, task.state_dict(), rtol=0, atol=0)
