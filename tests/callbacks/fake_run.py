@@ -77,7 +77,8 @@ class FakeTrialSteps:
 class FakeRun:
     """Enough of `Run` for callbacks; `fit` drives it.
 
-    Saved checkpoints are made as empty folders at the safe point, and removed ones are deleted, as a Trainer would.
+    Further arguments set attributes. Saved checkpoints are made as empty folders at the safe point, and removed ones
+    are deleted, as a Trainer would.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class FakeRun:
         rank: int = 0,
         world_size: int = 1,
         peers: Peers | None = None,
+        **attributes: Any,
     ) -> None:
         self.state = TrainState()
         self.stage: Stage | None = "fit"
@@ -135,6 +137,8 @@ class FakeRun:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.printed: list[str] = []
         self._actions: list[Callable[[], None]] = []
+        assert attributes.keys() <= vars(self).keys()
+        vars(self).update(attributes)
 
     # What it answers
 
@@ -174,9 +178,6 @@ class FakeRun:
         self.peers.heard += 1
         return self.peers.said[self.peers.heard - 1]
 
-    def barrier(self) -> None:
-        raise AssertionError("no callback needs a barrier")
-
     def at_step_end(self, action: Callable[[], None]) -> None:
         self._actions.append(action)
 
@@ -188,9 +189,6 @@ class FakeRun:
 
     def remote_names(self, url: str) -> list[str]:
         return []
-
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
-        raise AssertionError("callbacks ask, the Trainer writes")
 
     def emergency_save(self, request: SaveRequest) -> None:
         self.emergencies.append(request)
@@ -208,15 +206,6 @@ class FakeRun:
     def print(self, *values: Any) -> None:
         self.printed.append(" ".join(map(str, values)))
 
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("not a callback's business")
-
-    def no_sync(self) -> Any:
-        raise AssertionError("not a callback's business")
-
-    def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
-        raise AssertionError("not a callback's business")
-
     def task_optimizers(self) -> Sequence[Any]:
         return self.optimizers
 
@@ -229,8 +218,10 @@ class FakeRun:
     def cut_like(self, value: Any, like: torch.Tensor) -> Any:
         return value
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        raise AssertionError("not a callback's business")
+    def _refused(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError("no callback needs it")
+
+    barrier = save_checkpoint = manual_backward = no_sync = clip_gradients = all_gather = _refused
 
     # How it goes on
 

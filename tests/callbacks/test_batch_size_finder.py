@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.callbacks.fake_run import FakeTrialSteps
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
-from trainwright.callbacks import BatchSizeFinder
+from trainwright.callbacks import BatchSizeFinder, LearningRateFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
 from trainwright.core.run import Trial
@@ -89,21 +89,19 @@ def _sizes(where: str = "training_step") -> list[int]:
         ({}, 10**9, 64),  # the data's own size
         ({"init_val": 1}, 1, 1),
         ({"mode": "BINSEARCH", "margin": 0.0}, 10**9, 64),
+        ({"num_samples": 100}, 10**9, 64),  # 128 would not be filled
+        ({"num_samples": 100, "mode": "binsearch", "margin": 0.0}, 10**9, 100),
+        ({"where": "validation_step"}, 9, 8),
     ],
     ids=str,
 )
 def test_the_largest_size_that_fits_is_found(options: dict[str, Any], fits: int, expected: int) -> None:
-    task = _Hungry(fits)
+    of_task = {name: options[name] for name in ("num_samples", "where") if name in options}
+    options = {name: value for name, value in options.items() if name not in of_task}
+    task = _Hungry(fits, **of_task)
     assert Tuner(quiet_trainer()).scale_batch_size(task, **options) == expected
     assert task.batch_size == expected
     assert expected in _sizes()
-
-
-def test_a_size_that_the_data_cannot_fill_is_not_tried() -> None:
-    task = _Hungry(num_samples=100)
-    assert Tuner(quiet_trainer()).scale_batch_size(task) == 64
-    assert max(_sizes()) == 64
-    assert Tuner(quiet_trainer()).scale_batch_size(task, mode="binsearch", margin=0.0) == 100
 
 
 def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
@@ -116,10 +114,6 @@ def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
 def test_data_that_is_shorter_than_a_trial_is_read_again() -> None:
     Tuner(quiet_trainer()).scale_batch_size(_Hungry(num_samples=4), steps_per_trial=5, init_val=4)
     assert _sizes("training_step") == [4] * 5
-
-
-def test_memory_that_runs_out_in_validation_counts() -> None:
-    assert Tuner(quiet_trainer()).scale_batch_size(_Hungry(9, where="validation_step")) == 8
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
@@ -158,8 +152,7 @@ class _AtEpochs(BatchSizeFinder):
 
 def test_a_search_at_a_later_epoch_changes_that_epoch() -> None:
     task = _Hungry(9)
-    trainer = quiet_trainer(callbacks=_AtEpochs(), max_epochs=2, limit_val_batches=0)
-    trainer.fit(task)
+    trainer = fitted(task, callbacks=_AtEpochs(), max_epochs=2, limit_val_batches=0)
     assert _sizes()[:22] == [3] * 21 + [1]
     assert _sizes()[-8:] == [8] * 8
     assert trainer.state.samples == 128
@@ -221,43 +214,47 @@ def test_loaders_that_were_handed_over_are_refused() -> None:
         Tuner(quiet_trainer()).scale_batch_size(_Hungry(), regression_loader())
 
 
-def test_a_loader_that_does_not_follow_the_attribute_is_an_error() -> None:
-    class Task(_Hungry):
-        def train_dataloader(self) -> Any:
-            return regression_loader(64, 16)
+class _Fixed(_Hungry):
+    def train_dataloader(self) -> Any:
+        return regression_loader(64, 16)
 
-    task = Task()
-    with pytest.raises(ConfigurationError, match="batch_size was set to 2, but the loader makes batches of 16"):
+
+class _Mistaken(_Hungry):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (_Fixed, ConfigurationError, "batch_size was set to 2, but the loader makes batches of 16"),
+        (lambda: _Hungry(0), TrainwrightError, "not even one sample fits into memory: OutOfMemoryError: CUDA out of"),
+        (_Mistaken, ZeroDivisionError, "mine"),
+    ],
+    ids=["a loader that does not follow", "not one sample fits", "an error of the task"],
+)
+def test_an_error_leaves_the_size_as_it_was(make: Any, error: type[Exception], message: str) -> None:
+    task = make()
+    with pytest.raises(error, match=message):
         Tuner(quiet_trainer()).scale_batch_size(task)
     assert task.batch_size == 3
 
 
-def test_a_task_of_which_not_one_sample_fits_is_an_error() -> None:
-    task = _Hungry(0)
-    with pytest.raises(TrainwrightError, match="not even one sample fits into memory: OutOfMemoryError: CUDA out of"):
-        Tuner(quiet_trainer()).scale_batch_size(task)
-    assert task.batch_size == 3
+FINDERS = pytest.mark.parametrize(
+    ("finder", "search"), [(BatchSizeFinder, "scale_batch_size"), (LearningRateFinder, "lr_find")]
+)
 
 
-def test_another_error_passes_through() -> None:
-    class Task(_Hungry):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            raise ZeroDivisionError("mine")
-
-    task = Task()
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        Tuner(quiet_trainer()).scale_batch_size(task)
-    assert task.batch_size == 3
-
-
-def test_a_fast_development_run_does_not_search() -> None:
+@FINDERS
+def test_a_fast_development_run_does_not_search(finder: Any, search: str) -> None:
     with pytest.warns(TrainwrightWarning, match="fast_dev_run"):
-        assert Tuner(quiet_trainer(fast_dev_run=True)).scale_batch_size(_Hungry()) is None
+        assert getattr(Tuner(quiet_trainer(fast_dev_run=True)), search)(_Hungry()) is None
 
 
-def test_a_tuner_beside_a_finder_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="already contain a BatchSizeFinder"):
-        Tuner(quiet_trainer(callbacks=BatchSizeFinder())).scale_batch_size(_Hungry())
+@FINDERS
+def test_a_tuner_beside_a_finder_is_refused(finder: Any, search: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"already contain a {finder.__name__}"):
+        getattr(Tuner(quiet_trainer(callbacks=finder())), search)(_Hungry())
 
 
 @pytest.mark.parametrize(
@@ -305,8 +302,6 @@ class _Bounded(FakeTrialSteps):
 
 
 class _Run:
-    """What a finder asks of a run."""
-
     fast_dev_run = False
     datamodule = None
     world_size = 4

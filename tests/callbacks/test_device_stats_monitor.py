@@ -18,8 +18,7 @@ pytest.importorskip("psutil")
 
 
 def test_on_the_cpu_the_host_is_read_at_log_steps(tmp_path: Path) -> None:
-    run = FakeRun([DeviceStatsMonitor()], tmp_path)
-    run.log_every_n_steps = 3
+    run = FakeRun([DeviceStatsMonitor()], tmp_path, log_every_n_steps=3)
     run.fit(epochs=1, batches=7)
     assert [step for step, _ in run.logged] == [3, 6]
     assert set(run.logged[0][1]) == {
@@ -29,34 +28,33 @@ def test_on_the_cpu_the_host_is_read_at_log_steps(tmp_path: Path) -> None:
     assert run.logged[0][1]["DeviceStatsMonitor/process_rss_bytes"] > 1e6
 
 
-def test_without_host_statistics_the_cpu_has_nothing_to_log(tmp_path: Path) -> None:
-    run = FakeRun([DeviceStatsMonitor(cpu_stats=False)], tmp_path)
+@pytest.mark.parametrize("why", ["without host statistics", "on another rank than the first"])
+def test_nothing_is_logged(why: str, tmp_path: Path) -> None:
+    monitor = DeviceStatsMonitor(cpu_stats=False if why.startswith("without") else None)
+    run = FakeRun([monitor], tmp_path, rank=int(why.startswith("on")), world_size=2)
     run.fit(epochs=1, batches=2)
     assert run.logged == []
 
 
-def test_only_the_main_process_logs(tmp_path: Path) -> None:
-    run = FakeRun([DeviceStatsMonitor()], tmp_path, rank=1, world_size=2)
-    run.fit(epochs=1, batches=2)
-    assert run.logged == []
-
-
-def test_an_accelerator_s_counters_are_logged_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = SimpleNamespace(memory_stats=lambda device: {"allocated_bytes.all.current": 5, "name": "x"})
-    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
-    assert memory_statistics(torch.device("meta")) == {"allocated_bytes.all.current": 5.0}
-
-
-def test_a_backend_without_counters_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(driver_allocated_memory=lambda: 7))
-    assert memory_statistics(torch.device("meta")) == {"driver_allocated_memory": 7.0}
+@pytest.mark.parametrize(
+    ("backend", "found"),
+    [
+        ({"memory_stats": lambda device: {"allocated": 5, "name": "x"}}, {"allocated": 5.0}),
+        ({"driver_allocated_memory": lambda: 7}, {"driver_allocated_memory": 7.0}),
+    ],
+    ids=["counters that are numbers", "a backend without counters"],
+)
+def test_an_accelerator_s_memory_is_read(
+    backend: dict[str, Any], found: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**backend))
+    assert memory_statistics(torch.device("meta")) == found
 
 
 def test_on_an_accelerator_the_host_is_left_out_unless_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory_stats=lambda d: {"a": 1}))
     for wanted, count in ((None, 1), (True, 5)):
-        run = FakeRun([DeviceStatsMonitor(cpu_stats=wanted)], tmp_path)
-        run.device = torch.device("meta")
+        run = FakeRun([DeviceStatsMonitor(cpu_stats=wanted)], tmp_path, device=torch.device("meta"))
         run.fit(epochs=1, batches=1)
         assert len(run.logged[0][1]) == count
 
@@ -75,8 +73,7 @@ def test_a_missing_psutil_is_reported_before_training(tmp_path: Path, monkeypatc
 
 @pytest.mark.requires("cuda", "reads the counters of a real allocator")
 def test_a_real_accelerator_s_counters_are_read(tmp_path: Path) -> None:
-    run = FakeRun([DeviceStatsMonitor()], tmp_path)
-    run.device = torch.device("cuda", 0)
+    run = FakeRun([DeviceStatsMonitor()], tmp_path, device=torch.device("cuda", 0))
     kept = torch.ones(1000, device=run.device)
     run.fit(epochs=1, batches=1)
     assert run.logged[0][1]["DeviceStatsMonitor/allocated_bytes.all.current"] >= kept.nbytes

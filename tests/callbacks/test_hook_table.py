@@ -11,7 +11,6 @@ import pytest
 from tests.callbacks.fake_run import FakeRun, Task
 from trainwright.callbacks.callback import EVENTS, Callback, Order
 from trainwright.callbacks.hook_table import HookTable, check_hook_names
-from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
@@ -25,15 +24,6 @@ class Noting(Callback):
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
         self.notes.append(self.name)
-
-
-class NotingTask(Task):
-    def __init__(self, notes: list[str]) -> None:
-        super().__init__()
-        self.notes = notes
-
-    def on_train_epoch_start(self) -> None:
-        self.notes.append("task")
 
 
 class Quiet(Callback):
@@ -54,45 +44,10 @@ def test_callbacks_run_in_their_order_and_equal_ones_as_given() -> None:
     assert notes == ["first", "early", "a", "b", "last"]
 
 
-def test_the_task_s_own_hook_comes_last_and_without_the_run() -> None:
-    notes: list[str] = []
-    for hook in HookTable([Noting("callback", notes, 1000)], NotingTask(notes)).on_train_epoch_start:
-        hook("run", "task")
-    assert notes == ["callback", "task"]
-
-
-def test_the_hooks_of_a_task_get_the_arguments_of_the_event() -> None:
-    class Listening(Task):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen = (outputs, batch, batch_idx)
-
-    task = Listening()
-    (hook,) = HookTable([], task).on_train_batch_end
-    hook("run", task, "outputs", "batch", 3)
-    assert task.seen == ("outputs", "batch", 3)
-
-
-def test_setup_and_teardown_of_the_task_are_not_in_the_table() -> None:
-    class Prepared(Task):
-        def setup(self, stage: str) -> None:
-            """Prepare."""
-
-    assert HookTable([], Prepared()).setup == ()
-
-
 def test_every_event_has_an_entry_and_nobody_listens_without_overriding() -> None:
     table = HookTable([Quiet(), Callback()], Task())
     assert set(EVENTS) <= set(vars(table))
     assert set(vars(table).values()) == {()}
-
-
-def test_eight_callbacks_that_do_nothing_leave_every_entry_as_it_was() -> None:
-    notes: list[str] = []
-    few = HookTable([Noting("a", notes)], NotingTask(notes))
-    many = HookTable([Noting("a", notes), *(Quiet() for _ in range(8))], NotingTask(notes))
-    assert {name: len(entry) for name, entry in vars(few).items()} == {
-        name: len(entry) for name, entry in vars(many).items()
-    }
 
 
 def test_eight_callbacks_that_do_nothing_add_no_python_call_to_a_run(tmp_path: Path) -> None:
@@ -123,43 +78,9 @@ def test_an_inherited_hook_counts_as_overridden() -> None:
     assert not overrides(Child("a", []), "on_train_epoch_end", Callback)
 
 
-def test_a_hook_set_on_the_instance_counts_as_overridden() -> None:
-    callback = Callback()
-    callback.on_fit_end = lambda trainer, task: None  # type: ignore[method-assign]
-    assert len(HookTable([callback], Task()).on_fit_end) == 1
-
-
 def test_an_event_that_does_not_exist_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="on_train_epoch_ends"):
         _ = HookTable([], Task()).on_train_epoch_ends
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("on_train_epoch_ends", "on_train_epoch_end"),
-        ("on_validation_epoch_edn", "on_validation_epoch_end"),
-        ("on_batch_end", "on_train_batch_end"),
-        ("on_epoch_start", "on_train_epoch_start"),
-    ],
-)
-def test_a_misspelt_or_older_hook_of_a_callback_is_refused_with_the_right_name(wrong: str, right: str) -> None:
-    callback = type("Mine", (Callback,), {wrong: lambda self, trainer, task: None})()
-    with pytest.raises(ConfigurationError, match=f"Mine.{wrong} is never called: the hook is named '{right}'"):
-        check_hook_names(callback, Callback, EVENTS)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [
-        ("predict_stepp", "predict_step"),
-        ("on_epoch_end", "on_train_epoch_end"),
-    ],
-)
-def test_a_misspelt_or_older_hook_of_a_task_is_refused_with_the_right_name(wrong: str, right: str) -> None:
-    task = type("Mine", (Task,), {wrong: lambda self: None})()
-    with pytest.raises(ConfigurationError, match=f"Mine.{wrong} is never called: the hook is named '{right}'"):
-        check_hook_names(task, TaskModule, KNOWN_TASK_HOOKS)
 
 
 @pytest.mark.parametrize(

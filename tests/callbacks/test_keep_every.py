@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.keep_every import KeepEvery
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -45,14 +45,14 @@ def test_the_first_checkpoint_after_each_stretch_stays_beside_the_latest(length:
     assert steps_of(run) == [6, 12, 18, 20]
 
 
-def test_a_stretch_that_is_no_multiple_of_the_interval_keeps_the_next_one(tmp_path: Path) -> None:
-    run = train(ModelCheckpoint(every_n_train_steps=4, keep_every=5), tmp_path)
-    assert steps_of(run) == [8, 12, 16, 20]
-
-
-def test_one_per_epoch_stays(tmp_path: Path) -> None:
-    run = train(ModelCheckpoint(every_n_train_steps=5, keep_every="1 epoch"), tmp_path, epochs=3)
-    assert steps_of(run) == [10, 20, 30]
+@pytest.mark.parametrize(
+    ("every", "length", "epochs", "steps"),
+    [(4, 5, 2, [8, 12, 16, 20]), (5, "1 epoch", 3, [10, 20, 30])],
+    ids=["no multiple of the interval keeps the next one", "one per epoch"],
+)
+def test_other_stretches_keep_one_each(every: int, length: Any, epochs: int, steps: list[int], tmp_path: Path) -> None:
+    run = train(ModelCheckpoint(every_n_train_steps=every, keep_every=length), tmp_path, epochs=epochs)
+    assert steps_of(run) == steps
 
 
 def test_with_a_monitor_it_stays_when_it_leaves_the_best_and_is_written_when_it_is_not_among_them(
@@ -91,24 +91,10 @@ def test_a_name_that_is_kept_is_never_replaced(tmp_path: Path) -> None:
 
 def test_it_waits_for_the_first_score(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=5, keep_every=5)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     with pytest.warns(UserWarning, match="Nothing is ranked"):
         run.fit(epochs=1, batches=10, on_validation=lambda run: run.callback_metrics.update(val_loss=1.0))
     assert steps_of(run) == [10]
-
-
-def test_it_goes_on_after_a_resume_where_it_was(tmp_path: Path) -> None:
-    whole = train(ModelCheckpoint(every_n_train_steps=2, keep_every=6), tmp_path / "whole", epochs=4)
-    first = ModelCheckpoint(every_n_train_steps=2, keep_every=6)
-    earlier = train(first, tmp_path / "parts", epochs=2)
-    second = ModelCheckpoint(every_n_train_steps=2, keep_every=6)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    run = FakeRun([second], tmp_path / "parts")
-    run.state = earlier.state
-    run.fit(epochs=4, batches=10)
-    assert run.saved_names() == whole.saved_names()
-    assert steps_of(run) == [6, 12, 18, 24, 30, 36, 40]
 
 
 def test_a_new_run_in_the_same_object_counts_anew(tmp_path: Path) -> None:
@@ -122,8 +108,7 @@ def test_another_unit_counts_from_the_resume(tmp_path: Path) -> None:
     earlier = train(first, tmp_path, epochs=2)
     second = ModelCheckpoint(every_n_train_steps=5, keep_every="1 epoch")
     second.load_state_dict(first.state_dict())
-    run = FakeRun([second], tmp_path)
-    run.state = earlier.state
+    run = FakeRun([second], tmp_path, state=earlier.state)
     run.fit(epochs=3, batches=10)
     assert [step for step, _ in run.written] == [25, 30]
     assert steps_of(run) == [6, 12, 18, 30]
@@ -182,8 +167,7 @@ def test_what_is_no_length_is_refused(length: Any) -> None:
 def test_under_a_real_trainer_they_are_on_the_disk_also_after_a_resume(tmp_path: Path) -> None:
     def fit(max_epochs: int, ckpt_path: Any = None) -> list[str]:
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, keep_every="1 epoch")
-        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=saver)
-        trainer.fit(RegressionTask(), regression_loader(4), ckpt_path=ckpt_path)
+        fitted(RegressionTask(), regression_loader(4), ckpt_path=ckpt_path, max_epochs=max_epochs, callbacks=saver)
         return sorted(path.name for path in tmp_path.glob("step=*"))
 
     assert fit(2) == ["step=4", "step=8"]

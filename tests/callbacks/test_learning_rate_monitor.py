@@ -41,59 +41,50 @@ def fit(
     return run
 
 
-def test_a_step_wise_rate_is_the_one_that_the_logged_step_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "interval", "logged"),
+    [
+        (None, "step", [(2, 0.5), (4, 0.125), (6, 0.5**5), (8, 0.5**7)]),
+        (None, "epoch", [(1, 1.0), (5, 0.5)]),
+        ("step", "epoch", [(2, 1.0), (4, 1.0), (6, 0.5), (8, 0.5)]),
+        ("epoch", None, [(1, 1.0), (5, 1.0)]),
+    ],
+    ids=["each logged step", "each epoch's first step", "the chosen interval wins", "without a scheduler"],
+)
+def test_rates_are_those_that_the_steps_used(
+    chosen: Any, interval: Any, logged: list[tuple[int, float]], tmp_path: Path
+) -> None:
     optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="step")
-    run = fit(LearningRateMonitor(), tmp_path, [optimizer], [config])
-    assert run.logged == [(step, {"lr-SGD": 0.5 ** (step - 1)}) for step in (2, 4, 6, 8)]
+    configs = [SchedulerConfig(ExponentialLR(optimizer, 0.5), interval=interval)] if interval else []
+    run = fit(LearningRateMonitor(chosen), tmp_path, [optimizer], configs)
+    assert run.logged == [(step, {"lr-SGD": pytest.approx(rate)}) for step, rate in logged]
 
 
-def test_an_epoch_wise_rate_is_logged_at_the_first_step_of_each_epoch(tmp_path: Path) -> None:
-    optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="epoch")
-    run = fit(LearningRateMonitor(), tmp_path, [optimizer], [config])
-    assert run.logged == [(1, {"lr-SGD": 1.0}), (5, {"lr-SGD": 0.5})]
+def _groups(*names: dict[str, str]) -> torch.optim.SGD:
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], **name} for name in names], lr=1.0)
 
 
-def test_a_chosen_interval_wins_over_the_scheduler_s(tmp_path: Path) -> None:
-    optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="epoch")
-    run = fit(LearningRateMonitor("step"), tmp_path, [optimizer], [config])
-    assert [step for step, _ in run.logged] == [2, 4, 6, 8]
-
-
-def test_an_optimizer_without_a_scheduler_is_logged_too(tmp_path: Path) -> None:
-    run = fit(LearningRateMonitor("epoch"), tmp_path, [sgd()], [])
-    assert run.logged == [(1, {"lr-SGD": 1.0}), (5, {"lr-SGD": 1.0})]
-
-
-def names(
-    root: Path, optimizers: list[Any], configs: list[SchedulerConfig] | None = None, **options: bool
-) -> list[str]:
-    run = fit(LearningRateMonitor("epoch", **options), root, optimizers, configs or [])
-    return list(run.logged[0][1])
-
-
-def test_a_second_optimizer_of_one_class_is_numbered(tmp_path: Path) -> None:
-    adam = torch.optim.AdamW([PARAMETER])
-    assert names(tmp_path, [sgd(), adam, sgd()]) == ["lr-SGD", "lr-AdamW", "lr-SGD-1"]
-
-
-def test_groups_are_numbered_from_one_or_named(tmp_path: Path) -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **name} for name in ({}, {"name": "head"})]
-    assert names(tmp_path, [torch.optim.SGD(groups, lr=1.0)]) == ["lr-SGD/pg1", "lr-SGD/head"]
+@pytest.mark.parametrize(
+    ("optimizers", "names"),
+    [
+        ([sgd(), torch.optim.AdamW([PARAMETER]), sgd()], ["lr-SGD", "lr-AdamW", "lr-SGD-1"]),
+        ([_groups({}, {"name": "head"})], ["lr-SGD/pg1", "lr-SGD/head"]),
+    ],
+    ids=["a second optimizer of one class", "groups with and without a name"],
+)
+def test_optimizers_and_groups_are_numbered_or_named(optimizers: Any, names: list[str], tmp_path: Path) -> None:
+    assert list(fit(LearningRateMonitor("epoch"), tmp_path, optimizers, []).logged[0][1]) == names
 
 
 def test_the_scheduler_s_name_is_used_as_it_is(tmp_path: Path) -> None:
     optimizer = sgd()
     config = SchedulerConfig(ExponentialLR(optimizer, 0.5), name="warmup")
-    assert names(tmp_path, [optimizer], [config]) == ["warmup"]
+    assert list(fit(LearningRateMonitor("epoch"), tmp_path, [optimizer], [config]).logged[0][1]) == ["warmup"]
 
 
 def test_groups_of_one_name_are_refused_before_the_first_step(tmp_path: Path) -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "name": "a"} for _ in range(2)]
     with pytest.raises(ConfigurationError, match="'lr-SGD/a'"):
-        names(tmp_path, [torch.optim.SGD(groups, lr=1.0)])
+        fit(LearningRateMonitor("epoch"), tmp_path, [_groups({"name": "a"}, {"name": "a"})], [])
 
 
 def test_momentum_and_weight_decay_are_logged_when_wanted(tmp_path: Path) -> None:
@@ -112,8 +103,7 @@ def test_momentum_and_weight_decay_are_logged_when_wanted(tmp_path: Path) -> Non
 
 
 def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> None:
-    run = FakeRun([LearningRateMonitor()], tmp_path)
-    run.loggers = []
+    run = FakeRun([LearningRateMonitor()], tmp_path, loggers=[])
     with pytest.raises(ConfigurationError, match="no logger"):
         run.fit(epochs=1, batches=1)
 

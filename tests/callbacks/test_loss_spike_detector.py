@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, LossSpikeDetector, ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, RollbackError, TrainwrightWarning
@@ -25,8 +25,7 @@ from trainwright.core.state import StepResult
 
 def feed(detector: LossSpikeDetector, losses: list[float], root: Path, log_every: int = 1) -> FakeRun:
     """Let a run have these losses, one a step."""
-    run = FakeRun([detector], root)
-    run.log_every_n_steps = log_every
+    run = FakeRun([detector], root, log_every_n_steps=log_every)
     detector.setup(run, run.task, "fit")  # type: ignore[arg-type]
     for loss in losses:
         run.state.step += 1
@@ -137,9 +136,7 @@ def test_its_state_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}],
-    ids=str,
+    "arguments", [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}], ids=str
 )
 def test_impossible_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="LossSpikeDetector"):
@@ -153,9 +150,6 @@ def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
         quiet_trainer(callbacks=LossSpikeDetector()).fit(task, regression_loader(4))
 
 
-# In a Trainer
-
-
 class Jumps(RegressionTask):
     """The loss is much larger in some (epoch, batch)."""
 
@@ -166,7 +160,6 @@ class Jumps(RegressionTask):
         self.seen: list[tuple[int, int]] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Return a loss near 1."""
         here = self.current_epoch, batch_idx
         self.seen.append(here)
         loss = 1.0 + 1e-3 * self.loss(batch)
@@ -185,15 +178,16 @@ def rolls_back() -> LossSpikeDetector:
     return LossSpikeDetector(window=10, action="rollback")
 
 
+def _fit(task: Jumps, folder: Path, loader: Any, *, save_every: int = 5, **arguments: Any) -> Any:
+    callbacks = [rolls_back(), ModelCheckpoint(every_n_train_steps=save_every, save_top_k=-1)]
+    return fitted(task, loader, **{"max_epochs": 1, "default_root_dir": folder, "callbacks": callbacks, **arguments})
+
+
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_every: int, tmp_path: Path) -> None:
     task = Jumps((0, 13))
-    trainer = quiet_trainer(
-        max_epochs=1, log_every_n_steps=log_every, default_root_dir=tmp_path,
-        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
-    )  # fmt: skip
     with pytest.warns(TrainwrightWarning, match="jumped at step 13.* Rolled back from step .* to step 10"):
-        trainer.fit(task, regression_loader(20))
+        trainer = _fit(task, tmp_path, regression_loader(20), log_every_n_steps=log_every)
     stop = 14 if log_every == 1 else 16  # where the loss was read
     assert task.seen == [(0, i) for i in range(stop)] + [(0, i) for i in range(stop, 20)]
     assert (trainer.global_step, trainer.state.batches) == (20 - (stop - 10), 20)
@@ -204,12 +198,8 @@ def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_eve
 
 def test_after_a_rollback_the_weights_are_those_of_a_run_without_that_data(tmp_path: Path) -> None:
     task, without = Jumps((0, 13)), Jumps()
-    trainer = quiet_trainer(
-        max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
-        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
-    )  # fmt: skip
     with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, regression_loader(20))
+        _fit(task, tmp_path, regression_loader(20), log_every_n_steps=1)
     kept = [batch for i, batch in enumerate(regression_loader(20)) if not 10 <= i < 14]
     quiet_trainer(max_epochs=1).fit(without, kept)
     assert_equal_weights(weights_of(task), weights_of(without))
@@ -217,12 +207,8 @@ def test_after_a_rollback_the_weights_are_those_of_a_run_without_that_data(tmp_p
 
 def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path) -> None:
     task = Jumps((1, 1))
-    trainer = quiet_trainer(
-        max_epochs=3, log_every_n_steps=4, default_root_dir=tmp_path,
-        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
-    )  # fmt: skip
     with pytest.warns(TrainwrightWarning, match="Rolled back from step 12 to step 6"):
-        trainer.fit(task, regression_loader(8))
+        trainer = _fit(task, tmp_path, regression_loader(8), log_every_n_steps=4, max_epochs=3, save_every=6)
     first, second = trainer.skipped_batches
     assert (first.epoch, first.first_batch, first.num_batches, first.stop) == (0, 6, None, None)
     assert (second.epoch, second.first_batch, second.num_batches) == (1, 0, 4)
@@ -231,18 +217,12 @@ def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path)
 
 
 def test_without_a_checkpoint_from_before_the_spike_training_goes_on(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
-        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=15)],
-    )  # fmt: skip
     with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or earlier"):
-        trainer.fit(Jumps((0, 13)), regression_loader(20))
+        trainer = _fit(Jumps((0, 13)), tmp_path, regression_loader(20), log_every_n_steps=1, save_every=15)
     assert trainer.global_step == 20
 
 
 class _SavesAt(Callback):
-    """Asks for a checkpoint after some batches."""
-
     def __init__(self, *batches: int) -> None:
         self.batches = batches
 
@@ -253,26 +233,25 @@ class _SavesAt(Callback):
 
 def test_a_checkpoint_of_the_branch_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
     """What was saved at step 12 holds the first spike; the second one comes after the new branch's step 14."""
-    trainer = quiet_trainer(
-        max_epochs=1, log_every_n_steps=8, default_root_dir=tmp_path, callbacks=[rolls_back(), _SavesAt(6, 12)]
-    )
     with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
-        trainer.fit(Jumps((0, 10), (0, 24)), regression_loader(40))
+        _fit(
+            Jumps((0, 10), (0, 24)),
+            tmp_path,
+            regression_loader(40),
+            log_every_n_steps=8,
+            callbacks=[rolls_back(), _SavesAt(6, 12)],
+        )
     assert len(warned) == 2
     for text in map(str, (w.message for w in warned)):
         assert "Rolled back from step 16 to step 6 " in text
 
 
 def test_more_rollbacks_than_allowed_are_an_error(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path, max_rollbacks=1,
-        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
-    )  # fmt: skip
     with (
         pytest.warns(TrainwrightWarning, match="Rolled back"),
         pytest.raises(RollbackError, match=r"jumped at step .* max_rollbacks=1"),
     ):
-        trainer.fit(Jumps((0, 13), (0, 16)), regression_loader(20))
+        _fit(Jumps((0, 13), (0, 16)), tmp_path, regression_loader(20), log_every_n_steps=1, max_rollbacks=1)
 
 
 def _two_ranks(root: Path) -> tuple[Any, ...]:

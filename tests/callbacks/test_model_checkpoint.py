@@ -1,19 +1,23 @@
-"""ModelCheckpoint: when it saves, under which names, what it keeps, and that all ranks decide alike."""
+"""ModelCheckpoint and OnExceptionCheckpoint: when they save, under which names, and what is kept."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 
@@ -28,8 +32,7 @@ def log(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
 
 def fit(callback: ModelCheckpoint, root: Path, values: Sequence[float] = (), epochs: int = 3) -> FakeRun:
     """Run epochs of 5 steps with a validation at each end that logs `val_loss`."""
-    run = FakeRun([callback], root)
-    run.has_validation = True
+    run = FakeRun([callback], root, has_validation=True)
     run.fit(epochs=epochs, batches=5, on_validation=log("val_loss", values or [0.0] * epochs))
     return run
 
@@ -43,32 +46,10 @@ def test_without_a_monitor_the_latest_is_kept(tmp_path: Path) -> None:
     assert callback.best_model_score is None
 
 
-def test_all_are_kept_one_per_epoch_with_the_metric_in_the_name_and_its_exact_value_in_the_request(
-    tmp_path: Path,
-) -> None:
-    values = [0.123456789, 0.2, 0.3]
-    callback = ModelCheckpoint(save_top_k=-1, monitor="val_loss", filename="{epoch}-{val_loss:.2f}")
-    run = fit(callback, tmp_path, values)
-    assert run.saved_names() == ["epoch=0-val_loss=0.12", "epoch=1-val_loss=0.20", "epoch=2-val_loss=0.30"]
-    assert [request.metrics["val_loss"] for _, request in run.written] == values
-
-
-def test_validations_within_an_epoch_each_save(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(save_top_k=-1, monitor="val_loss")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    run.fit(epochs=1, batches=10, val_every=2, on_validation=log("val_loss", [5, 4, 3, 2, 1]))
-    assert [step for step, _ in run.written] == [2, 4, 6, 8, 10]
-
-
-def test_validation_every_second_epoch_saves_then_only(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(save_top_k=-1, monitor="val_loss")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    original = run._validate
-    run._validate = lambda fn: original(fn) if run.state.epoch % 2 else None  # type: ignore[method-assign]
-    run.fit(epochs=5, batches=5, on_validation=log("val_loss", [2, 1]))
-    assert run.saved_names() == ["epoch=1-step=10", "epoch=3-step=20"]
+def test_nothing_is_ranked_with_save_top_k_zero(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", save_top_k=0)
+    assert fit(callback, tmp_path, [1, 2, 3]).written == []
+    assert callback.kth_best_model_path == ""
 
 
 def test_every_n_epochs_skips_the_others(tmp_path: Path) -> None:
@@ -76,86 +57,28 @@ def test_every_n_epochs_skips_the_others(tmp_path: Path) -> None:
     assert [step for step, _ in run.written] == [10, 20]
 
 
-def test_the_epoch_can_be_monitored(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="epoch", mode="max", save_top_k=-1)
-    fit(callback, tmp_path)
-    assert callback.best_model_path.endswith("epoch=2-step=15")
-    assert callback.best_model_score == 2
-    assert callback.kth_best_model_path.endswith("epoch=0-step=5")
-
-
-@pytest.mark.parametrize(
-    ("values", "mode", "best"),
-    [
-        ([NAN, 8, 7, 5], "min", 5),
-        ([NAN, 5, 7, 8], "max", 8),
-        ([NAN] * 4, "min", math.inf),
-        ([NAN] * 4, "max", -math.inf),
-    ],
-)
-def test_a_nan_is_the_worst_score(tmp_path: Path, values: list[float], mode: str, best: float) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", mode=mode)
-    run = fit(callback, tmp_path, values, epochs=4)
-    assert callback.best_model_score == best
-    assert len(run.saved_names()) == 1
-
-
 def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", save_top_k=2, filename="{epoch}")
     run = fit(callback, tmp_path, [3, 1, 2, 5], epochs=4)
     assert run.saved_names() == ["epoch=1", "epoch=2"]
-    assert [(r.name, r.remove) for _, r in run.written] == [
-        ("epoch=0", []),
-        ("epoch=1", []),
-        ("epoch=2", ["epoch=0"]),
-    ]
+    assert [(r.name, r.remove) for _, r in run.written] == [("epoch=0", []), ("epoch=1", []), ("epoch=2", ["epoch=0"])]
     assert {Path(path).name: score for path, score in callback.best_k_models.items()} == {"epoch=1": 1, "epoch=2": 2}
     assert callback.current_score == 5
 
 
-def test_nothing_is_ranked_with_save_top_k_zero(tmp_path: Path) -> None:
-    run = fit(ModelCheckpoint(monitor="val_loss", save_top_k=0), tmp_path, [1, 2, 3])
-    assert run.written == []
-
-
-def test_a_training_metric_logged_at_the_epoch_end_can_be_monitored_beside_validation(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="train_loss_epoch", save_top_k=1)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    run.fit(epochs=2, batches=3, on_epoch_end=log("train_loss_epoch", [2.0, 1.0]))
-    assert callback.best_model_score == 1.0
-
-
 def test_a_step_interval_uses_the_numbers_of_a_validation_at_the_same_step(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=4, val_every=2, on_validation=log("val_loss", [7.0, 6.0]))
     assert [(step, request.metrics["val_loss"]) for step, request in run.written] == [(2, 7.0), (4, 6.0)]
 
 
-def test_a_step_interval_before_the_first_validation_waits_for_it(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
-    with pytest.warns(TrainwrightWarning, match="'val_loss', which was not logged"):
-        run.fit(epochs=1, batches=4, val_every=3, on_validation=log("val_loss", [7.0]))
-    assert [step for step, _ in run.written] == [3, 4]
-
-
 def test_a_step_that_is_due_twice_is_saved_once(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     with pytest.warns(TrainwrightWarning, match="Nothing is ranked until validation"):
         run.fit(epochs=1, batches=5, val_every=4, on_validation=log("val_loss", [7.0]))
     assert run.saved_names() == ["step=4"]
-
-
-def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)], tmp_path)
-    run.fit(epochs=2, batches=5)
-    assert run.saved_names() == ["epoch=0-step=4", "epoch=1-step=8"]
 
 
 def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +88,6 @@ def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: p
     run = FakeRun([callback], tmp_path)
     run.fit(epochs=1, batches=9, on_step=lambda run: now.__setitem__(0, now[0] + 4))
     assert [step for step, _ in run.written] == [3, 6, 9]
-
-
-def test_a_metric_that_was_never_logged_is_an_error_that_names_those_that_were(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(monitor="val_los")], tmp_path)
-    run.has_validation = True
-    with pytest.raises(ConfigurationError, match="Did you mean 'val_loss'") as caught:
-        run.fit(epochs=1, batches=2, on_validation=log("val_loss", [1.0]))
-    assert "Logged so far: 'val_loss'" in str(caught.value)
 
 
 def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> None:
@@ -189,20 +104,11 @@ def test_a_field_of_the_name_that_was_never_logged_is_an_error(tmp_path: Path) -
 
 def test_a_second_save_at_one_step_is_left_out(tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_top_k=-1)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=2)
     run._validate(None)
     run.step_end()
     assert len(run.written) == 1
-
-
-def test_names_taken_by_another_run_get_a_version_and_are_never_deleted(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
-    callback = ModelCheckpoint(filename="best", monitor="val_loss")
-    run = fit(callback, tmp_path, [3, 2, 1])
-    assert run.saved_names() == ["best", "best-v1"]
-    assert all("best" not in request.remove for _, request in run.written)
 
 
 def test_a_constant_name_is_written_again_in_place(tmp_path: Path) -> None:
@@ -219,8 +125,7 @@ def test_without_the_version_counter_names_are_reused(tmp_path: Path) -> None:
 def test_two_callbacks_in_one_folder_do_not_take_the_same_name(tmp_path: Path) -> None:
     by_loss = ModelCheckpoint(monitor="val_loss")
     latest = ModelCheckpoint()
-    run = FakeRun([by_loss, latest], tmp_path)
-    run.has_validation = True
+    run = FakeRun([by_loss, latest], tmp_path, has_validation=True)
     run.fit(epochs=2, batches=2, on_validation=log("val_loss", [1.0, 2.0]))
     assert by_loss.best_model_path != latest.best_model_path
     assert run.saved_names() == sorted(Path(callback.best_model_path).name for callback in (by_loss, latest))
@@ -234,36 +139,10 @@ def test_save_last_writes_a_copy_each_time(tmp_path: Path) -> None:
     assert callback.last_model_path.endswith("last")
 
 
-def test_a_linked_last_points_to_the_newest_even_when_it_is_not_among_the_best(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", save_last="link")
-    run = fit(callback, tmp_path, [1, 2, 3])
-    link = tmp_path / "checkpoints" / "last"
-    assert not link.readlink().is_absolute()
-    assert link.resolve().name == "epoch=2-step=15"
-    assert run.saved_names() == ["epoch=0-step=5", "epoch=2-step=15", "last"]
-    assert len(run.written) == 3
-
-
-def test_the_end_of_training_is_saved_as_last_when_it_falls_between_intervals(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=4, save_last=True)], tmp_path)
-    run.fit(epochs=1, batches=6)
-    assert [(step, request.name) for step, request in run.written if request.name == "last"] == [
-        (4, "last"),
-        (6, "last"),
-    ]
-
-
-def test_a_run_shorter_than_its_interval_leaves_a_checkpoint(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=100)], tmp_path)
-    run.fit(epochs=1, batches=3)
-    assert run.saved_names() == ["epoch=0-step=3"]
-
-
 @pytest.mark.parametrize("how", ["fast_dev_run", "sanity_checking", "stage"])
 def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> None:
     callback = ModelCheckpoint(save_last=True)
-    run = FakeRun([callback], tmp_path)
-    run.has_validation = True
+    run = FakeRun([callback], tmp_path, has_validation=True)
     run.fit(epochs=0, batches=1)
     run.state.step = 1
     setattr(run, how, {"fast_dev_run": 1, "sanity_checking": True, "stage": "validate"}[how])
@@ -290,19 +169,6 @@ def test_an_exception_right_after_a_save_saves_nothing_more(tmp_path: Path) -> N
     assert run.emergencies == []
 
 
-def test_all_ranks_decide_by_the_numbers_of_rank_zero(tmp_path: Path) -> None:
-    peers = Peers()
-    seen = []
-    for rank, values in ((0, [3.0, 1.0, 2.0]), (1, [1.0, 9.0, NAN])):
-        callback = ModelCheckpoint(monitor="val_loss", save_top_k=1)
-        run = FakeRun([callback], tmp_path, rank=rank, world_size=2, peers=peers)
-        run.has_validation = True
-        run.fit(epochs=3, batches=2, on_validation=log("val_loss", values))
-        seen.append(([(s, r.name, r.remove, r.metrics) for s, r in run.written], callback.state_dict()))
-    assert seen[0] == seen[1]
-    assert peers.heard == len(peers.said) == 3
-
-
 def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path) -> None:
     peers = Peers()
     for rank, name in ((0, "other"), (1, "val_loss")):
@@ -312,75 +178,23 @@ def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path)
             run.fit(epochs=1, batches=2, on_validation=log(name, [1.0]))
 
 
-def test_a_resumed_run_goes_on_with_the_index(tmp_path: Path) -> None:
-    first = ModelCheckpoint(monitor="val_loss", save_top_k=2)
-    fit(first, tmp_path, [3, 1, 2])
-    second = ModelCheckpoint(monitor="val_loss", save_top_k=2)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    run = FakeRun([second], tmp_path)
-    run.has_validation = True
-    run.state.step, run.state.epoch = 15, 3
-    run.fit(epochs=4, batches=5, on_validation=log("val_loss", [0.5]))
-    assert run.saved_names() == ["epoch=1-step=10", "epoch=3-step=20"]
-
-
-def test_resuming_a_finished_run_writes_nothing(tmp_path: Path) -> None:
-    state = fit_state(tmp_path)
-    for _ in range(4):
-        callback = ModelCheckpoint(save_last=True)
-        callback.load_state_dict(state)
-        run = FakeRun([callback], tmp_path)
-        run.state.step, run.state.epoch = 15, 3
-        run.fit(epochs=3, batches=5)
-        assert run.written == []
-        state = callback.state_dict()
-
-
-def fit_state(root: Path) -> dict[str, object]:
-    callback = ModelCheckpoint(save_last=True)
-    fit(callback, root)
-    return callback.state_dict()
-
-
-def test_a_folder_that_was_moved_keeps_its_index(tmp_path: Path) -> None:
-    first = ModelCheckpoint(monitor="val_loss")
-    fit(first, tmp_path / "old", [3, 1, 2])
-    (tmp_path / "old").rename(tmp_path / "new")
-    second = ModelCheckpoint(monitor="val_loss")
-    second.load_state_dict(first.state_dict())
-    run = FakeRun([second], tmp_path / "new")
-    run.has_validation = True
-    run.state.step, run.state.epoch = 15, 3
-    run.fit(epochs=4, batches=5, on_validation=log("val_loss", [0.5]))
-    assert run.saved_names() == ["epoch=3-step=20"]
-
-
 def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp_path: Path) -> None:
     first = ModelCheckpoint(monitor="val_loss")
     fit(first, tmp_path / "a", [3, 1, 2])
     (tmp_path / "b" / "checkpoints" / "epoch=1-step=10").mkdir(parents=True)
     second = ModelCheckpoint(monitor="val_loss")
     second.load_state_dict(first.state_dict())
-    run = FakeRun([second], tmp_path / "b")
-    run.has_validation = True
+    run = FakeRun([second], tmp_path / "b", has_validation=True)
     run.state.step, run.state.epoch = 15, 3
     with pytest.warns(TrainwrightWarning, match="epoch=1-step=10"):
         run.fit(epochs=5, batches=5, on_validation=log("val_loss", [9.0, 8.0]))
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
 
 
-def test_a_new_run_with_the_same_callback_saves_at_steps_that_the_first_saved_at(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)
-    FakeRun([callback], tmp_path / "a").fit(epochs=1, batches=3)
-    again = FakeRun([callback], tmp_path / "b")
-    again.fit(epochs=1, batches=3)
-    assert [step for step, _ in again.written] == [3]
-
-
-def test_a_new_run_in_another_folder_ranks_afresh(tmp_path: Path) -> None:
+def test_a_new_run_with_the_same_callback_starts_afresh(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     fit(callback, tmp_path / "a", [1.0], epochs=1)
-    again = fit(callback, tmp_path / "b", [2.0], epochs=1)
+    again = fit(callback, tmp_path / "b", [2.0], epochs=1)  # a save at the same step
     assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
 
 
@@ -423,3 +237,92 @@ def test_several_of_one_class_have_several_states() -> None:
         ModelCheckpoint(every_n_epochs=2).state_key,
     }
     assert len(keys) == 3
+
+
+@pytest.mark.parametrize(("stage", "rank", "expected"), [("fit", 0, ["on_exception"]), ("fit", 1, []), ("test", 0, [])])
+def test_an_exception_in_a_fit_asks_for_one_emergency_checkpoint(
+    stage: Any, rank: int, expected: list[str], tmp_path: Path
+) -> None:
+    callback = OnExceptionCheckpoint(tmp_path / "rescue")
+    run = FakeRun([callback], tmp_path, rank=rank, world_size=2, stage=stage, callback_metrics={"loss": 1.5})
+    callback.on_exception(run, run.task, KeyboardInterrupt())  # type: ignore[arg-type]
+    found = [(request.folder, request.name, request.metrics) for request in run.emergencies]
+    assert found == [(tmp_path / "rescue", name, {"loss": 1.5}) for name in expected]
+    assert callback.ckpt_path == str(tmp_path / "rescue" / "on_exception")
+
+
+METRICS = {"epoch": 3, "step": 40, "val_loss": 0.123, "val/acc": 0.5, "count": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "arguments", "name"),
+    [
+        (None, {}, {}, "epoch=3-step=40"),
+        ("{epoch}-{val_loss:.2f}", {}, {}, "epoch=3-val_loss=0.12"),
+        ("run-{epoch:03d}", {}, {}, "run-epoch=003"),
+        ("{count:02d}", {}, {}, "count=07"),
+        ("{val/acc:.1f}", {}, {}, "val_acc=0.5"),
+        ("plain", {}, {}, "plain"),
+        ("{later:.2f}", {}, {}, "later=nan"),
+        ("{epoch}{epoch}", {}, {}, "epoch=3epoch=3"),
+        ("e{epoch:02d}-acc{val/acc:.2f}", {"auto_insert_metric_name": False}, {}, "e03-acc0.50"),
+        ("{epoch}", {}, {"ver": 2, "prefix": "a"}, "a-epoch=3-v2"),
+    ],
+)
+def test_fields_are_filled_in_with_their_names(
+    template: str | None, options: dict[str, Any], arguments: dict[str, Any], name: str
+) -> None:
+    assert ModelCheckpoint(filename=template, **options).format_checkpoint_name(METRICS, **arguments) == name
+
+
+def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.123 cannot be written as 'd'"):
+        ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)
+
+
+@pytest.mark.parametrize(
+    "filename",
+    ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\0b", "a:b", "a\nb", "\ud800", "x" * 300, "index.json",
+     "{epoch:zzz}", "{epoch:>99999999999}", "{epoch:>300}", "{a\\b}", "{", "{epoch"],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
+def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="filename="):
+        make(tmp_path, filename=filename)
+
+
+@pytest.mark.parametrize(
+    "filename", ["{epoch}", "{epoch:02d}-{val/loss:.2f}", "best model {step:>4}", "é-{loss:.3e}", "{x:b}", "{x:,.1f}"]
+)
+def test_valid_checkpoint_filenames_are_accepted(filename: str, tmp_path: Path) -> None:
+    ModelCheckpoint(tmp_path, filename=filename)
+
+
+SCORES = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), max_size=30)
+MODES = st.sampled_from(["min", "max"])
+
+
+def keep(scores: list[float], k: int, mode: Literal["min", "max"]) -> tuple[TopK, list[str]]:
+    top, gone = TopK(k, mode), []
+    for index, score in enumerate(scores):
+        if top.accepts(score):
+            left = top.add(str(index), score)
+            gone += [left] if left is not None else []
+    return top, gone
+
+
+@given(SCORES, st.integers(1, 6), MODES)
+def test_what_stays_are_the_k_best_scores(scores: list[float], k: int, mode: Literal["min", "max"]) -> None:
+    top, _ = keep(scores, k, mode)
+    comparable = [(math.inf if mode == "min" else -math.inf) if math.isnan(score) else score for score in scores]
+    assert sorted(top.scores.values()) == sorted(sorted(comparable, reverse=mode == "max")[:k])
+
+
+@given(SCORES, st.integers(1, 6), MODES)
+def test_whatever_was_added_stays_or_was_displaced_once(
+    scores: list[float], k: int, mode: Literal["min", "max"]
+) -> None:
+    top, gone = keep(scores, k, mode)
+    assert len(gone) == len(set(gone))
+    assert not set(gone) & set(top.scores)
+    assert len(top.scores) == min(k, len(scores))

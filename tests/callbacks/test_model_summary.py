@@ -32,11 +32,7 @@ class Net(TaskModule):
 def test_parameters_are_counted_by_layer_and_in_all() -> None:
     summary = summarize(Net())
     rows = {layer.name: (layer.kind, layer.num_params, layer.num_trainable) for layer in summary.layers}
-    assert rows == {
-        "body": ("Sequential", 56, 56),
-        "head": ("Linear", 18, 2),
-        "(own parameters)": ("Parameter", 3, 3),
-    }
+    assert rows == {"body": ("Sequential", 56, 56), "head": ("Linear", 18, 2), "(own parameters)": ("Parameter", 3, 3)}
     assert (summary.num_params, summary.num_trainable, summary.param_bytes) == (77, 61, 308)
     assert summary.buffer_bytes == 8 * 4 * 2 + 8
 

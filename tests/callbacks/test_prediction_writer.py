@@ -17,13 +17,10 @@ from trainwright.core.task import TaskModule
 
 class _Double(TaskModule):
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return twice the input."""
         return 2 * torch.as_tensor(batch[0])
 
 
 class _Writer(BasePredictionWriter):
-    """Notes what it is told to write."""
-
     def __init__(self, write_interval: Any = "batch") -> None:
         super().__init__(write_interval)
         self.batches: list[tuple[list[float], Any, int, int]] = []

@@ -29,8 +29,6 @@ class Terminal(io.StringIO):
 
 
 class Recording(ProgressBar):
-    """Notes what a drawn bar would be told."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.calls: list[tuple[Any, ...]] = []
@@ -61,9 +59,7 @@ def pass_time(now: list[float], seconds: float) -> Any:
 
 def test_an_epoch_s_bar_is_opened_moved_and_closed(tmp_path: Path, now: list[float]) -> None:
     bar = Recording()
-    run = FakeRun([bar], tmp_path)
-    run.max_epochs = 1
-    run.progress_bar_metrics = {"loss": 0.123456}
+    run = FakeRun([bar], tmp_path, max_epochs=1, progress_bar_metrics={"loss": 0.123456})
     run.fit(epochs=1, batches=2, on_step=pass_time(now, 1.0))
     shown = {"loss": "0.1235"}
     assert bar.calls == [
@@ -110,9 +106,7 @@ def test_a_resumed_epoch_begins_where_it_stood(tmp_path: Path) -> None:
 
 def test_a_loader_without_length_has_no_total(tmp_path: Path) -> None:
     bar = Recording()
-    run = FakeRun([bar], tmp_path)
-    run.has_validation = True
-    run.num_eval_batches = [2, float("inf")]
+    run = FakeRun([bar], tmp_path, has_validation=True, num_eval_batches=[2, float("inf")])
     bar.setup(run, run.task, "fit")  # type: ignore[arg-type]
     bar.on_validation_start(run, run.task)  # type: ignore[arg-type]
     assert bar.calls == [("open", "eval", "Validation", None, 0)]
@@ -120,8 +114,7 @@ def test_a_loader_without_length_has_no_total(tmp_path: Path) -> None:
 
 def test_validation_has_a_bar_of_its_own_and_its_time_is_a_pause_of_the_other(tmp_path: Path, now: list[float]) -> None:
     bar = Recording()
-    run = FakeRun([bar], tmp_path)
-    run.has_validation = True
+    run = FakeRun([bar], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=1, on_validation=pass_time(now, 7.0))
     assert [call[:3] for call in bar.calls] == [
         ("open", "train", "Epoch 0"),
@@ -159,9 +152,7 @@ def test_the_bar_of_an_epoch_that_is_not_the_last_stays_if_wished(
 @pytest.mark.parametrize("how", ["rank", "barebones", "refresh_rate", "disable"])
 def test_nothing_is_shown_when_it_is_off_or_not_the_main_process(tmp_path: Path, how: str) -> None:
     bar = Recording(refresh_rate=0 if how == "refresh_rate" else 1)
-    run = FakeRun([bar], tmp_path, rank=int(how == "rank"))
-    run.barebones = how == "barebones"
-    run.has_validation = True
+    run = FakeRun([bar], tmp_path, rank=int(how == "rank"), barebones=how == "barebones", has_validation=True)
     if how == "disable":
         bar.disable()
     run.fit(epochs=2, batches=2)
@@ -181,10 +172,7 @@ def test_a_bar_that_was_disabled_can_be_enabled_again(tmp_path: Path) -> None:
 def test_without_a_terminal_an_epoch_is_one_readable_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], now: list[float], cls: type[ProgressBar]
 ) -> None:
-    run = FakeRun([cls()], tmp_path)
-    run.max_epochs = 2
-    run.has_validation = True
-    run.progress_bar_metrics = {"loss": 0.5}
+    run = FakeRun([cls()], tmp_path, max_epochs=2, has_validation=True, progress_bar_metrics={"loss": 0.5})
     run.fit(epochs=2, batches=4, on_step=pass_time(now, 0.5), on_validation=pass_time(now, 100))
     out = capsys.readouterr()
     assert out.out.splitlines() == [
@@ -206,8 +194,7 @@ def test_a_long_epoch_is_reported_every_thirty_seconds(
 
 def test_an_evaluation_of_its_own_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bar = ProgressBar()
-    run = FakeRun([bar], tmp_path)
-    run.stage = "test"
+    run = FakeRun([bar], tmp_path, stage="test")
     bar.setup(run, run.task, "test")  # type: ignore[arg-type]
     bar.on_test_start(run, run.task)  # type: ignore[arg-type]
     bar.on_test_batch_end(run, run.task, None, None, 0)  # type: ignore[arg-type]
@@ -223,10 +210,7 @@ def test_in_a_terminal_the_bars_show_epoch_place_and_metrics(
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setenv("COLUMNS", "120")
     before = threading.active_count()
-    run = FakeRun([cls()], tmp_path)
-    run.max_epochs = 2
-    run.has_validation = True
-    run.progress_bar_metrics = {"loss": 0.25}
+    run = FakeRun([cls()], tmp_path, max_epochs=2, has_validation=True, progress_bar_metrics={"loss": 0.25})
     run.fit(epochs=2, batches=3)
     text = screen.getvalue()
     assert "Epoch 1/1" in text

@@ -55,23 +55,24 @@ def _train(part: str) -> tuple[list[str], list[dict[str, float]]]:
     return texts, detector.seconds
 
 
+def _train_all() -> list[Any]:
+    return [_train(part) for part in ("forward", "data", "communication")]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("part", "text"),
-    [
-        ("forward", "rank 1 is slow in computing: "),
-        ("data", "rank 1 is slow in waiting for data: "),
-        ("communication", "communication is slow: "),
-    ],
-)
-def test_what_is_slow_is_named_once(part: str, text: str) -> None:
-    (texts, seconds), (others, same) = run_distributed(_train, 2, part)
-    assert len(texts) == 1, texts
-    assert texts[0].startswith(text)
-    assert others == []
-    assert seconds == same
-    key = {"forward": "forward", "data": "data", "communication": "backward"}[part]
-    assert 0.015 < seconds[1][key] < 0.2
+def test_what_is_slow_is_named_once() -> None:
+    by_part = zip(*run_distributed(_train_all, 2), strict=True)
+    expected = {
+        "forward": "rank 1 is slow in computing: ",
+        "data": "rank 1 is slow in waiting for data: ",
+        "backward": "communication is slow: ",
+    }
+    for (key, text), ((texts, seconds), (others, same)) in zip(expected.items(), by_part, strict=True):
+        assert len(texts) == 1, texts
+        assert texts[0].startswith(text)
+        assert others == []
+        assert seconds == same
+        assert 0.015 < seconds[1][key] < 0.2
 
 
 def test_one_process_is_measured_alone() -> None:

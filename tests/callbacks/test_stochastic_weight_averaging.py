@@ -21,8 +21,6 @@ from trainwright.core.task import TaskModule
 
 
 class Scheduled(RegressionTask):
-    """Halves its learning rate of 0.4 after every epoch."""
-
     def __init__(self, **arguments: Any) -> None:
         super().__init__(lr=0.4, **arguments)
 
@@ -32,8 +30,6 @@ class Scheduled(RegressionTask):
 
 
 class Normed(RegressionTask):
-    """With batch normalization."""
-
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
         self.net.insert(1, nn.BatchNorm1d(8))
@@ -184,29 +180,23 @@ def test_two_ranks_end_with_the_same_mean_and_with_statistics_of_all_the_data() 
     torch.testing.assert_close(torch.tensor(first[0]["net.1.running_mean"]), both)
 
 
-class TwoOptimizers(RegressionTask):
-    """Asks for more than the callback can serve."""
-
-    automatic_optimization = True  # all of its optimizers step on one loss
+class _Several(RegressionTask):
+    automatic_optimization = False
 
     def configure_optimizers(self) -> Any:
-        self.automatic_optimization = False
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]
 
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch)
 
-
-def test_several_optimizers_are_refused() -> None:
-    task = TwoOptimizers()
-    task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match="one optimizer and at most one schedule"):
-        fit(task, [StochasticWeightAveraging(0.05)], max_epochs=1)
-
-
-def test_a_share_needs_a_number_of_epochs() -> None:
-    with pytest.raises(ConfigurationError, match="fraction of max_epochs"):
-        fit(RegressionTask(), [StochasticWeightAveraging(0.05, 0.8)], max_steps=4, max_epochs=-1)
+@pytest.mark.parametrize(
+    ("make", "share", "arguments", "message"),
+    [
+        (_Several, 0.8, {"max_epochs": 1}, "one optimizer and at most one schedule"),
+        (RegressionTask, 0.8, {"max_steps": 4, "max_epochs": -1}, "fraction of max_epochs"),
+    ],
+)
+def test_what_a_fit_lacks_is_refused(make: Any, share: float, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(make(), [StochasticWeightAveraging(0.05, share)], **arguments)
 
 
 @pytest.mark.parametrize(

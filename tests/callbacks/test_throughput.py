@@ -1,4 +1,4 @@
-"""Throughput: rates over a window, pauses left out, FLOPs given or counted."""
+"""Throughput: rates over a window without pauses, given or counted FLOPs, and no second log of a skipped step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.callbacks.fake_run import FakeRun, Task
-from trainwright.callbacks.throughput import Throughput
+from trainwright.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, Throughput
+from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 
 
@@ -31,15 +32,13 @@ def ticking(now: list[float], seconds: float) -> Any:
 
 
 def test_rates_are_logged_at_log_steps(tmp_path: Path, now: list[float]) -> None:
-    run = FakeRun([Throughput()], tmp_path)
-    run.log_every_n_steps = 2
+    run = FakeRun([Throughput()], tmp_path, log_every_n_steps=2)
     run.fit(epochs=1, batches=5, on_step=ticking(now, 0.5))
     assert run.logged == [(step, {"throughput/steps_per_s": 2.0, "throughput/samples_per_s": 4.0}) for step in (2, 4)]
 
 
 def test_tokens_are_counted_when_the_task_says_how_many(tmp_path: Path, now: list[float]) -> None:
-    run = FakeRun([Throughput()], tmp_path)
-    run.task = Tokens()
+    run = FakeRun([Throughput()], tmp_path, task=Tokens())
     run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
     assert run.logged[0][1]["throughput/tokens_per_s"] == 16.0
 
@@ -59,8 +58,7 @@ def test_the_rate_is_that_of_the_latest_window(tmp_path: Path, now: list[float])
 
 
 def test_time_in_validation_does_not_count(tmp_path: Path, now: list[float]) -> None:
-    run = FakeRun([Throughput()], tmp_path)
-    run.has_validation = True
+    run = FakeRun([Throughput()], tmp_path, has_validation=True)
     run.fit(epochs=3, batches=1, on_step=ticking(now, 0.5), on_validation=ticking(now, 100))
     assert run.logged[-1][1]["throughput/steps_per_s"] == 2.0
 
@@ -114,3 +112,21 @@ def test_counting_ends_when_the_first_step_fails(tmp_path: Path) -> None:
 def test_arguments_that_contradict_are_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         Throughput(**arguments)
+
+
+def skip_odd_groups(run: FakeRun) -> None:
+    if run.state.batches % 2:
+        run.state.step -= 1
+
+
+@pytest.mark.parametrize("callback", [DeviceStatsMonitor(), LearningRateMonitor("step"), Throughput()])
+def test_a_skipped_group_is_not_logged(tmp_path: Path, callback: Callback) -> None:
+    run = FakeRun([callback], tmp_path, optimizers=[torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)])
+    run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
+    assert [step for step, _ in run.logged] == [1, 2, 3]
+
+
+def test_a_skipped_group_is_not_saved(tmp_path: Path) -> None:
+    run = FakeRun([ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)], tmp_path)
+    run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
+    assert [step for step, _ in run.written] == [1, 2, 3]

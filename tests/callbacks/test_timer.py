@@ -54,8 +54,7 @@ def test_by_epoch_it_waits_for_the_end_of_the_epoch(tmp_path: Path, clock: Clock
 
 def test_elapsed_and_remaining_time_follow_the_clock(tmp_path: Path, clock: Clock) -> None:
     timer = Timer("00:00:01:00")
-    run = FakeRun([timer], tmp_path)
-    run.has_validation = True
+    run = FakeRun([timer], tmp_path, has_validation=True)
     run.fit(epochs=1, batches=3, on_step=clock.tick, on_validation=lambda run: clock.tick(run))
     assert (timer.time_elapsed(), timer.time_elapsed("validate"), timer.time_remaining()) == (8.0, 2.0, 52.0)
     assert (timer.start_time(), timer.end_time(), timer.start_time("test")) == (100.0, 108.0, None)
@@ -81,22 +80,19 @@ def test_a_resumed_run_whose_time_is_used_up_ends_before_its_first_step(tmp_path
     assert run.state.step == 0
 
 
-def test_a_second_fit_goes_on_from_the_first_without_the_time_between(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize("ends", ["a second fit goes on", "an exception ends it"])
+def test_the_time_between_fits_does_not_count(ends: str, tmp_path: Path, clock: Clock) -> None:
     timer = Timer()
-    FakeRun([timer], tmp_path).fit(epochs=1, batches=2, on_step=clock.tick)
+    run = FakeRun([timer], tmp_path)
+    if ends == "an exception ends it":
+        timer.on_train_start(run, run.task)  # type: ignore[arg-type]
+        clock.now_s += 4
+        timer.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
+    else:
+        run.fit(epochs=1, batches=2, on_step=clock.tick)
     clock.now_s += 50
     FakeRun([timer], tmp_path).fit(epochs=1, batches=2, on_step=clock.tick)
     assert timer.time_elapsed() == 8.0
-
-
-def test_an_exception_ends_the_time_of_training(tmp_path: Path, clock: Clock) -> None:
-    timer = Timer()
-    run = FakeRun([timer], tmp_path)
-    timer.on_train_start(run, run.task)  # type: ignore[arg-type]
-    clock.tick(run)
-    timer.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
-    clock.now_s += 50
-    assert timer.time_elapsed() == 2.0
 
 
 @pytest.mark.parametrize(

@@ -206,8 +206,6 @@ def test_a_checkpoint_of_weights_alone_holds_the_average_alone(tmp_path: Path) -
 
 
 class PerEpoch(WeightAveraging):
-    """Averages the ends of epochs."""
-
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return epoch_idx is not None
 

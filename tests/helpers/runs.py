@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.callbacks.callback import Callback
+from trainwright.core.task import TaskModule
 from trainwright.strategies.registry import STRATEGIES
 from trainwright.strategies.shards import gather_full
 from trainwright.trainer.trainer import Trainer
@@ -40,6 +41,13 @@ def quiet_trainer(**arguments: Any) -> Trainer:
     if "strategy" in settings:
         settings["strategy"] = _with_full_weights(settings["strategy"])
     return Trainer(**settings)
+
+
+def fitted(task: TaskModule, *loaders: Any, ckpt_path: Any = None, **arguments: Any) -> Trainer:
+    """Return a quiet Trainer with these arguments that has fitted the task."""
+    trainer = quiet_trainer(**arguments)
+    trainer.fit(task, *loaders, ckpt_path=ckpt_path)
+    return trainer
 
 
 def _with_full_weights(strategy: Any) -> Any:

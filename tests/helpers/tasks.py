@@ -76,6 +76,17 @@ class RegressionTask(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
+class StepTask(RegressionTask):
+    """A regression task whose training step is a function of the task, the batch and its index."""
+
+    def __init__(self, step: Callable[[Any, Batch, int], Any], **options: Any) -> None:
+        super().__init__(**options)
+        self.step = step
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return self.step(self, batch, batch_idx)
+
+
 class RecordingCallback(Callback):
     """Write down every event, in order, with the clock at that moment.
 

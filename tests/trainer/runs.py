@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from tests.helpers import runs
 from tests.helpers.tasks import Batch, RegressionTask
 from trainwright.callbacks.callback import Callback
+from trainwright.core.task import TaskModule
+from trainwright.loggers.logger import Logger, RunInfo
 from trainwright.trainer.trainer import Trainer
 
 
@@ -19,15 +22,23 @@ def quiet_trainer(**arguments: Any) -> Trainer:
     return runs.quiet_trainer(**{"num_sanity_val_steps": 0, **arguments})
 
 
-class Tally(Callback):
-    """Count training and evaluation batches, and note the epoch and step at which validations ran.
+def fitted(task: TaskModule, *loaders: Any, **arguments: Any) -> Trainer:
+    """Return `tests.helpers.runs.fitted` that leaves the sanity check out too, unless told otherwise."""
+    return runs.fitted(task, *loaders, **{"num_sanity_val_steps": 0, **arguments})
 
-    Attributes:
-        train_batches: training micro-batches that ended.
-        train_epochs: 0-based epochs whose end was heard.
-        validations: (epoch, step) of every validation, the sanity check excepted.
-        batches: event → batches of each loader that ended, by the loader's index.
-    """
+
+def _counts(event: str) -> Any:
+    def count(
+        self: Any, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        counts = self.batches[event]
+        counts[dataloader_idx] = counts.get(dataloader_idx, 0) + 1
+
+    return count
+
+
+class Tally(Callback):
+    """Counts batches by loader, and notes epochs that ended and the (epoch, step) of every validation."""
 
     def __init__(self) -> None:
         self.train_batches = 0
@@ -45,24 +56,43 @@ class Tally(Callback):
         if not trainer.sanity_checking:
             self.validations.append((trainer.current_epoch, trainer.global_step))
 
-    def _count(self, event: str, loader: int) -> None:
-        counts = self.batches[event]
-        counts[loader] = counts.get(loader, 0) + 1
+    on_validation_batch_end, on_test_batch_end, on_predict_batch_end = map(_counts, ("validation", "test", "predict"))
 
-    def on_validation_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count("validation", dataloader_idx)
 
-    def on_test_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count("test", dataloader_idx)
+class MemoryLogger(Logger):
+    """Keeps what it is told."""
 
-    def on_predict_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count("predict", dataloader_idx)
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.calls: list[str] = []
+        self.hyper_parameters: dict[str, Any] = {}
+
+    @property
+    def statuses(self) -> list[str]:
+        return [call.removeprefix("finish ") for call in self.calls if call.startswith("finish")]
+
+    @property
+    def steps(self) -> list[int]:
+        return [step for step, _ in self.rows]
+
+    def values(self, name: str) -> dict[int, float]:
+        return {step: row[name] for step, row in self.rows if name in row}
+
+    def start(self, run: RunInfo) -> None:
+        self.calls.append("start")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.hyper_parameters |= params
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def finish(self, status: Any) -> None:
+        self.calls.append(f"finish {status}")
 
 
 class AfterBatch(Callback):
@@ -95,6 +125,94 @@ def weights_of(task: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).clone() for parameter in task.parameters()])
 
 
+class Untouched(RegressionTask):
+    """Fails as soon as a hook of its life runs: an error must have come before."""
+
+    def prepare_data(self) -> None:
+        raise AssertionError("the stage has begun")
+
+    def setup(self, stage: str) -> None:
+        raise AssertionError("the stage has begun")
+
+
+class DecayingTask(RegressionTask):
+    """SGD with momentum and a schedule by steps: everything a checkpoint must bring back."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(momentum=0.9, **options)
+        self.load_hooks = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.load_hooks += 1
+
+
+class WiderTask(DecayingTask):
+    """Has a weight that checkpoints of a `DecayingTask` or `RegressionTask` lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+class ByHand(RegressionTask):
+    """Optimizes by hand, with a step after `every` batches."""
+
+    def __init__(self, every: int = 1, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+        self.every = every
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch) / self.every)
+        if (batch_idx + 1) % self.every == 0:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Gan(TaskModule):
+    """A generator and a discriminator that train in turn; `trainable` notes which of them required gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.trainable: list[tuple[bool, bool]] = []
+
+    def _note(self) -> None:
+        self.trainable.append((self.generator.weight.requires_grad, self.discriminator.weight.requires_grad))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        for_generator, for_discriminator = self.optimizers()
+        before = self.discriminator.weight.detach().clone()
+        self.toggle_optimizer(for_generator)
+        self._note()
+        self.manual_backward(nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean())
+        assert self.discriminator.weight.grad is None or not self.discriminator.weight.grad.any()
+        for_generator.step()
+        for_generator.zero_grad()
+        self.untoggle_optimizer(for_generator)
+        assert torch.equal(self.discriminator.weight, before)
+        with self.toggled_optimizer(for_discriminator):
+            self._note()
+            fake = self.discriminator(self.generator(batch[0]).detach())
+            real = self.discriminator(batch[0])
+            self.manual_backward(nn.functional.softplus(fake).mean() + nn.functional.softplus(-real).mean())
+            for_discriminator.step()
+            for_discriminator.zero_grad()
+        self._note()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]
+
+
 class MeasuredTask(RegressionTask):
     """Logs a given value per epoch as `val_measure` in validation and as `train_measure` in training."""
 
@@ -103,10 +221,8 @@ class MeasuredTask(RegressionTask):
         self.values = values
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log this epoch's value."""
         self.log("train_measure", self.values[self.current_epoch], on_step=False, on_epoch=True)
         return self.loss(batch)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log this epoch's value; the sanity check logs the first."""
         self.log("val_measure", self.values[self.current_epoch])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
+from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.core.errors import ConfigurationError
@@ -83,45 +83,8 @@ def test_accumulated_groups_train_like_batches_of_their_size(late: bool) -> None
     torch.testing.assert_close(weights_of(one), weights_of(other))
 
 
-def test_a_short_last_group_is_the_mean_of_what_it_consumed() -> None:
-    grads: list[torch.Tensor] = []
-
-    class Task(RegressionTask):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            grads.append(torch.cat([p.grad.reshape(-1).clone() for p in self.parameters() if p.grad is not None]))
-
-    task = Task(lr=0.0)
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(task, regression_loader(6))
-    last = [torch.cat([batch[i] for batch in list(regression_loader(6))[4:]]) for i in range(2)]
-    expected = torch.autograd.grad(task.loss(last), list(task.parameters()))
-    torch.testing.assert_close(grads[-1], torch.cat([g.reshape(-1) for g in expected]))
-    assert len(grads) == 2
-
-
-def test_a_step_weighs_micro_batches_by_the_items_the_task_counts() -> None:
-    grads: list[torch.Tensor] = []
-
-    class Task(RegressionTask):
-        def num_items(self, batch: Batch) -> int:
-            return len(batch[0])
-
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            grads.append(torch.cat([p.grad.reshape(-1).clone() for p in self.parameters() if p.grad is not None]))
-
-    task = Task(lr=0.0)
-    whole = list(next(iter(regression_loader(6, 6))))
-    pieces = [[part[:1] for part in whole], [part[1:] for part in whole]]
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(task, [(x, y) for x, y in pieces])
-    expected = torch.autograd.grad(task.loss(whole), list(task.parameters()))
-    torch.testing.assert_close(grads, [torch.cat([g.reshape(-1) for g in expected])])
-
-
 def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if batch_idx % 2 else self.loss(batch)
-
-    skipping, plain = Task(), RegressionTask()
+    skipping, plain = StepTask(lambda task, batch, idx: None if idx % 2 else task.loss(batch)), RegressionTask()
     quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(skipping, regression_loader(8))
     batches = list(regression_loader(8))[::2]
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, [(x, y) for x, y in batches])
@@ -129,13 +92,14 @@ def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
 
 
 def test_a_group_without_any_loss_is_no_step() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if batch_idx in (2, 3) else self.loss(batch)
-
     recorder = RecordingCallback("on_before_optimizer_step", "on_train_batch_end")
-    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=recorder)
-    trainer.fit(Task(), regression_loader(6))
+    trainer = fitted(
+        StepTask(lambda task, batch, idx: None if idx in (2, 3) else task.loss(batch)),
+        regression_loader(6),
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        callbacks=recorder,
+    )
     assert trainer.global_step == recorder.events.count("on_before_optimizer_step") == 2
     assert recorder.events.count("on_train_batch_end") == 6
     assert trainer.state.batches == 6
@@ -152,28 +116,28 @@ def test_the_reported_loss_is_the_mean_of_the_micro_batches_that_had_one() -> No
             losses.append(loss.item())
             return loss
 
-    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=4)
-    trainer.fit(Task(), regression_loader(4))
+    trainer = fitted(Task(), regression_loader(4), max_epochs=1, accumulate_grad_batches=4)
     assert trainer.last_step is not None
     assert trainer.last_step.loss is not None
     assert trainer.last_step.loss.item() == pytest.approx(sum(losses) / 2)
 
 
+class _CountsItems(RegressionTask):
+    def __init__(self, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+        return None if self.skips and len(batch[0]) == 3 else self.loss(batch)
+
+    def num_items(self, batch: Batch) -> int:
+        return len(batch[0])
+
+
 def test_a_micro_batch_without_loss_takes_its_items_out_of_the_mean() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if len(batch[0]) == 3 else self.loss(batch)
-
-        def num_items(self, batch: Batch) -> int:
-            return len(batch[0])
-
-    class Whole(RegressionTask):
-        def num_items(self, batch: Batch) -> int:
-            return len(batch[0])
-
     x, y = next(iter(regression_loader(6, 6)))
     pieces = [(x[:1], y[:1]), (x[1:3], y[1:3]), (x[3:], y[3:])]
-    skipping, plain = Task(), Whole()
+    skipping, plain = _CountsItems(skips=True), _CountsItems(skips=False)
     quiet_trainer(max_epochs=1, accumulate_grad_batches=3).fit(skipping, pieces)
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, pieces[:2])
     torch.testing.assert_close(weights_of(skipping), weights_of(plain))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
@@ -33,22 +33,7 @@ def test_all_defaults_are_accepted() -> None:
     quiet_trainer(plugins=[])
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "advice"),
-    [
-        ("plugins", [object()], "Use precision= for number formats"),
-        ("model_registry", "team/model", "ModelCheckpoint"),
-    ],
-)
-def test_unsupported_arguments_are_errors_with_a_replacement(argument: str, value: Any, advice: str) -> None:
-    with pytest.raises(ConfigurationError, match=argument) as caught:
-        quiet_trainer(**{argument: value})
-    assert advice in str(caught.value)
-
-
 class WithHyperparameters(RegressionTask):
-    """Saves its one argument."""
-
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
         self.save_hyperparameters()
@@ -70,12 +55,8 @@ VERBS = ("fit", "validate", "test", "predict")
 
 def _call(verb: str, *args: Any, **named: Any) -> Trainer:
     trainer = quiet_trainer(max_steps=2)
-    data = {"train_dataloaders": regression_loader(4)} if verb == "fit" else {"dataloaders": regression_loader(4)}
-    if verb in ("validate", "test"):
-        data["verbose"] = False
-    if len(args) == 2:
-        data.pop("train_dataloaders" if verb == "fit" else "dataloaders")
-    getattr(trainer, verb)(*args, **named, **data)
+    named["train_dataloaders" if verb == "fit" else "dataloaders"] = regression_loader(4)
+    getattr(trainer, verb)(*args, **named)
     return trainer
 
 
@@ -84,12 +65,6 @@ def _call(verb: str, *args: Any, **named: Any) -> Trainer:
 def test_the_task_is_accepted_as_task_and_as_model(verb: str, name: str) -> None:
     task = RegressionTask()
     assert _call(verb, **{name: task}).task is task
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_task_and_data_may_be_positional(verb: str) -> None:
-    task = RegressionTask()
-    assert _call(verb, task, regression_loader(4)).task is task
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -124,3 +99,23 @@ def test_tpu_cores_is_an_error_that_names_the_accelerator(cores: Any) -> None:
     if importlib.util.find_spec("torch_xla") is None:
         with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
             quiet_trainer(accelerator="tpu")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
+    return trainer.save_checkpoint(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("weights_only", [None, False, True])
+def test_weights_only_does_not_change_how_a_fit_resumes(checkpoint: Path, weights_only: bool | None) -> None:
+    trainer = quiet_trainer(max_steps=3)
+    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=weights_only)
+    assert (trainer.global_step, trainer.resumed) == (3, True)
+
+
+@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
+def test_evaluations_accept_weights_only(checkpoint: Path, verb: str) -> None:
+    trainer = quiet_trainer()
+    getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
+    assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)

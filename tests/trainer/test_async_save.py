@@ -15,13 +15,14 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.trainer.runs import MemoryLogger
 from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import AsyncWriter, find_checkpoints, read_checkpoint, set_fault_hook, verify
-from trainwright.core.errors import CheckpointError, ConfigurationError, Preempted, TrainwrightWarning
-from trainwright.loggers.logger import Logger
+from trainwright.core.errors import CheckpointError, Preempted, TrainwrightWarning
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +60,21 @@ class Gate(Callback):
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         if trainer.state.step == 2:
-            self.found = [found.manifest.step for found in find_checkpoints(self.folder)]
+            self.found = _steps_in(self.folder)
             self.opened.set()
 
 
-class KeepWeights(Callback):
-    """Copies the weights after every step."""
+def _fit(max_steps: int, *callbacks: Callback, task: RegressionTask | None = None, **options: Any) -> Any:
+    trainer = quiet_trainer(max_steps=max_steps, callbacks=list(callbacks), num_sanity_val_steps=0, **options)
+    trainer.fit(task or RegressionTask(), regression_loader())
+    return trainer
 
+
+def _steps_in(folder: Path) -> list[int]:
+    return [found.manifest.step for found in find_checkpoints(folder)]
+
+
+class KeepWeights(Callback):
     def __init__(self) -> None:
         self.by_step: dict[int, Any] = {}
 
@@ -77,8 +86,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tm
     gate, kept = Gate(tmp_path), KeepWeights()
     set_fault_hook(gate)
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=3, callbacks=[saver, kept, gate], num_sanity_val_steps=0)
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(3, saver, kept, gate)
     assert gate.opened.is_set()
     assert gate.found == []  # two steps were done, and not a byte of the first checkpoint written
     checkpoints = find_checkpoints(tmp_path)
@@ -90,8 +98,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tm
 @pytest.mark.parametrize("async_save", [True, False])
 def test_what_a_run_leaves_does_not_depend_on_how_it_saves(tmp_path: Path, async_save: bool) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, save_last="link")
-    trainer = quiet_trainer(max_steps=7, callbacks=[saver], num_sanity_val_steps=0, async_save=async_save)
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(7, saver, async_save=async_save)
     assert [found.manifest.step for found in find_checkpoints(tmp_path) if not found.path.is_symlink()] == [7]
     assert (tmp_path / "last").resolve() == Path(saver.best_model_path).resolve()
     assert verify(tmp_path / "last") == []
@@ -100,49 +107,28 @@ def test_what_a_run_leaves_does_not_depend_on_how_it_saves(tmp_path: Path, async
 def test_without_async_save_a_checkpoint_stands_before_the_next_step(tmp_path: Path) -> None:
     stood: list[list[int]] = []
 
-    class Look(Callback):
-        def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
-            stood.append([found.manifest.step for found in find_checkpoints(tmp_path)])
-
+    look = LambdaCallback(on_train_step_start=lambda trainer, task, group: stood.append(_steps_in(tmp_path)))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=3, callbacks=[saver, Look()], num_sanity_val_steps=0, async_save=False)
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(3, saver, look, async_save=False)
     assert stood == [[], [1], [1, 2]]
 
 
 def test_everything_is_published_when_on_fit_end_is_heard(tmp_path: Path) -> None:
     stood: list[int] = []
 
-    class Look(Callback):
-        def on_fit_end(self, trainer: Any, task: Any) -> None:
-            stood.extend(found.manifest.step for found in find_checkpoints(tmp_path))
-
-    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path), Look()], num_sanity_val_steps=0)
-    trainer.fit(RegressionTask(), regression_loader())
+    look = LambdaCallback(
+        on_fit_end=lambda trainer, task: stood.extend(found.manifest.step for found in find_checkpoints(tmp_path))
+    )
+    _fit(3, ModelCheckpoint(tmp_path), look)
     assert stood == [3]
-
-
-def test_test_and_a_further_fit_find_the_best_and_the_last_of_a_fit_that_has_just_ended(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
-    trainer = quiet_trainer(max_epochs=1, callbacks=[saver], limit_train_batches=3)
-    task = RegressionTask()
-    trainer.fit(task, regression_loader(), regression_loader(4))
-    trainer.test(task, regression_loader(4), ckpt_path="best", verbose=False)
-    trainer.max_epochs = 2
-    trainer.fit(task, regression_loader(), regression_loader(4), ckpt_path="last")
-    assert trainer.state.step == 6
 
 
 def test_several_checkpoints_of_one_moment_are_collected_once(tmp_path: Path) -> None:
     collected: list[int] = []
 
-    class Count(Callback):
-        def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-            collected.append(trainer.state.step)
-
+    count = LambdaCallback(on_save_checkpoint=lambda trainer, task, checkpoint: collected.append(trainer.state.step))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True)
-    trainer = quiet_trainer(max_steps=2, callbacks=[saver, Count()], num_sanity_val_steps=0)
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(2, saver, count)
     assert collected == [2]
     names = {found.path.name for found in find_checkpoints(tmp_path)}
     assert names == {"last", Path(saver.best_model_path).name}
@@ -155,34 +141,24 @@ def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Pat
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.state.step == 2:
                 trainer.save_checkpoint(tmp_path / "mine")
-                stood.append([found.manifest.step for found in find_checkpoints(tmp_path)])
+                stood.append(_steps_in(tmp_path))
 
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=2, callbacks=[saver, Save()], num_sanity_val_steps=0)
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(2, saver, Save())
     assert stood == [[1, 2]]
 
 
-# Errors
-
-
-def test_a_failed_write_ends_the_run_at_the_next_save_and_names_the_path(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("max_steps", "ended_at"), [(20, 6), (4, 4)], ids=["at the next save", "at the end of the fit"]
+)
+def test_a_failed_write_is_raised_and_names_the_path(max_steps: int, ended_at: int, tmp_path: Path) -> None:
     set_fault_hook(FullDisk(1))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
+    trainer = quiet_trainer(max_steps=max_steps, callbacks=[saver], num_sanity_val_steps=0)
     with pytest.raises(CheckpointError, match=r"epoch=0-step=4 could not be written.*No space left"):
         trainer.fit(RegressionTask(), regression_loader())
-    assert trainer.state.step == 6
-    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [2]
-
-
-def test_a_failed_last_write_is_raised_at_the_end_of_the_fit(tmp_path: Path) -> None:
-    set_fault_hook(FullDisk(1))
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=4, callbacks=[saver], num_sanity_val_steps=0)
-    with pytest.raises(CheckpointError, match="epoch=0-step=4 could not be written"):
-        trainer.fit(RegressionTask(), regression_loader())
-    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [2]
+    assert trainer.state.step == ended_at
+    assert _steps_in(tmp_path) == [2]
 
 
 class Fails(RegressionTask):
@@ -205,33 +181,17 @@ def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path: Pat
 
 def test_a_run_that_fails_still_publishes_what_was_being_written(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
     with pytest.raises(ValueError, match="the first error"):
-        trainer.fit(Fails(), regression_loader())
-    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [3]
+        fitted(Fails(), regression_loader(), max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
+    assert _steps_in(tmp_path) == [3]
 
 
-class Notes(Logger):
+class Notes(MemoryLogger):
     """Notes each checkpoint that it is told of, the thread, and whether it was there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.told: list[tuple[str, bool, bool]] = []
-
-    def start(self, info: Any) -> None:
-        """Nothing to start."""
-
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        """Not of interest."""
-
-    def log_hyperparams(self, params: Any) -> None:
-        """Not of interest."""
-
-    def flush(self) -> None:
-        """Nothing to flush."""
-
-    def finish(self, status: Any) -> None:
-        """Nothing to finish."""
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         on_main = threading.current_thread() is threading.main_thread()
@@ -241,8 +201,7 @@ class Notes(Logger):
 def test_loggers_hear_of_every_checkpoint_on_the_main_thread_while_it_is_there(tmp_path: Path) -> None:
     notes = Notes()
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
-    trainer = quiet_trainer(max_steps=3, callbacks=[saver], num_sanity_val_steps=0, logger=notes)
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(3, saver, logger=notes)
     assert notes.told == [(f"epoch=0-step={step}", True, True) for step in (1, 2, 3)]
 
 
@@ -330,7 +289,7 @@ def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_ear
             assert not thread.is_alive()
     gate.opened.set()
     assert took_s < 5
-    assert [found.manifest.step for found in find_checkpoints(tmp_path)][:1] == [1]
+    assert _steps_in(tmp_path)[:1] == [1]
 
 
 def test_the_training_thread_never_waits_for_the_disk(tmp_path: Path) -> None:
@@ -348,52 +307,36 @@ def test_the_training_thread_never_waits_for_the_disk(tmp_path: Path) -> None:
     assert synced == []
 
 
-def test_an_unknown_wish_about_failed_saves_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="on_save_error='ignore' is unknown"):
-        quiet_trainer(on_save_error="ignore")
-
-
-def _go_on_on_rank(folder: Path) -> int:
-    set_fault_hook(FullDisk(1))
-    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-    trainer = quiet_trainer(
-        max_steps=8, callbacks=[saver], num_sanity_val_steps=0, devices="auto", on_save_error="warn"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainwrightWarning)
-        trainer.fit(RegressionTask(), regression_loader())
-    return trainer.state.step
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_every_rank_goes_on_without_it(tmp_path: Path) -> None:
-    assert run_distributed(_go_on_on_rank, 2, tmp_path, init=False, timeout=120) == [8, 8]
-    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [2]
-
-
-def _fail_on_rank(folder: Path, max_steps: int) -> tuple[int, str]:
-    set_fault_hook(FullDisk(1))
-    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=max_steps, callbacks=[saver], num_sanity_val_steps=0, devices="auto")
-    try:
-        trainer.fit(RegressionTask(), regression_loader())
-    except CheckpointError as error:
-        return trainer.state.step, str(error)
-    return -1, ""
+def _fail_on_rank(folder: Path) -> dict[str, tuple[int, str]]:
+    found = {}
+    for name, max_steps, on_save_error in (("save", 20, "raise"), ("end", 4, "raise"), ("warn", 8, "warn")):
+        set_fault_hook(FullDisk(1))
+        saver = ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1)
+        trainer = quiet_trainer(
+            max_steps=max_steps, callbacks=[saver], num_sanity_val_steps=0, devices="auto", on_save_error=on_save_error
+        )
+        message = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", TrainwrightWarning)
+            try:
+                trainer.fit(RegressionTask(), regression_loader())
+            except CheckpointError as error:
+                message = str(error)
+        found[name] = trainer.state.step, message
+    return found
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize(("max_steps", "expected"), [(20, 6), (4, 4)], ids=["next_save", "end_of_fit"])
-def test_every_rank_raises_the_error_of_a_failed_write(tmp_path: Path, max_steps: int, expected: int) -> None:
-    for step, message in run_distributed(_fail_on_rank, 2, tmp_path, max_steps, init=False, timeout=120):
-        assert step == expected
-        assert "step=4 could not be written" in message
-        assert "No space left" in message
-
-
-# Memory for the first save
+def test_every_rank_raises_the_error_of_a_failed_write_or_goes_on_without_it(tmp_path: Path) -> None:
+    for found in run_distributed(_fail_on_rank, 2, tmp_path, init=False, timeout=120):
+        assert found["warn"] == (8, "")
+        for name, expected in (("save", 6), ("end", 4)):
+            step, message = found[name]
+            assert step == expected
+            assert "step=4 could not be written" in message
+            assert "No space left" in message
+    assert _steps_in(tmp_path / "warn") == [2]
 
 
 @pytest.mark.parametrize(("saves", "expected"), [(True, 1), (False, 0)])
@@ -421,9 +364,8 @@ def test_a_fit_that_ends_before_its_first_step_prepares_for_no_other(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ArithmeticError("seven is odd")
 
-    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)])
     with pytest.raises(ArithmeticError):
-        trainer.fit(Fails(), regression_loader())
+        fitted(Fails(), regression_loader(), max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)])
     asked: list[int] = []
     monkeypatch.setattr(AsyncWriter, "prepare", lambda self, size: asked.append(size))
     weight = torch.nn.Parameter(torch.ones(2))
@@ -440,6 +382,5 @@ def test_a_fit_that_saves_leaves_optimizers_of_other_fits_alone(tmp_path: Path) 
 
     found: list[Any] = []
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    trainer = quiet_trainer(max_steps=4, callbacks=[Looks(), saver])
-    trainer.fit(RegressionTask(), regression_loader())
+    _fit(4, Looks(), saver)
     assert found == [[]] * 4  # other threads may run through these hooks

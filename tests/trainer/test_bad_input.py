@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
+from tests.trainer.runs import Untouched, fitted, quiet_trainer
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
-from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
@@ -79,6 +78,16 @@ from trainwright.trainer.trainer import Trainer
         ({"callbacks": [EarlyStopping]}, r"callbacks contains a "),
         ({"callbacks": [EarlyStopping("a"), EarlyStopping("a")]}, r"two callbacks have the state_key"),
         ({"logger": "tensorbord"}, r"'tensorbord'.*Did you mean 'tensorboard'"),
+        ({"plugins": [object()]}, r"plugins.*Use precision= for number formats"),
+        ({"model_registry": "team/model"}, r"model_registry.*ModelCheckpoint"),
+        ({"precision": "bf16-mixd"}, r"precision='bf16-mixd' is unknown. Did you mean 'bf16-mixed'"),
+        ({"compile": "fastest"}, r"compile='fastest' is not a mode of torch.compile"),
+        *(({"gradient_clip_val": value}, "gradient_clip_val=") for value in ("0.5", True, -1.0, float("nan"), [0.5])),
+        ({"gradient_clip_val": 0.5, "gradient_clip_algorithm": "norms"}, r"'norms' is unknown. Did you mean 'norm'"),
+        *(({"on_nonfinite": policy}, "'raise', 'skip' or 'rollback'") for policy in ("skp", True, "")),
+        *(({"max_skipped": wrong}, "max_skipped") for wrong in (0, -1, 1.5, "many")),
+        *(({"on_interrupt": w}, r"on_interrupt=.* Write 'return' or 'raise'") for w in ("stop", True, 1)),
+        ({"on_save_error": "ignore"}, "on_save_error='ignore' is unknown"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -87,36 +96,15 @@ def test_arguments_that_cannot_be_meant_are_refused_by_name(arguments: dict[str,
         Trainer(**arguments)
 
 
-def test_a_length_without_unit_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Duration\(500\) has no unit. Write, for example, Duration"):
-        Duration(500)
-
-
-class _Untouched(RegressionTask):
-    """Fails as soon as a hook of its life runs: an error must have come before."""
-
-    def prepare_data(self) -> None:
-        """Too late."""
-        raise AssertionError("prepare_data ran")
-
-    def setup(self, stage: str) -> None:
-        """Too late."""
-        raise AssertionError("setup ran")
-
-    def configure_model(self) -> None:
-        """Too late."""
-        raise AssertionError("configure_model ran")
-
-
 def _without(name: str) -> TaskModule:
-    class Task(_Untouched):
+    class Task(Untouched):
         pass
 
     setattr(Task, name, getattr(TaskModule, name))
     return Task()
 
 
-def _with(name: str, base: type = _Untouched) -> Any:
+def _with(name: str, base: type = Untouched) -> Any:
     def hook(self: Any, *args: Any) -> None:
         """Never called."""
 
@@ -128,6 +116,19 @@ def _compiled(task: TaskModule) -> nn.Module:
     return type("OptimizedModule", (nn.Module,), {"_orig_mod": task})()
 
 
+def _optimizing(make: Callable[[RegressionTask], Any]) -> Any:
+    return type("Task", (RegressionTask,), {"configure_optimizers": make})()
+
+
+def _with_schedule(task: RegressionTask) -> Any:
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def _of_another_model(task: RegressionTask) -> Any:
+    return torch.optim.SGD([*task.parameters(), *nn.Linear(3, 2).parameters()], lr=0.1)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -137,20 +138,14 @@ def _compiled(task: TaskModule) -> nn.Module:
         (lambda: nn.DataParallel(RegressionTask()), r"received a wrapped task. Pass the task itself; devices="),
         (lambda: _compiled(RegressionTask()), r"received a wrapped task. Pass the task itself; .* compile="),
         (lambda: RegressionTask, r"received the class RegressionTask. Pass an instance: RegressionTask\(…\)"),
+        (lambda: _with("__init__"), r"Task.__init__ does not call super\(\).__init__\(\)"),
+        (lambda: _optimizing(_with_schedule), r"a tuple of SGD, StepLR. Return .*with a list for each"),
+        (lambda: _optimizing(_of_another_model), r"SGD with 2 parameter\(s\), the first of shape \(2, 3\)"),
     ],
-)  # fmt: skip
+)
 def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
-
-
-def test_a_task_whose_init_forgets_super_is_refused() -> None:
-    class Task(_Untouched):
-        def __init__(self) -> None:
-            pass
-
-    with pytest.raises(ConfigurationError, match=r"Task.__init__ does not call super\(\).__init__\(\)"):
-        quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
 
 
 @pytest.mark.parametrize(("stage", "step"), [("validate", "validation_step"), ("test", "test_step")])
@@ -173,7 +168,7 @@ def test_a_data_module_with_a_misspelt_hook_is_refused() -> None:
     data = _with("train_dataloder", DataModule)
     data.train_dataloader = lambda: regression_loader(2)
     with pytest.raises(ConfigurationError, match=r"train_dataloder is never called: .*'train_dataloader'"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), datamodule=data)
+        quiet_trainer(max_epochs=1).fit(Untouched(), datamodule=data)
 
 
 def _empty() -> DataLoader[Any]:
@@ -185,17 +180,13 @@ def _all_dropped() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("make", [_empty, _all_dropped, list])
-@pytest.mark.parametrize("stage", ["fit", "fit with validation", "validate", "test", "predict"])
+@pytest.mark.parametrize("stage", ["fit", "fit with validation", "fit with two", "validate", "test", "predict"])
 def test_an_empty_loader_is_refused(stage: str, make: Callable[[], Any]) -> None:
     first = [regression_loader(2)] if stage == "fit with validation" else []
+    loader = {"a": regression_loader(2), "b": make()} if stage == "fit with two" else make()
     run = getattr(quiet_trainer(max_epochs=1), stage.partition(" ")[0])
     with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
-        run(_Untouched(), *first, make())
-
-
-def test_an_empty_loader_among_several_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), {"a": regression_loader(2), "b": _empty()})
+        run(Untouched(), *first, loader)
 
 
 def test_a_loader_that_turns_out_empty_is_refused_too() -> None:
@@ -215,7 +206,7 @@ def test_a_loader_that_turns_out_empty_is_refused_too() -> None:
 def test_a_stage_without_data_is_refused(stage: str, message: str) -> None:
     run = getattr(quiet_trainer(max_epochs=1), stage)
     with pytest.raises(ConfigurationError, match=message):
-        run(_Untouched())
+        run(Untouched())
 
 
 def test_a_data_module_beside_loaders_is_refused() -> None:
@@ -224,20 +215,16 @@ def test_a_data_module_beside_loaders_is_refused() -> None:
             return regression_loader(2)
 
     with pytest.raises(ConfigurationError, match=r"fit\(\) received both a data module and loaders"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), regression_loader(2), datamodule=Data())
+        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), datamodule=Data())
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"nowhere"):
-        quiet_trainer(max_epochs=1).fit(_Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
+        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
 
 
 def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            return make(self, batch)
-
-    return Task()
+    return StepTask(lambda task, batch, idx: make(task, batch))
 
 
 @pytest.mark.parametrize(
@@ -249,8 +236,9 @@ def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
         (lambda task, batch: {"los": task.loss(batch)}, r"returned dict without a loss tensor"),
         (lambda task, batch: (task.loss(batch), 3), r"returned tuple"),
         (lambda task, batch: {"loss": 0.5}, r"without a loss tensor"),
+        (lambda task, batch: task.log("huge", 10**400), r"log\('huge'\) got an integer too large"),
     ],
-    ids=["not a scalar", "no graph", "a number", "no key", "a tuple", "a number in a dict"],
+    ids=["not a scalar", "no graph", "a number", "no key", "a tuple", "a number in a dict", "a log of a huge integer"],
 )
 def test_a_loss_that_cannot_be_trained_on_is_refused(make: Callable[..., Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
@@ -376,16 +364,6 @@ def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) 
         run(regression_loader())
 
 
-def test_what_configure_optimizers_returned_is_described() -> None:
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    with pytest.raises(ConfigurationError, match=r"returned a tuple of SGD, StepLR. Return .*with a list for each"):
-        quiet_trainer(max_steps=1).fit(Task(), regression_loader())
-
-
 def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
     with pytest.raises(TaskError, match=r"no task yet. Pass one to trainer.fit\(task"):
         quiet_trainer().predict()
@@ -395,8 +373,7 @@ def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
 
 
 def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path)
-    trainer.fit(RegressionTask(), regression_loader())
+    trainer = fitted(RegressionTask(), regression_loader(), max_steps=1, default_root_dir=tmp_path)
     saved = trainer.save_checkpoint(tmp_path / "saved")
     task = RegressionTask()
     task.net[0] = nn.Linear(3, 2)
@@ -405,45 +382,12 @@ def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> No
             quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved, strict=strict)
 
 
-def test_an_optimizer_of_what_is_not_the_tasks_is_refused() -> None:
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD([*self.parameters(), *nn.Linear(3, 2).parameters()], lr=0.1)
-
-    with pytest.raises(ConfigurationError, match=r"SGD with 2 parameter\(s\), the first of shape \(2, 3\)"):
-        quiet_trainer(max_steps=1).fit(Task(), regression_loader())
-
-
-def test_a_fit_that_is_given_no_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet_trainer(max_epochs=1, limit_train_batches=0).fit(RegressionTask(), regression_loader())
-    assert "nothing is left to train: limit_train_batches=0" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
 def test_a_folder_that_no_path_can_name_is_refused_before_the_first_step(name: str) -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(name)])
     with pytest.raises(ConfigurationError, match="is not a folder's name"):
         trainer.fit(RegressionTask(), regression_loader(1))
     assert trainer.global_step == 0
-
-
-def test_an_integer_that_no_float_holds_is_named() -> None:
-    class Huge(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("huge", 10**400)
-            return self.loss(batch)
-
-    with pytest.raises(TaskError, match=r"log\('huge'\) got an integer too large"):
-        quiet_trainer(max_epochs=1).fit(Huge(), regression_loader(1))
-
-
-def test_a_checkpoint_before_the_model_is_set_up_is_refused(tmp_path: Path) -> None:
-    class Early(RegressionTask):
-        def setup(self, stage: str) -> None:
-            self.trainer.save_checkpoint(tmp_path / "early")
-
-    with pytest.raises(ConfigurationError, match="between two steps of a fit"):
-        quiet_trainer(max_epochs=1).fit(Early(), regression_loader(1))
 
 
 @pytest.mark.parametrize("persistent", [True, False])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -72,14 +73,9 @@ def test_an_explicit_none_or_a_task_keeps_the_current_weights(
     assert "weights by" not in capsys.readouterr().out
 
 
-def test_without_a_monitored_checkpoint_the_current_weights_are_used(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, ModelCheckpoint())
-    trainer.test(dataloaders=regression_loader(2))
-    assert_equal_weights(weights_of(task), last)
-
-
-def test_a_fast_development_run_has_no_best_weights(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, fast_dev_run=True)
+@pytest.mark.parametrize("fast", [False, True], ids=["without a monitor", "a fast development run"])
+def test_without_best_weights_the_current_ones_are_used(fast: bool, tmp_path: Path) -> None:
+    trainer, task, last = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss" if fast else None), fast_dev_run=fast)
     trainer.test(dataloaders=regression_loader(2))
     assert_equal_weights(weights_of(task), last)
 
@@ -101,16 +97,6 @@ def _on_rank(folder: Path) -> bool:
 @pytest.mark.distributed
 def test_two_ranks_take_the_best_weights(tmp_path: Path) -> None:
     assert run_distributed(_on_rank, 2, tmp_path, init=False) == [False, False]
-
-
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_processes_that_the_trainer_starts_take_the_best_weights(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, devices=2)
-    trainer.test(dataloaders=regression_loader(4))
-    best = _best(trainer.checkpoint_callback)
-    assert_equal_weights(weights_of(task), best)
-    assert not torch.equal(best["net.0.weight"], last["net.0.weight"])
 
 
 def _weights_of_best(folder: Path, saver: ModelCheckpoint | None, stage: str = "test") -> dict[str, torch.Tensor]:
@@ -204,24 +190,18 @@ data: {class_path: best_project.Data}
 """
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_the_commands_accept_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import sys
-
-    (tmp_path / "best_project.py").write_text(textwrap.dedent(PROJECT))
+    (tmp_path / "best_project.py").write_text(PROJECT)
     (tmp_path / "config.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
         assert main(["fit", "--config", "config.yaml"]) == 0
-        assert main([stage, "--config", "config.yaml", "--ckpt_path", "best"]) == 0
+        for stage in ("validate", "predict", "test"):
+            assert main([stage, "--config", "config.yaml", "--ckpt_path", "best"]) == 0
     finally:
         sys.modules.pop("best_project", None)
-    if stage == "predict":
-        from safetensors.torch import load_file
-
-        assert load_file(tmp_path / "runs/predictions.safetensors")["predictions"].tolist() == [2.0]
-    elif stage == "test":
-        assert capsys.readouterr().out.split()[-2:] == ["epochs_seen", "2"]
+    assert load_file(tmp_path / "runs/predictions.safetensors")["predictions"].tolist() == [2.0]
+    assert capsys.readouterr().out.split()[-2:] == ["epochs_seen", "2"]

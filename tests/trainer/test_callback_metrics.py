@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TaskError
@@ -100,44 +100,23 @@ def test_reading_metrics_changes_neither_weights_nor_metrics() -> None:
 def test_metrics_are_read_from_the_device_once_and_only_if_used(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = HostReads.read
+    monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
+    at_end: list[float] = []
 
-    def counted(self: HostReads) -> Any:
-        if self._tensors:
-            reads.append(len(self._tensors))
-        return read(self)
-
-    monkeypatch.setattr(HostReads, "read", counted)
-
-    class Twice(Callback):
+    class Reads(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step in (2, 4):
                 assert trainer.callback_metrics["step"] == trainer.callback_metrics["step"]
                 assert "both" in trainer.callback_metrics
-
-    _fit()
-    unread = len(reads)
-    reads.clear()
-    _fit(Twice())
-    assert len(reads) == unread + 2
-
-
-def test_reading_at_a_safe_point_costs_one_host_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    read = HostReads.read
-    monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
-    seen: list[float] = []
-
-    class AtSafePoint(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step == 3:
-                trainer.at_step_end(lambda: seen.append(trainer.callback_metrics["step"]))
+                trainer.at_step_end(lambda: at_end.append(trainer.callback_metrics["step"]))
 
     _fit()
     unread = len(reads)
     reads.clear()
-    _fit(AtSafePoint())
-    assert len(seen) == 1
-    assert len(reads) == unread + 1
+    _fit(Reads())
+    assert len(at_end) == 1
+    assert len(reads) == unread + 3
 
 
 class _OfRank(RegressionTask):
@@ -177,8 +156,6 @@ def test_one_rank_may_read_between_flushes_and_finds_its_own_values() -> None:
 
 
 class Logging(Callback):
-    """Logs in a step's hook and at the ends of epochs."""
-
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
 
@@ -187,8 +164,7 @@ class Logging(Callback):
 
 
 def test_callbacks_can_log() -> None:
-    trainer = quiet_trainer(max_epochs=1, callbacks=Logging())
-    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    trainer = fitted(RegressionTask(), regression_loader(4), regression_loader(4), max_epochs=1, callbacks=Logging())
     assert trainer.callback_metrics["index"] == 3.0
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
 

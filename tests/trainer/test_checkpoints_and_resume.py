@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import math
 import shutil
 import types
@@ -15,10 +14,11 @@ import torch
 from torch import nn
 
 from tests.checkpoint.snapshots import same
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
+from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint
+from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint, read_manifest
 from trainwright.checkpoint.format import layout
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 
@@ -31,32 +31,23 @@ def saved_in(folder: Path) -> list[tuple[int, int]]:
 
 
 class ScriptedTask(RegressionTask):
-    """Logs one given value of `val_loss` per validation."""
-
     def __init__(self, values: list[float]) -> None:
         super().__init__()
         self.values = iter(values)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the next value at the first batch; one batch a validation is meant."""
         self.log("val_loss", next(self.values))
 
 
 class MeanTask(RegressionTask):
-    """Keeps every validation batch's loss, epoch by epoch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.by_epoch: dict[int, list[float]] = {}
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the batch's loss and keep it."""
         loss = self.loss(batch)
         self.log("val_loss", loss)
         self.by_epoch.setdefault(self.current_epoch, []).append(float(loss))
-
-
-# Which files there are
 
 
 def test_keeping_all_writes_one_checkpoint_per_epoch_that_says_its_epoch_step_and_score(tmp_path: Path) -> None:
@@ -73,25 +64,27 @@ def test_keeping_all_writes_one_checkpoint_per_epoch_that_says_its_epoch_step_an
         assert saver.best_k_models[str(checkpoint.path)] == pytest.approx(mean, abs=1e-5)
 
 
-def test_five_validations_an_epoch_leave_five_checkpoints_at_their_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "saved"),
+    [
+        (
+            {"max_epochs": 1, "limit_train_batches": 10, "val_check_interval": 0.2},
+            [(0, step) for step in (2, 4, 6, 8, 10)],
+        ),
+        ({"max_epochs": 5, "limit_train_batches": 1, "check_val_every_n_epoch": 2}, [(1, 2), (3, 4)]),
+    ],
+    ids=["five an epoch", "every second epoch"],
+)
+def test_each_validation_leaves_a_checkpoint(
+    arguments: dict[str, Any], saved: list[tuple[int, int]], tmp_path: Path
+) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=10, val_check_interval=0.2, callbacks=[saver])
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
-    assert saved_in(tmp_path) == [(0, 2), (0, 4), (0, 6), (0, 8), (0, 10)]
-
-
-def test_validating_every_second_epoch_leaves_a_checkpoint_of_each_of_those(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=5, limit_train_batches=1, check_val_every_n_epoch=2, callbacks=[saver])
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
-    assert [epoch for epoch, _ in saved_in(tmp_path)] == [1, 3]
+    fitted(RegressionTask(), regression_loader(), regression_loader(2), callbacks=[saver], **arguments)
+    assert saved_in(tmp_path) == saved
 
 
 class EpochTask(RegressionTask):
-    """Logs the epoch as a metric."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log `epoch`."""
         self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
         return self.loss(batch)
 
@@ -124,29 +117,7 @@ def test_a_score_that_is_not_a_number_is_the_worst(tmp_path: Path, mode: str, va
     assert len(saved_in(tmp_path)) == 1
 
 
-# Continuing
-
-
-class DecayingTask(RegressionTask):
-    """SGD with momentum and a schedule by steps: everything a checkpoint must bring back."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(momentum=0.9, **options)
-        self.load_hooks = 0
-
-    def configure_optimizers(self) -> Any:
-        """Return the optimizer and its exponential schedule."""
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Count the calls."""
-        self.load_hooks += 1
-
-
 def every_two_steps(folder: Path) -> ModelCheckpoint:
-    """Return a callback that keeps a checkpoint of every second step, named by the step."""
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
 
 
@@ -211,22 +182,11 @@ def test_resuming_a_finished_run_trains_nothing_and_writes_nothing_however_often
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint after two of three epochs."""
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2))
+    trainer = fitted(RegressionTask(), regression_loader(FOUR_BATCHES, 2), max_epochs=2)
     return trainer.save_checkpoint(tmp_path / "two")
 
 
-class WiderTask(RegressionTask):
-    """Has a weight that the checkpoint lacks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
-
-
 class NarrowerTask(RegressionTask):
-    """Lacks a weight that the checkpoint has."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0), nn.Linear(8, 1, bias=False))
@@ -248,17 +208,9 @@ def test_loading_that_is_not_strict_takes_the_weights_that_fit(checkpoint: Path,
     torch.testing.assert_close(task.net[0].weight, (read_checkpoint(checkpoint).model or {})["net.0.weight"])
 
 
-def test_a_checkpoint_that_is_not_there_is_a_file_not_found(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="epoch=7"):
-        quiet_trainer(max_epochs=3).fit(RegressionTask(), regression_loader(2), ckpt_path=tmp_path / "epoch=7")
-
-
 def test_fewer_epochs_than_the_checkpoint_has_behind_it_are_an_error(checkpoint: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_epochs=1"):
         quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), ckpt_path=checkpoint)
-
-
-# Which checkpoint is taken
 
 
 def _fit_with(
@@ -267,15 +219,6 @@ def _fit_with(
     trainer = quiet_trainer(callbacks=[saver], default_root_dir=folder, num_sanity_val_steps=0, **arguments)
     trainer.fit(task, regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path=ckpt_path)
     return trainer
-
-
-def test_last_is_the_newest_checkpoint_of_the_runs_folder(tmp_path: Path) -> None:
-    _fit_with(tmp_path, ModelCheckpoint(save_top_k=-1), RegressionTask(), max_epochs=2)
-    trainer = quiet_trainer(max_epochs=3, callbacks=[ModelCheckpoint(save_top_k=-1)], default_root_dir=tmp_path)
-    seen = RecordingCallback("on_train_batch_end", note=lambda event, run: (run.current_epoch, run.global_step))
-    trainer.settings.callbacks.append(seen)
-    trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path="last")
-    assert [note for _, note in seen.notes] == [(2, 9), (2, 10), (2, 11), (2, 12)]
 
 
 def test_a_fit_from_last_without_any_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
@@ -296,17 +239,6 @@ def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) ->
     assert [note for _, note in seen.notes] == [9, 10, 11, 12]
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Path) -> None:
-    _fit_with(tmp_path, ModelCheckpoint(save_top_k=-1), RegressionTask(), max_epochs=3)
-    (newest,) = (tmp_path / "checkpoints").glob("epoch=2-*/model/model-00001-*.safetensors")
-    newest.write_bytes(newest.read_bytes()[:-1])
-    seen = RecordingCallback("on_train_batch_end", note=lambda event, run: run.global_step)
-    trainer = quiet_trainer(max_epochs=3, callbacks=[seen, ModelCheckpoint(save_top_k=-1)], default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="epoch=2"):
-        trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path="last")
-    assert [note for _, note in seen.notes] == [9, 10, 11, 12]
-
-
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path, stage: str) -> None:
     other = RegressionTask(seed=1)
@@ -316,105 +248,6 @@ def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path, 
     found = getattr(quiet_trainer(), stage)(fresh, regression_loader(8, 2), ckpt_path=checkpoint, verbose=False)
     assert found == expected
     assert found != getattr(quiet_trainer(), stage)(RegressionTask(seed=2), regression_loader(8, 2), verbose=False)
-
-
-# Building a task from a checkpoint
-
-
-class SizedTask(RegressionTask):
-    """A task with hyper-parameters that shape it."""
-
-    def __init__(self, width: int = 8, lr: float = 0.05) -> None:
-        super().__init__(lr=lr)
-        self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
-
-
-def test_a_task_is_rebuilt_from_a_checkpoint_with_its_hyper_parameters(tmp_path: Path) -> None:
-    trainer, task = quiet_trainer(max_steps=1), SizedTask(width=3, lr=0.2)
-    trainer.fit(task, regression_loader(2))
-    back = SizedTask.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "saved"))
-    assert back.hparams == {"width": 3, "lr": 0.2}
-    assert_equal_weights(weights_of(back), weights_of(task))
-
-
-def test_given_arguments_win_over_saved_hyper_parameters(tmp_path: Path) -> None:
-    trainer, task = quiet_trainer(max_steps=1), SizedTask(width=3, lr=0.2)
-    trainer.fit(task, regression_loader(2))
-    back = SizedTask.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "saved"), lr=0.7)
-    assert (back.hparams.width, back.lr) == (3, 0.7)
-
-
-def test_a_task_from_a_checkpoint_can_leave_weights_out_if_told_so(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1)
-    trainer.fit(NarrowerTask(), regression_loader(2))
-    saved = trainer.save_checkpoint(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match=r"net\.3\.bias"):
-        RegressionTask.load_from_checkpoint(saved)
-    assert RegressionTask.load_from_checkpoint(saved, strict=False).net[3].bias.shape == (1,)
-
-
-# What saving leaves alone
-
-
-class DrawingTask(RegressionTask):
-    """Notes a number from each generator in every step."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.5)
-        self.drawn: list[float] = []
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Draw, then train."""
-        self.drawn.append(float(torch.rand(())))
-        return super().training_step(batch, batch_idx)
-
-
-def test_saving_never_changes_what_the_generators_give(tmp_path: Path) -> None:
-    def run(callbacks: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
-        torch.manual_seed(11)
-        task = DrawingTask()
-        trainer = quiet_trainer(max_epochs=2, callbacks=callbacks, seed=5)
-        trainer.fit(task, regression_loader(FOUR_BATCHES, 2, shuffle=True))
-        return task.drawn, weights_of(task)
-
-    drawn, weights = run([])
-    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    drawn_while_saving, weights_while_saving = run([saving])
-    assert len(saved_in(tmp_path)) == 8
-    assert drawn_while_saving == drawn
-    assert_equal_weights(weights_while_saving, weights)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13's own, at a log
-def test_a_compiled_run_and_a_plain_one_read_each_others_checkpoints(tmp_path: Path) -> None:
-    names = set(RegressionTask().state_dict())
-    for first, second in itertools.permutations([False, True]):
-        # "eager" compiles without generating code: what could rename a weight is the wrapping.
-        options = [{"compile": {"backend": "eager"}} if compiled else {} for compiled in (first, second)]
-        trainer = quiet_trainer(max_epochs=1, **options[0])
-        trainer.fit(RegressionTask(momentum=0.9), regression_loader(FOUR_BATCHES, 2))
-        saved = trainer.save_checkpoint(tmp_path / f"{first}")
-        assert set(read_checkpoint(saved).model or {}) == names
-        continued = quiet_trainer(max_epochs=2, **options[1])
-        continued.fit(RegressionTask(momentum=0.9), regression_loader(FOUR_BATCHES, 2), ckpt_path=saved)
-        assert continued.global_step == 8
-        whole = quiet_trainer(max_epochs=2)
-        whole.fit(RegressionTask(momentum=0.9), regression_loader(FOUR_BATCHES, 2))
-        torch.testing.assert_close(weights_of(continued.task), weights_of(whole.task), rtol=1e-6, atol=1e-6)
-
-
-def test_a_run_of_the_same_data_without_the_checkpoint_differs() -> None:
-    # A test of the tests above: momentum and schedule matter, so that losing them would be seen.
-    data = regression_data(FOUR_BATCHES)
-    assert len(data) == FOUR_BATCHES
-    whole, half = quiet_trainer(max_epochs=2), quiet_trainer(max_epochs=1)
-    first, second = DecayingTask(), DecayingTask()
-    whole.fit(first, regression_loader(FOUR_BATCHES, 2))
-    half.fit(second, regression_loader(FOUR_BATCHES, 2))
-    quiet_trainer(max_epochs=1).fit(second, regression_loader(FOUR_BATCHES, 2))
-    assert not torch.equal(first.net[0].weight, second.net[0].weight)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
@@ -431,31 +264,35 @@ def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weigh
     assert_equal_weights(weights_of(task), read_checkpoint(path).model or {})
 
 
-def test_a_run_that_goes_on_with_a_clock_that_is_behind_finds_its_own_newest_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fit(epochs: int, ckpt_path: str | None = None) -> Any:
-        saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-        trainer = quiet_trainer(max_epochs=epochs, callbacks=[saver])
-        trainer.fit(RegressionTask(), regression_loader(2), ckpt_path=ckpt_path)
-        return trainer
+def _set_clock(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    """Shift the clock of checkpoints, as in another process."""
 
-    class Behind(datetime.datetime):
+    class Shifted(datetime.datetime):
         @classmethod
         def now(cls, tz: Any = None) -> Any:
-            return datetime.datetime.now(tz) - datetime.timedelta(hours=3)
+            return datetime.datetime.now(tz) + datetime.timedelta(hours=hours)
 
-    fit(1)
-    monkeypatch.setattr(layout, "_newest", "")  # as in another process
-    clock = types.SimpleNamespace(datetime=Behind, timedelta=datetime.timedelta, UTC=datetime.UTC)
+    clock = types.SimpleNamespace(datetime=Shifted, timedelta=datetime.timedelta, UTC=datetime.UTC)
     monkeypatch.setattr(layout, "datetime", clock)
-    fit(3, ckpt_path="last")
-    assert newest_valid(tmp_path) == tmp_path / "epoch=2"
+    monkeypatch.setattr(layout, "_newest", "")
+
+
+@pytest.mark.parametrize("resumes", [True, False], ids=["a resumed run that is behind", "a new run after one ahead"])
+def test_the_newest_checkpoint_is_the_last_written_whatever_the_clock_says(
+    resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, epochs, hours in (("first", 1, 0 if resumes else 2), ("second", 3, -3 if resumes else 0)):
+        _set_clock(monkeypatch, hours)
+        saver = ModelCheckpoint(tmp_path, filename=name, save_top_k=-1)
+        ckpt_path = "last" if resumes and name == "second" else None
+        fitted(RegressionTask(), regression_loader(2), ckpt_path=ckpt_path, max_epochs=epochs, callbacks=[saver])
+    newest = newest_valid(tmp_path)
+    assert newest is not None
+    assert read_manifest(newest).epoch == 2
 
 
 def test_a_fit_that_has_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(RegressionTask(), regression_loader(2))
+    trainer = fitted(RegressionTask(), regression_loader(2), max_epochs=1)
     assert "nothing is left to train" not in capsys.readouterr().out
     trainer.fit(RegressionTask(), regression_loader(2))
     assert "nothing is left to train: max_epochs=1 is reached at epoch 1" in capsys.readouterr().out
@@ -482,23 +319,3 @@ def test_a_folder_that_was_moved_or_copied_or_is_a_link_is_continued_as_the_same
     kept = {found.path.name: found.manifest.epoch for found in find_checkpoints(new)}
     assert kept == {"epoch=0-step=4": 0, "epoch=2-step=12": 2, "last": 2}
     assert saver.best_model_path == str(new / "epoch=0-step=4")
-
-
-def test_a_new_run_in_the_folder_of_one_whose_clock_was_ahead_is_resumed_by_its_own_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fit(name: str, ahead_h: int) -> None:
-        class Ahead(datetime.datetime):
-            @classmethod
-            def now(cls, tz: Any = None) -> Any:
-                return datetime.datetime.now(tz) + datetime.timedelta(hours=ahead_h)
-
-        clock = types.SimpleNamespace(datetime=Ahead, timedelta=datetime.timedelta, UTC=datetime.UTC)
-        monkeypatch.setattr(layout, "datetime", clock)
-        monkeypatch.setattr(layout, "_newest", "")  # as in another process
-        trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, filename=name)])
-        trainer.fit(RegressionTask(), regression_loader(2))
-
-    fit("first", ahead_h=2)
-    fit("second", ahead_h=0)
-    assert newest_valid(tmp_path) == tmp_path / "second"

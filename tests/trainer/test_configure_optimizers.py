@@ -13,7 +13,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import MeasuredTask, quiet_trainer, weights_of
+from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -36,8 +36,7 @@ def _task(configure: Configure) -> RegressionTask:
 
 
 def _fit(configure: Configure, epochs: int = 1, batches: int = 2, **arguments: Any) -> Trainer:
-    trainer = quiet_trainer(max_epochs=epochs, **arguments)
-    trainer.fit(_task(configure), regression_loader(batches))
+    trainer = fitted(_task(configure), regression_loader(batches), max_epochs=epochs, **arguments)
     return trainer
 
 
@@ -93,8 +92,7 @@ def _list_of_dicts(task: RegressionTask) -> Any:
 def test_every_form_trains_and_steps_its_schedules(configure: Configure, optimizers: int, schedules: int) -> None:
     task = _task(configure)
     before = weights_of(task)
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(task, regression_loader(2))
+    trainer = fitted(task, regression_loader(2), max_epochs=2)
     assert (len(trainer.optimizers), len(trainer.lr_scheduler_configs)) == (optimizers, schedules)
     assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [2] * schedules
     assert {(config.interval, config.frequency) for config in trainer.lr_scheduler_configs} <= {("epoch", 1)}
@@ -211,28 +209,22 @@ def test_a_plateau_follows_its_metric_once_an_epoch() -> None:
     recorder = RecordingCallback(
         "on_train_epoch_start", note=lambda _, trainer: lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
     )
-    trainer = quiet_trainer(max_epochs=4, callbacks=recorder)
-    trainer.fit(Task([3.0, 2.0, 2.0, 2.0]), regression_loader(2), regression_loader(1))
+    fitted(Task([3.0, 2.0, 2.0, 2.0]), regression_loader(2), regression_loader(1), max_epochs=4, callbacks=recorder)
     assert lrs == pytest.approx([1.0, 1.0, 1.0, 0.1])
 
 
-def _watching(strict: bool) -> Configure:
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_plateau_whose_metric_was_not_logged_is_an_error_or_a_warning(strict: bool) -> None:
     def configure(task: RegressionTask) -> Any:
         optimizer = _sgd(task)
         plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_los", "strict": strict}
         return {"optimizer": optimizer, "lr_scheduler": plateau}
 
-    return configure
-
-
-def test_a_plateau_whose_metric_was_not_logged_is_an_error_that_lists_those_that_were() -> None:
-    with pytest.raises(ConfigurationError, match=r"'train_los', which was not logged. Did you mean 'train_loss'"):
-        _fit(_watching(strict=True))
-
-
-def test_a_plateau_that_is_not_strict_warns_instead() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"which was not logged"):
-        _fit(_watching(strict=False))
+    message = r"'train_los', which was not logged. Did you mean 'train_loss'"
+    with (
+        pytest.raises(ConfigurationError, match=message) if strict else pytest.warns(TrainwrightWarning, match=message)
+    ):
+        _fit(configure)
 
 
 def test_the_task_may_step_its_schedules_in_its_own_way() -> None:
@@ -247,8 +239,7 @@ def test_the_task_may_step_its_schedules_in_its_own_way() -> None:
             scheduler.step()
             scheduler.step()
 
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(Task(), regression_loader(2))
+    trainer = fitted(Task(), regression_loader(2), max_epochs=2)
     assert calls == [(StepLR, None)] * 2
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
 
@@ -261,18 +252,6 @@ def test_optimizers_are_made_for_training_only(stage: str) -> None:
     trainer = quiet_trainer()
     getattr(trainer, stage)(_task(configure), regression_loader(2))
     assert trainer.optimizers == []
-
-
-def test_the_number_of_steps_is_known_when_optimizers_are_made() -> None:
-    found: list[float] = []
-
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            found.append(self.trainer.estimated_stepping_batches)
-            return _sgd(self)
-
-    quiet_trainer(max_epochs=3, accumulate_grad_batches=4).fit(Task(), regression_loader(10))
-    assert found == [9]
 
 
 def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> None:
@@ -289,8 +268,7 @@ def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> N
 
     together, apart = RegressionTask(lr=0.1), Task()
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(together, regression_loader(4))
-    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=2)
-    trainer.fit(apart, regression_loader(4))
+    trainer = fitted(apart, regression_loader(4), max_epochs=1, accumulate_grad_batches=2)
     assert seen == trainer.optimizers * 2
     assert trainer.global_step == 2
     torch.testing.assert_close(weights_of(apart), weights_of(together))
@@ -313,8 +291,7 @@ def test_a_schedule_may_watch_what_every_step_logs() -> None:
                 "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "train_loss"},
             }
 
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(Watching(), regression_loader(12, 2))
+    trainer = fitted(Watching(), regression_loader(12, 2), max_epochs=1)
     by_hand = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(by_hand, patience=0, threshold=0.3)
     for loss in losses:
@@ -334,24 +311,6 @@ def test_several_optimizers_with_automatic_optimization_are_a_warning_once() -> 
     quiet_trainer(max_epochs=1).fit(task, regression_loader(2))  # warnings are errors here
 
 
-def test_one_optimizer_or_manual_optimization_is_not_a_warning() -> None:
-    class Manual(_TwoOptimizers):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-            for optimizer in self.optimizers():
-                optimizer.step()
-
-    class Meant(_TwoOptimizers):
-        automatic_optimization = True
-
-    quiet_trainer(max_epochs=1).fit(Meant(), regression_loader(2))
-    quiet_trainer(max_epochs=1).fit(Manual(), regression_loader(2))
-    quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(2))
-
-
 def test_an_engine_may_set_the_intervals_of_schedules() -> None:
     class PerStep(Engine):
         def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
@@ -362,10 +321,6 @@ def test_an_engine_may_set_the_intervals_of_schedules() -> None:
         def engine(self, settings: EngineSettings) -> Engine:
             return PerStep(self, settings)
 
-    def configure(task: RegressionTask) -> Any:
-        optimizer = SGD(task.parameters(), 1.0)
-        return [optimizer], [StepLR(optimizer, 1, 0.5)]
-
-    task = _task(configure)
+    task = _task(_one_dict)
     quiet_trainer(strategy=Strategy(), max_steps=3).fit(task, regression_loader(8))
     assert task.optimizers().param_groups[0]["lr"] == 0.125

@@ -10,10 +10,9 @@ import pytest
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import MeasuredTask, quiet_trainer
+from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 _CASES = [([6, 5, 5, 5, 5, 5], 3, 4), ([6, 5, 4, 4, 3, 3], 1, 3), ([6, 5, 6, 5, 5, 5], 3, 4)]
 
@@ -37,10 +36,11 @@ def test_it_stops_when_a_validation_metric_no_longer_improves(
 
 @pytest.mark.parametrize(("values", "patience", "last_epoch"), _CASES)
 @pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("at_end", [None, True])
 def test_it_stops_when_a_training_metric_no_longer_improves_with_and_without_validation(
-    values: list[float], patience: int, last_epoch: int, validate: bool
+    values: list[float], patience: int, last_epoch: int, validate: bool, at_end: bool | None
 ) -> None:
-    epochs, _ = _run(values, "train_measure", validate=validate, patience=patience, check_on_train_epoch_end=True)
+    epochs, _ = _run(values, "train_measure", validate=validate, patience=patience, check_on_train_epoch_end=at_end)
     assert epochs == last_epoch + 1
 
 
@@ -49,27 +49,6 @@ def test_it_stops_at_the_first_number_that_is_not_finite(bad: float) -> None:
     epochs, stopping = _run([4, 3, bad, 2, 1], "val_measure", validate=True, check_finite=True)
     assert epochs == 3
     assert stopping.stopped_epoch == 2
-
-
-def test_it_goes_on_while_the_metric_improves() -> None:
-    epochs, stopping = _run([6, 5, 4, 3], "val_measure", validate=True, patience=1)
-    assert epochs == 4
-    assert stopping.best_score == 3
-
-
-def test_a_metric_that_was_never_logged_is_an_error_that_lists_those_that_were() -> None:
-    with pytest.raises(ConfigurationError, match=r"Did you mean 'val_measure'") as caught:
-        _run([1, 2], "val_mesure", validate=True)
-    assert "'val_measure'" in str(caught.value)
-    assert "'train_measure'" in str(caught.value)
-
-
-def test_it_waits_for_the_least_number_of_epochs() -> None:
-    stopping = EarlyStopping("val_measure", patience=1)
-    trainer = quiet_trainer(max_epochs=9, min_epochs=4, callbacks=stopping)
-    with pytest.warns(TrainwrightWarning, match=r"did not improve.*Training continues until min_epochs=4 is reached"):
-        trainer.fit(MeasuredTask([1.0] * 9), regression_loader(2), regression_loader(2))
-    assert trainer.current_epoch == 4
 
 
 class _Worsening(RegressionTask):
@@ -116,6 +95,5 @@ class _StopsAtSafePoint(Callback):
 
 @pytest.mark.parametrize("how", ["request", "attribute"])
 def test_an_action_at_a_safe_point_stops_at_its_step(how: str) -> None:
-    trainer = quiet_trainer(max_epochs=2, callbacks=_StopsAtSafePoint(3, how))
-    trainer.fit(RegressionTask(), regression_loader(10))
+    trainer = fitted(RegressionTask(), regression_loader(10), max_epochs=2, callbacks=_StopsAtSafePoint(3, how))
     assert (trainer.global_step, trainer.current_epoch) == (3, 1)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, MinMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -40,7 +40,6 @@ class Counting(TaskModule):
         self.has_begun = False
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Log numbers of both kinds, with several reductions."""
         loss = self.net(batch[0]).square().mean()
         options: dict[str, Any] = {"on_step": False, "on_epoch": True}
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=1 + batch_idx % 3)
@@ -58,17 +57,14 @@ class Counting(TaskModule):
         return loss
 
     def on_train_start(self) -> None:
-        """Note an epoch that a resume continues, whose start is not announced again."""
         self.has_begun = self.trainer.state.batch_in_epoch % _STEPS > 0
 
     def on_train_epoch_start(self) -> None:
-        """Take what the epoch before has come to, unless that was before a resume."""
         if self.has_begun:
             self._take()
         self.has_begun = True
 
     def on_train_end(self) -> None:
-        """Take what the last epoch has come to."""
         self._take()
 
     def _take(self) -> None:
@@ -76,7 +72,6 @@ class Counting(TaskModule):
         self.epochs.append({name: value for name, value in metrics.items() if not name.startswith("loss_step")})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return plain SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
@@ -114,8 +109,7 @@ def test_an_epoch_that_a_bound_left_open_comes_to_the_very_same_numbers(how: str
     data = TensorDataset(torch.randn(_STEPS * 4, 3, generator=torch.Generator().manual_seed(5)))
     torch.manual_seed(3)
     task, loader = Counting(), DataLoader(data, batch_size=4, shuffle=True)
-    trainer = quiet_trainer(max_epochs=_EPOCHS, max_steps=7, default_root_dir=tmp_path / "run", seed=1)
-    trainer.fit(task, loader)
+    trainer = fitted(task, loader, max_epochs=_EPOCHS, max_steps=7, default_root_dir=tmp_path / "run", seed=1)
     saved = trainer.save_checkpoint(tmp_path / "saved")
     task.epochs.clear()
     if how == "fitted again":

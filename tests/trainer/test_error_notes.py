@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.runs import fitted, quiet_trainer
+from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from trainwright import Accelerator, DistributedDataParallelKwargs
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -30,13 +30,10 @@ class _OneCycle(RegressionTask):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def test_a_short_one_cycle_schedule_is_an_error_that_names_estimated_stepping_batches() -> None:
+def test_a_one_cycle_schedule_has_to_be_as_long_as_estimated_stepping_batches() -> None:
+    quiet_trainer(max_epochs=2).fit(_OneCycle(None), regression_loader(4))
     with pytest.raises(ConfigurationError, match=r"OneCycleLR is shorter.*self.trainer.estimated_stepping_batches"):
         quiet_trainer(max_epochs=2).fit(_OneCycle(4), regression_loader(4))
-
-
-def test_a_one_cycle_schedule_of_estimated_stepping_batches_runs() -> None:
-    quiet_trainer(max_epochs=2).fit(_OneCycle(None), regression_loader(4))
 
 
 class _WrongShape(RegressionTask):
@@ -92,12 +89,8 @@ def test_errors_outside_steps_get_no_note() -> None:
         quiet_trainer(max_epochs=1, callbacks=[Fails()]).fit(RegressionTask(), regression_loader(4))
     assert not hasattr(caught.value, "__notes__")
 
-    class NoGraph(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return torch.tensor(1.0)
-
     with pytest.raises(TaskError) as said:
-        quiet_trainer(max_epochs=1).fit(NoGraph(), regression_loader(4))
+        quiet_trainer(max_epochs=1).fit(StepTask(lambda task, batch, idx: torch.tensor(1.0)), regression_loader(4))
     assert not hasattr(said.value, "__notes__")
 
 
@@ -131,33 +124,16 @@ class _Told(Callback):
         self.errors.append(exception)
 
 
-def _leave_out() -> str:
-    told = _Told()
+def _leave_out() -> tuple[str, int, str, int]:
+    told, options = _Told(), {"devices": "auto", "max_epochs": 1}
     with pytest.raises(TaskError) as caught:
-        quiet_trainer(devices="auto", strategy="ddp", max_epochs=1, callbacks=[told]).fit(
-            _LeavesOut(), regression_loader(8)
-        )
+        quiet_trainer(strategy="ddp", callbacks=[told], **options).fit(_LeavesOut(), regression_loader(8))
     assert told.errors == [caught.value]
-    return str(caught.value)
-
-
-def _leave_out_and_look() -> int:
-    trainer = quiet_trainer(devices="auto", strategy="ddp_find_unused_parameters_true", max_epochs=1)
-    trainer.fit(_LeavesOut(), regression_loader(8))
-    return int(trainer.global_step)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_unused_parameters_are_an_error_that_names_the_option() -> None:
-    for text in run_distributed(_leave_out, 2, init=False):
-        assert (
-            "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in text
-        )
-        assert "frozen" not in text
-        assert "DDPStrategy(find_unused_parameters=True)" in text
-        assert "strategy='ddp_find_unused_parameters_true'" in text
-    assert run_distributed(_leave_out_and_look, 2, init=False) == [4, 4]
+    looks = fitted(_LeavesOut(), regression_loader(8), strategy="ddp_find_unused_parameters_true", **options)
+    with pytest.raises(TaskError) as in_a_loop:
+        _own_loop()
+    steps = _own_loop(DistributedDataParallelKwargs(find_unused_parameters=True))
+    return str(caught.value), looks.global_step, str(in_a_loop.value), steps
 
 
 class _Model(torch.nn.Module):
@@ -177,16 +153,19 @@ def _own_loop(*handlers: Any) -> int:
     return 3
 
 
-def _own_loops() -> tuple[str, int]:
-    with pytest.raises(TaskError) as caught:
-        _own_loop()
-    return str(caught.value), _own_loop(DistributedDataParallelKwargs(find_unused_parameters=True))
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_unused_parameters_are_named_in_a_user_written_loop() -> None:
-    for text, num_steps in run_distributed(_own_loops, 2, init=False):
-        assert "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in text
-        assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in text
-        assert num_steps == 3
+def test_unused_parameters_are_an_error_that_names_the_option_in_fits_and_user_written_loops() -> None:
+    for of_fit, steps_of_fit, of_loop, num_steps in run_distributed(_leave_out, 2, init=False):
+        assert (
+            "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias."
+            in of_fit
+        )
+        assert "frozen" not in of_fit
+        assert "DDPStrategy(find_unused_parameters=True)" in of_fit
+        assert "strategy='ddp_find_unused_parameters_true'" in of_fit
+        assert (
+            "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in of_loop
+        )
+        assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in of_loop
+        assert (steps_of_fit, num_steps) == (4, 3)

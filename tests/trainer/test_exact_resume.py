@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -66,7 +66,6 @@ class RestlessTask(TaskModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Keep the samples' indices and the loss."""
         ids, inputs, targets = batch
         loss = nn.functional.mse_loss(self.head(self.body(inputs)).float(), targets)
         self.ids.append(ids.tolist())
@@ -74,12 +73,10 @@ class RestlessTask(TaskModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Draw from the generator, as a careless user's validation does."""
         torch.rand(3)
         self.log("val_loss", self.head(self.body(batch[1])).mean())
 
     def configure_optimizers(self) -> Any:
-        """Return what `kind` says."""
         if self.kind != "two optimizers":
             return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         first = torch.optim.AdamW(self.body.parameters(), lr=0.01)
@@ -172,8 +169,7 @@ def test_the_whole_run_uses_what_a_resume_could_forget(tmp_path: Path) -> None:
     assert first.ids[:_STEPS_PER_EPOCH] != first.ids[_STEPS_PER_EPOCH : 2 * _STEPS_PER_EPOCH]
     torch.manual_seed(79)
     other = RestlessTask("sgd")
-    trainer = quiet_trainer(max_epochs=_EPOCHS)
-    trainer.fit(other, DataLoader(NoisySamples(), batch_size=8, shuffle=True))
+    fitted(other, DataLoader(NoisySamples(), batch_size=8, shuffle=True), max_epochs=_EPOCHS)
     assert other.losses != first.losses
     saved = read_checkpoint(tmp_path / f"step={BOUNDARY}").trainer["strategy"]["scaler"]
     assert saved["scale"] < 2**16  # torch's first scale was too large and has come down

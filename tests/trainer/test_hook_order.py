@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.hooks import DataHooks, TaskHooks
@@ -19,17 +19,21 @@ _OF_STEP_ONLY = ("on_train_step_start", "on_train_step_end")
 
 
 class _EveryCallbackHook(Callback):
-    """Notes each event as `callback.<event>`."""
-
     def __init__(self, notes: list[str]) -> None:
         for event in EVENTS:
             if event not in _OF_STEP_ONLY:
                 setattr(self, event, _noting(notes, f"callback.{event}", None))
 
 
-class _EveryTaskHook(RegressionTask):
-    """Notes each of its methods that the Trainer calls as `task.<method>`."""
+def _noted_loader(kind: str) -> Any:
+    def load(self: Any) -> Any:
+        self.notes.append(f"task.{kind}_dataloader")
+        return regression_loader(2)
 
+    return load
+
+
+class _EveryTaskHook(RegressionTask):
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
         steps = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
@@ -40,28 +44,10 @@ class _EveryTaskHook(RegressionTask):
                 object.__setattr__(self, name, _noting(notes, f"task.{name}", getattr(self, name)))
         self.notes = notes
 
-    def train_dataloader(self) -> Any:
-        """Return two batches."""
-        self.notes.append("task.train_dataloader")
-        return regression_loader(2)
-
-    def val_dataloader(self) -> Any:
-        """Return two batches."""
-        self.notes.append("task.val_dataloader")
-        return regression_loader(2)
-
-    def test_dataloader(self) -> Any:
-        """Return two batches."""
-        self.notes.append("task.test_dataloader")
-        return regression_loader(2)
-
-    def predict_dataloader(self) -> Any:
-        """Return two batches."""
-        self.notes.append("task.predict_dataloader")
-        return regression_loader(2)
+    train_dataloader, val_dataloader = _noted_loader("train"), _noted_loader("val")
+    test_dataloader, predict_dataloader = _noted_loader("test"), _noted_loader("predict")
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer with a schedule of the epoch."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
@@ -118,8 +104,7 @@ def _training_batch(*, last: bool) -> list[str]:
 def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
     notes: list[str] = []
     saver = ModelCheckpoint(tmp_path)
-    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=-1, callbacks=[_EveryCallbackHook(notes), saver])
-    trainer.fit(_EveryTaskHook(notes))
+    fitted(_EveryTaskHook(notes), max_epochs=1, num_sanity_val_steps=-1, callbacks=[_EveryCallbackHook(notes), saver])
     assert notes == [
         "task.configure_callbacks",
         "task.prepare_data",
@@ -141,11 +126,9 @@ def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
 
 def test_a_resumed_fit_lets_checkpoints_be_read_before_it_begins(tmp_path: Path) -> None:
     notes: list[str] = []
-    first = quiet_trainer(max_epochs=1)
-    first.fit(_EveryTaskHook([]))
+    first = fitted(_EveryTaskHook([]), max_epochs=1)
     first.save_checkpoint(tmp_path / "one")
-    trainer = quiet_trainer(max_epochs=2, callbacks=_EveryCallbackHook(notes))
-    trainer.fit(_EveryTaskHook(notes), ckpt_path=tmp_path / "one")
+    fitted(_EveryTaskHook(notes), ckpt_path=tmp_path / "one", max_epochs=2, callbacks=_EveryCallbackHook(notes))
     start = notes.index("task.configure_model")
     expected = ["task.configure_model", *_both("on_load_checkpoint"), "task.configure_optimizers"]
     expected += _both("on_fit_start")
@@ -185,15 +168,9 @@ def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_n
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_setup_and_teardown_are_told_the_stage(stage: str) -> None:
     told: list[tuple[str, str]] = []
-
-    class Task(RegressionTask):
-        def setup(self, stage: str) -> None:
-            told.append(("setup", stage))
-
-        def teardown(self, stage: str) -> None:
-            told.append(("teardown", stage))
-
-    getattr(quiet_trainer(max_epochs=1), stage)(Task(), regression_loader(2))
+    hooks = {name: lambda self, stage, name=name: told.append((name, stage)) for name in ("setup", "teardown")}
+    task = type("Task", (RegressionTask,), hooks)()
+    getattr(quiet_trainer(max_epochs=1), stage)(task, regression_loader(2))
     assert told == [("setup", stage), ("teardown", stage)]
 
 
@@ -232,7 +209,6 @@ def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
         def configure_callbacks(self) -> Any:
             return Says("the task's")
 
-    trainer = quiet_trainer(max_epochs=1, callbacks=[Says("the trainer's")])
-    trainer.fit(Task(), regression_loader(1))
+    trainer = fitted(Task(), regression_loader(1), max_epochs=1, callbacks=[Says("the trainer's")])
     trainer.fit(RegressionTask(), regression_loader(1))
     assert notes == ["the task's", "the trainer's"]

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint, verify
-from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
+from trainwright.checkpoint import verify
+from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
-from trainwright.loggers.logger import Logger, RunInfo
 
 
 class _Hears(Callback):
@@ -38,32 +37,7 @@ class _HearsToo(_Hears):
     pass
 
 
-class _Ends(Logger):
-    """Notes how it was finished."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.statuses: list[str] = []
-
-    def start(self, run: RunInfo) -> None:
-        super().start(run)
-
-    def log_hyperparams(self, params: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: Any, step: int) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def finish(self, status: str) -> None:
-        self.statuses.append(status)
-
-
 class _FailsAt(RegressionTask):
-    """Runs `fail` in the given batch of the given epoch."""
-
     def __init__(self, epoch: int, batch_idx: int, fail: Any) -> None:
         super().__init__()
         self.at = (epoch, batch_idx)
@@ -97,7 +71,7 @@ class _InterruptedTwice(_FailsAt):
 
 @pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
 def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
-    first, second, logger = _Hears(), _HearsToo(), _Ends()
+    first, second, logger = _Hears(), _HearsToo(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger, on_interrupt="return")
     trainer.fit(_FailsAt(0, 3, how), regression_loader(8))
     assert trainer.interrupted
@@ -114,7 +88,7 @@ def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
     def fail() -> None:
         raise error
 
-    first, second, logger = _Hears(), _HearsToo(), _Ends()
+    first, second, logger = _Hears(), _HearsToo(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger)
     with pytest.raises(ValueError, match=r"the user's own") as caught:
         trainer.fit(_FailsAt(0, 3, fail), regression_loader(8))
@@ -122,12 +96,6 @@ def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
     assert first.heard == second.heard == [error]
     assert logger.statuses == ["failed"]
     assert not trainer.interrupted
-
-
-def test_a_fit_that_succeeds_tells_its_loggers_so() -> None:
-    logger = _Ends()
-    quiet_trainer(max_epochs=1, logger=logger).fit(RegressionTask(), regression_loader(2))
-    assert logger.statuses == ["success"]
 
 
 def test_the_traceback_ends_in_the_users_own_line() -> None:
@@ -138,26 +106,6 @@ def test_the_traceback_ends_in_the_users_own_line() -> None:
     assert (frames[-2].name, frames[-2].line) == ("training_step", "self.fail()")
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None
-
-
-@pytest.mark.parametrize("fail", [_interrupt, _divide_by_zero])
-def test_what_was_saved_before_is_whole_and_can_be_resumed(fail: Any, tmp_path: Path) -> None:
-    def trainer() -> Any:
-        saver = ModelCheckpoint(tmp_path, save_top_k=-1)
-        return quiet_trainer(max_epochs=3, callbacks=saver, default_root_dir=tmp_path, on_interrupt="return")
-
-    broken = trainer()
-    if fail is _interrupt:
-        broken.fit(_FailsAt(2, 3, fail), regression_loader(8))
-    else:
-        with pytest.raises(ZeroDivisionError):
-            broken.fit(_FailsAt(2, 3, fail), regression_loader(8))
-    saved = sorted(tmp_path.glob("epoch=*"))
-    assert [read_checkpoint(path).state["step"] for path in saved] == [8, 16]
-    resumed, uninterrupted = RegressionTask(), RegressionTask()
-    trainer().fit(resumed, regression_loader(8), ckpt_path=saved[-1])
-    quiet_trainer(max_epochs=3).fit(uninterrupted, regression_loader(8))
-    torch.testing.assert_close(resumed.state_dict(), uninterrupted.state_dict(), rtol=0, atol=0)
 
 
 def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
@@ -176,8 +124,7 @@ def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> 
 
 
 def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
-    trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
-    trainer.fit(_FailsAt(0, 3, _interrupt), regression_loader(8))
+    trainer = fitted(_FailsAt(0, 3, _interrupt), regression_loader(8), max_epochs=2, on_interrupt="return")
     trainer.fit(RegressionTask(), regression_loader(8))
     assert not trainer.interrupted
     assert (trainer.global_step, trainer.current_epoch) == (16, 2)
@@ -203,7 +150,7 @@ def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, st
         return getattr(RegressionTask, place)(self, *args)
 
     task = type("Signalled", (RegressionTask,), {place: signalled})()
-    hears, logger = _Hears(), _Ends()
+    hears, logger = _Hears(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=1, callbacks=[hears], logger=logger)
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -240,11 +187,15 @@ def test_a_second_signal_during_the_exit_is_ignored(number: int, tmp_path: Path)
 
 def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
     came: list[int] = []
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=_SignalsAgain(signal.SIGTERM), default_root_dir=tmp_path, preemption_grace=0.3
-    )
     with pytest.raises(Preempted):
-        trainer.fit(RegressionTask(), regression_loader(4))
+        fitted(
+            RegressionTask(),
+            regression_loader(4),
+            max_epochs=2,
+            callbacks=_SignalsAgain(signal.SIGTERM),
+            default_root_dir=tmp_path,
+            preemption_grace=0.3,
+        )
     leaving = signal.getsignal(signal.SIGTERM)
     leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
     leaving._deadline = 0.0  # type: ignore[union-attr]
@@ -284,26 +235,17 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
-def test_on_interrupt_return_ends_the_stage_without_an_error() -> None:
-    trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
-    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
+@pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
+def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not arguments:
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, **arguments)
     assert trainer.interrupted
     assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
     assert trainer.interrupted
 
 
-def test_ctrl_c_at_a_prompt_ends_the_stage_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_interrupt_raise_holds_at_a_prompt_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
-    assert trainer.interrupted
     with pytest.raises(KeyboardInterrupt):
-        quiet_trainer(max_epochs=2, on_interrupt="raise").fit(
-            _InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)
-        )
-
-
-@pytest.mark.parametrize("wrong", ["stop", True, 1])
-def test_an_invalid_on_interrupt_is_an_error(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"on_interrupt=.* Write 'return' or 'raise'"):
-        quiet_trainer(on_interrupt=wrong)
+        fitted(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="raise")

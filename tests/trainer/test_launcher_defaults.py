@@ -78,11 +78,7 @@ def test_the_configuration_of_deepspeed_states_accumulation_and_precision(monkey
             "FSDP_VERSIONS is not known, and not used. Did you mean 'FSDP_VERSION'?",
         ),
         (
-            {
-                "ACCELERATE_USE_MEGATRON_LM": "true",
-                "MEGATRON_LM_NUM_MICRO_BATCHES": "1",
-                "MEGATRON_LM_TP_DEGREES": "1",
-            },
+            {"ACCELERATE_USE_MEGATRON_LM": "true", "MEGATRON_LM_NUM_MICRO_BATCHES": "1", "MEGATRON_LM_TP_DEGREES": "1"},
             {},
             "MEGATRON_LM_TP_DEGREES is not known, and not used. Did you mean 'MEGATRON_LM_TP_DEGREE'?",
         ),

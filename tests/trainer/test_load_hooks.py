@@ -10,15 +10,13 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError
 
 
 class _Growing(RegressionTask):
-    """Has as many hidden units as its checkpoint."""
-
     def __init__(self, hidden: int) -> None:
         super().__init__(momentum=0.9)
         self.resize(hidden)
@@ -99,8 +97,7 @@ class _Scheduled(RegressionTask):
 
 
 def _saved(folder: Path) -> Path:
-    trainer = quiet_trainer(max_steps=3, callbacks=_Looks())
-    trainer.fit(_Scheduled(), regression_loader(8))
+    trainer = fitted(_Scheduled(), regression_loader(8), max_steps=3, callbacks=_Looks())
     return Path(trainer.save_checkpoint(folder / "saved"))
 
 
@@ -129,8 +126,7 @@ class _LooksAtSave(_Looks):
 
 def test_save_and_load_hooks_receive_the_same_checkpoint(tmp_path: Path) -> None:
     looks = _LooksAtSave()
-    trainer = quiet_trainer(max_steps=3, callbacks=looks)
-    trainer.fit(_Scheduled(), regression_loader(8))
+    trainer = fitted(_Scheduled(), regression_loader(8), max_steps=3, callbacks=looks)
     path = trainer.save_checkpoint(tmp_path / "saved")
     quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
     assert looks.seen.pop("own") == 1
@@ -229,8 +225,6 @@ def test_scheduled_accumulation_holds_in_an_epoch_that_is_resumed_in_its_middle(
 
 
 class _Head(RegressionTask):
-    """Trains its last layer; the first one comes later."""
-
     def __init__(self) -> None:
         super().__init__(momentum=0.9)
 
@@ -283,16 +277,13 @@ def test_adding_a_parameter_group_under_deepspeed_is_an_error(strategy: str) -> 
 
 @pytest.fixture
 def unfrozen(tmp_path: Path) -> Path:
-    """Return a checkpoint of a run with an added group."""
-    trainer = quiet_trainer(max_epochs=2, callbacks=_Unfreeze())
-    trainer.fit(_Head(), regression_loader(8))
+    trainer = fitted(_Head(), regression_loader(8), max_epochs=2, callbacks=_Unfreeze())
     return Path(trainer.save_checkpoint(tmp_path / "saved"))
 
 
 def test_resuming_without_the_added_parameter_group_is_an_error(unfrozen: Path) -> None:
-    trainer = quiet_trainer(max_epochs=3, callbacks=_Unfreeze(rebuilds=False))
     with pytest.raises(CheckpointError):
-        trainer.fit(_Head(), regression_loader(8), ckpt_path=unfrozen)
+        fitted(_Head(), regression_loader(8), ckpt_path=unfrozen, max_epochs=3, callbacks=_Unfreeze(rebuilds=False))
 
 
 def test_callback_states_are_loaded_before_optimizer_states(unfrozen: Path) -> None:

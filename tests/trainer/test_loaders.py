@@ -1,4 +1,4 @@
-"""Which data a stage reads: limits, loaders without length, several loaders, loading anew, overfitting."""
+"""Data of a stage: limits, loaders without length, several loaders, reloads, overfitting, and results by loader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import Endless, Tally, quiet_trainer
+from tests.trainer.runs import Endless, Tally, fitted, quiet_trainer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule
@@ -83,14 +83,11 @@ def test_a_fraction_as_validation_interval_needs_a_length() -> None:
 
 
 class _SumTask(RegressionTask):
-    """Trains on every batch of a tree, and notes the tree's shape."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Sum the losses of a list's or dict's batches that are there."""
         items = list(batch.values()) if isinstance(batch, dict) else batch
         self.shapes.append({k: v is not None for k, v in batch.items()} if isinstance(batch, dict) else len(batch))
         return torch.stack([self.loss(item) for item in items if item is not None]).sum()
@@ -100,8 +97,7 @@ class _SumTask(RegressionTask):
 def test_several_training_loaders_are_as_long_as_their_mode_says(mode: Any, batches: int) -> None:
     task = _SumTask()
     loader = CombinedLoader({"a": regression_loader(64), "b": regression_loader(16)}, mode)
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, loader)
+    trainer = fitted(task, loader, max_epochs=1)
     assert trainer.global_step == len(task.shapes) == batches
     missing = sum(not shape["b"] for shape in task.shapes)
     assert missing == (48 if mode == "max_size" else 0)
@@ -132,19 +128,15 @@ def test_predictions_come_as_one_list_for_one_loader_and_a_list_of_lists_for_sev
 
 
 class _Loads(DataModule):
-    """Counts how often each loader is asked for."""
-
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[str] = []
 
     def train_dataloader(self) -> Any:
-        """Return four batches."""
         self.asked.append("train")
         return regression_loader(4)
 
     def val_dataloader(self) -> Any:
-        """Return two batches."""
         self.asked.append("val")
         return regression_loader(2)
 
@@ -173,48 +165,22 @@ def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
     assert tally.batches["validation"] == {0: 12}
 
 
-def test_overfitting_may_be_a_fraction() -> None:
-    tally = Tally()
-    trainer = quiet_trainer(max_epochs=1, overfit_batches=0.25, callbacks=tally)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(8))
-    assert (tally.train_batches, tally.batches["validation"]) == (16, {0: 2})
-
-
-def test_overfitting_leaves_testing_alone() -> None:
-    tally = Tally()
-    quiet_trainer(overfit_batches=4, callbacks=tally).test(RegressionTask(), regression_loader(), verbose=False)
-    assert tally.batches["test"] == {0: 64}
-
-
-def test_shuffled_training_data_comes_in_another_order_in_every_epoch() -> None:
-    seen: list[float] = []
-
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            seen.append(batch[0].sum().item())
-            return self.loss(batch)
-
-    quiet_trainer(max_epochs=2, seed=1).fit(Task(), regression_loader(16, shuffle=True))
-    assert seen[:16] != seen[16:]
-    assert sorted(seen[:16]) == sorted(seen[16:])
-
-
-def test_a_list_of_batches_is_a_loader() -> None:
-    batches = [(torch.ones(2, 4), torch.zeros(2, 1)) for _ in range(3)]
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(RegressionTask(), batches)
-    assert (trainer.global_step, trainer.state.samples) == (6, 12)
+def test_overfitting_may_be_a_fraction_and_leaves_testing_alone() -> None:
+    tally, task = Tally(), RegressionTask()
+    trainer = fitted(
+        task, regression_loader(), regression_loader(8), max_epochs=1, overfit_batches=0.25, callbacks=tally
+    )
+    trainer.test(task, regression_loader(), verbose=False)
+    assert (tally.train_batches, tally.batches["validation"], tally.batches["test"]) == (16, {0: 2}, {0: 64})
 
 
 class StopsEarly(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Declares 8 samples, and ends after 4."""
 
     def __len__(self) -> int:
-        """Return the declared length."""
         return 8
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a sample."""
         if index >= 4:
             raise StopIteration
         return regression_loader().dataset[index]  # type: ignore[no-any-return]
@@ -296,3 +262,59 @@ def _fit_with_lengths_by_rank() -> None:
     task = _ChangesLength("end")
     task.lengths = (6, 7 + int(os.environ["RANK"]), 4)
     quiet_trainer(max_epochs=3, devices="auto").fit(task, DataLoader(task.data, batch_size=4))
+
+
+class _Tests(RegressionTask):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("a", float(batch_idx), on_step=True)
+        self.log("b", 1.0)
+
+
+def test_a_metric_of_step_and_epoch_is_shown_once(capsys: Any) -> None:
+    trainer = quiet_trainer()
+    assert trainer.test(_Tests(), regression_loader(4)) == [{"a_epoch": 1.5, "b": 1.0}]
+    assert trainer.callback_metrics["a"] == trainer.callback_metrics["a_epoch"] == 1.5
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["test", "a_epoch", "b"]
+
+
+class _Writes(RegressionTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.written += 1
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_prediction_of_none_is_kept_as_none(keep: bool) -> None:
+    task = _Writes()
+    found = quiet_trainer().predict(task, regression_loader(3), return_predictions=keep)
+    assert found == ([None] * 3 if keep else None)
+    assert task.written == 3
+
+
+class _Two(RegressionTask):
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        self.log(f"x{dataloader_idx}", float(batch_idx), add_dataloader_idx=False)
+        self.log("y", float(dataloader_idx))
+
+    def on_test_epoch_end(self) -> None:
+        self.log("total", 7.0)
+
+
+def test_each_loader_has_its_own_results() -> None:
+    loaders = [regression_loader(4), regression_loader(4)]
+    assert quiet_trainer().test(_Two(), loaders, verbose=False) == [
+        {"x0": 1.5, "y/dataloader_idx_0": 0.0, "total": 7.0},
+        {"x1": 1.5, "y/dataloader_idx_1": 1.0, "total": 7.0},
+    ]
+
+
+def test_one_name_over_two_loaders_is_an_error() -> None:
+    class Mixes(RegressionTask):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("y", 1.0, add_dataloader_idx=False)
+
+    with pytest.raises(ConfigurationError, match=r"log\('y'.*dataloaders 0 and 1, whose values would mix"):
+        quiet_trainer().test(Mixes(), [regression_loader(2), regression_loader(2)], verbose=False)

@@ -3,55 +3,19 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.trainer.runs import MemoryLogger
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
-from trainwright.loggers.logger import Logger, RunInfo
-from trainwright.trainer.trainer import Trainer
-
-
-class MemoryLogger(Logger):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int, dict[str, float]]] = []
-        self.calls: list[str] = []
-        self.hyper_parameters: dict[str, Any] = {}
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of the calls, in order."""
-        return [step for step, _ in self.rows]
-
-    def values(self, name: str) -> dict[int, float]:
-        """Return step → value of one metric."""
-        return {step: row[name] for step, row in self.rows if name in row}
-
-    def start(self, run: RunInfo) -> None:
-        self.calls.append("start")
-
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self.hyper_parameters |= params
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    def flush(self) -> None:
-        self.calls.append("flush")
-
-    def finish(self, status: Any) -> None:
-        self.calls.append(f"finish {status}")
 
 
 def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
@@ -67,20 +31,14 @@ def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
 
 
 class CountingTask(RegressionTask):
-    """Logs the number of its training steps so far as `count`."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log the count of this step, 0-based."""
         self.log("count", float(self.count))
         self.count += 1
         return self.loss(batch)
-
-
-# When
 
 
 @pytest.mark.parametrize(("every", "steps"), [(5, [4, 9]), (1, list(range(10)))])
@@ -100,13 +58,6 @@ def test_what_is_logged_at_the_start_of_training_belongs_to_the_first_epoch() ->
     logger = MemoryLogger()
     quiet_trainer(max_epochs=2, logger=logger, log_every_n_steps=1).fit(Task(), regression_loader(4))
     assert logger.values("at_start") == {3: 2.0}
-
-
-def test_each_logged_row_says_its_epoch() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_steps=5, limit_train_batches=2, log_every_n_steps=1, logger=logger)
-    trainer.fit(CountingTask(), regression_loader())
-    assert logger.values("epoch") == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
 
 
 def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
@@ -149,21 +100,6 @@ def test_the_sanity_check_logs_nothing() -> None:
     assert list(logger.values("val_loss")) == [0]
 
 
-def test_a_metric_logged_by_step_and_by_epoch_has_a_name_for_each() -> None:
-    class Both(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.log("loss", self.loss(batch), on_step=True, on_epoch=True)
-            return self.loss(batch)
-
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=2, log_every_n_steps=1, logger=logger)
-    trainer.fit(Both(), regression_loader())
-    by_step = logger.values("loss_step")
-    assert list(by_step) == [0, 1]
-    assert logger.values("loss_epoch") == {1: pytest.approx(sum(by_step.values()) / 2)}
-    assert set(trainer.callback_metrics) >= {"loss", "loss_step", "loss_epoch"}
-
-
 def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
     logger = MemoryLogger()
     arguments: dict[str, Any] = {"limit_train_batches": 3, "log_every_n_steps": 2, "logger": logger}
@@ -181,36 +117,10 @@ def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
     assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
 
 
-def test_a_failed_fit_finishes_its_loggers_as_failed() -> None:
-    class Failing(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            raise ArithmeticError("no")
-
-    logger = MemoryLogger()
-    with pytest.raises(ArithmeticError):
-        quiet_trainer(max_steps=1, logger=logger).fit(Failing(), regression_loader())
-    assert logger.calls[-1] == "finish failed"
-
-
-def test_hyper_parameters_reach_the_loggers() -> None:
-    class Sized(RegressionTask):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.save_hyperparameters()
-
-    logger = MemoryLogger()
-    quiet_trainer(max_steps=1, logger=logger).fit(Sized(7), regression_loader())
-    assert logger.hyper_parameters == {"width": 7}
-
-
-# Several processes
-
-
 class RankTask(RegressionTask):
     """Logs rank + 1 in every way."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log with and without reduction over ranks."""
         value = float(self.global_rank + 1)
         for name in ("sum", "mean", "min", "max"):
             self.log(f"step_{name}", value, reduce_fx=name, sync_dist=True)
@@ -221,8 +131,7 @@ class RankTask(RegressionTask):
 
 
 def _log_on_rank() -> dict[str, float]:
-    trainer = quiet_trainer(devices="auto", max_steps=1, log_every_n_steps=1)
-    trainer.fit(RankTask(), regression_loader(4))
+    trainer = fitted(RankTask(), regression_loader(4), devices="auto", max_steps=1, log_every_n_steps=1)
     return dict(trainer.callback_metrics)
 
 
@@ -252,26 +161,20 @@ class SeenTask(RegressionTask):
         return self.net(torch.ones(len(ids), 4)).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Note the ids."""
         return self._see("train", batch)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Note the ids."""
         self._see("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Note the ids."""
         self._see("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """Note the ids and return them."""
         self._see("predict", batch)
         return batch[0]
 
 
 class NotingSampler(DistributedSampler[Any]):
-    """A distributed sampler that notes the epochs it is told."""
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.epochs: list[int] = []
@@ -287,8 +190,7 @@ def _numbers(n: int = 16, **options: Any) -> DataLoader[Any]:
 
 def _read_on_rank() -> dict[str, Any]:
     task = SeenTask()
-    trainer = quiet_trainer(devices="auto", max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(task, _numbers(shuffle=True), _numbers())
+    trainer = fitted(task, _numbers(shuffle=True), _numbers(), devices="auto", max_epochs=2, num_sanity_val_steps=0)
     trainer.test(task, _numbers(), verbose=False)
     trainer.predict(task, _numbers())
     return task.seen
@@ -336,38 +238,6 @@ def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None
         assert list(dict.fromkeys(epochs)) == [0, 1, 2]
 
 
-class NotingOrder(SequentialSampler):
-    """A sampler of the user's own."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([3, 1, 2, 0])
-
-
-def test_a_users_own_sampler_keeps_its_order_in_one_process() -> None:
-    task = SeenTask()
-    quiet_trainer(max_epochs=1).fit(task, _numbers(4, sampler=NotingOrder(range(4))))
-    assert _flat(task.seen["train0"]) == [3, 1, 2, 0]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_processes_of_the_trainers_own_write_to_the_loggers_once() -> None:
-    logger = MemoryLogger()
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        max_steps=4,
-        log_every_n_steps=2,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(RankTask(), regression_loader(16))
-    assert logger.steps.count(1) == 1
-    assert logger.values("step_sum") == {1: 3, 3: 3}
-
-
 def _batch() -> list[torch.Tensor]:
     return [tensor[:2] for tensor in regression_data(4).tensors]
 
@@ -381,23 +251,18 @@ def _calls_by_hand(task: RegressionTask) -> None:
     task.validation_step(_batch(), 0)
 
 
-def test_a_step_called_by_hand_warns_once_and_works() -> None:
-    _calls_by_hand(RegressionTask())
-
-
-def test_a_step_called_by_hand_after_a_fit_too() -> None:
-    task = RegressionTask()
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
-    _calls_by_hand(task)
-
-
-def test_each_task_warns_once_and_a_later_fit_logs() -> None:
+def test_a_step_called_by_hand_warns_once_for_each_task_and_a_later_fit_logs() -> None:
     first, second = RegressionTask(), RegressionTask()
     _calls_by_hand(first)
     _calls_by_hand(second)
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(first, regression_loader(2))
+    trainer = fitted(first, regression_loader(2), max_epochs=1)
     assert "train_loss" in trainer.callback_metrics
+
+
+def test_a_step_called_by_hand_after_a_fit_warns_too() -> None:
+    task = RegressionTask()
+    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
+    _calls_by_hand(task)
 
 
 def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> None:

@@ -1,9 +1,11 @@
-"""How long a fit lasts: epochs, steps, samples, tokens, seconds, wishes to stop, and a second fit."""
+"""Length of a fit: epochs, steps, samples, tokens, seconds, stop requests, a second fit, and the loop's warnings."""
 
 from __future__ import annotations
 
 import datetime
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
-from trainwright.callbacks import Timer
-from trainwright.callbacks.callback import Callback
+from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
+from trainwright import EarlyStopping, ModelCheckpoint
+from trainwright.callbacks import LambdaCallback, Timer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import resolve_limit
 from trainwright.trainer.trainer import Trainer
@@ -27,8 +29,7 @@ from trainwright.trainer.trainer import Trainer
 def test_a_fit_ends_at_whichever_bound_comes_first(
     max_epochs: int | None, max_steps: int, steps: int, epoch: int
 ) -> None:
-    trainer = quiet_trainer(max_epochs=max_epochs, max_steps=max_steps)
-    trainer.fit(RegressionTask(), regression_loader(32))
+    trainer = fitted(RegressionTask(), regression_loader(32), max_epochs=max_epochs, max_steps=max_steps)
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
@@ -77,27 +78,19 @@ def test_a_second_fit_with_more_steps_goes_on_in_the_middle_of_the_epoch() -> No
     assert seen == [0, 1, 2, 3, 0, 1]
 
 
-def test_a_wish_to_stop_finishes_the_batch_and_validates_once() -> None:
-    tally = Tally()
-    stop = AfterBatch(lambda trainer, batch_idx: batch_idx == 4, ask_to_stop)
-    trainer = quiet_trainer(max_epochs=5, callbacks=[stop, tally])
-    trainer.fit(RegressionTask(), regression_loader(10), regression_loader(10))
-    assert tally.train_batches == 5
-    assert tally.validations == [(0, 5)]
+class _StopsInItsStep(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.trainer.should_stop = batch_idx == 4
+        return self.loss(batch)
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["in a callback", "in the training step itself"])
+def test_a_stop_request_finishes_the_batch_and_validates_once(in_step: bool) -> None:
+    tally, stop = Tally(), AfterBatch(lambda trainer, batch_idx: batch_idx == 4 and not in_step, ask_to_stop)
+    task = _StopsInItsStep() if in_step else RegressionTask()
+    trainer = fitted(task, regression_loader(10), regression_loader(10), max_epochs=5, callbacks=[stop, tally])
+    assert (tally.train_batches, tally.validations) == (5, [(0, 5)])
     assert (trainer.global_step, trainer.current_epoch) == (5, 1)
-
-
-def test_a_wish_to_stop_in_the_training_step_itself_is_heard() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.trainer.should_stop = batch_idx == 4
-            return self.loss(batch)
-
-    tally = Tally()
-    trainer = quiet_trainer(max_epochs=5, callbacks=tally)
-    trainer.fit(Task(), regression_loader(10), regression_loader(10))
-    assert (trainer.global_step, trainer.current_epoch) == (5, 1)
-    assert tally.validations == [(0, 5)]
 
 
 @pytest.mark.parametrize(
@@ -123,10 +116,11 @@ def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
     assert trainer.global_step == steps
 
 
-def test_a_limit_of_no_training_batches_trains_nothing() -> None:
+def test_a_limit_of_no_training_batches_trains_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0), RegressionTask()
     before = weights_of(task)
     trainer.fit(task, regression_loader())
+    assert "nothing is left to train: limit_train_batches=0" in capsys.readouterr().out
     assert (trainer.global_step, trainer.current_epoch) == (0, 0)
     assert torch.equal(weights_of(task), before)
 
@@ -154,25 +148,29 @@ def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | in
 
 def test_a_fast_dev_run_keeps_its_batches_when_gradients_are_accumulated() -> None:
     tally = Tally()
-    trainer = quiet_trainer(fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
-    trainer.fit(RegressionTask(), regression_loader())
+    trainer = fitted(RegressionTask(), regression_loader(), fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
     assert (tally.train_batches, trainer.global_step) == (3, 2)
 
 
-def test_max_samples_ends_a_fit_after_that_many_samples() -> None:
-    trainer = quiet_trainer(max_samples=40)
-    trainer.fit(RegressionTask(), regression_loader(64, 8))
-    assert (trainer.state.samples, trainer.global_step) == (40, 5)
+class _Counts(RegressionTask):
+    def num_tokens(self, batch: Batch) -> int:
+        return 100 * len(batch[0])
 
 
-def test_max_tokens_ends_a_fit_after_that_many_tokens() -> None:
-    class Task(RegressionTask):
-        def num_tokens(self, batch: Batch) -> int:
-            return 100 * len(batch[0])
-
-    trainer = quiet_trainer(max_tokens=1000)
-    trainer.fit(Task(), regression_loader(64, 4))
-    assert (trainer.state.tokens, trainer.global_step) == (1200, 3)
+@pytest.mark.parametrize(
+    ("bound", "make", "counted", "steps"),
+    [
+        ({"max_samples": 40}, lambda: regression_loader(64, 8), ("samples", 40), 5),
+        ({"max_tokens": 1000}, lambda: regression_loader(64, 4), ("tokens", 1200), 3),
+        ({"max_steps": 7}, lambda: DataLoader(Endless(), batch_size=2), ("samples", 14), 7),
+    ],
+    ids=["samples", "tokens", "steps of data without end"],
+)
+def test_a_bound_ends_a_fit_once_it_is_reached(
+    bound: dict[str, int], make: Callable[[], Any], counted: tuple[str, int], steps: int
+) -> None:
+    trainer = fitted(_Counts(), make(), **bound)
+    assert (getattr(trainer.state, counted[0]), trainer.global_step) == (counted[1], steps)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +185,7 @@ def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatc
             now[0] += 0.3
             return self.loss(batch)
 
-    trainer = quiet_trainer(max_time=max_time)
-    trainer.fit(Task(), regression_loader())
+    trainer = fitted(Task(), regression_loader(), max_time=max_time)
     assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
 
 
@@ -230,19 +227,12 @@ def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
 def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -> None:
     def epochs(stop: Any) -> tuple[int, int]:
         at_second = AfterBatch(lambda run, idx: run.current_epoch == 0 and idx == 1, stop)
-        trainer = quiet_trainer(max_epochs=3, callbacks=[at_second])
-        trainer.fit(RegressionTask(), regression_loader(24, 4))
+        trainer = fitted(RegressionTask(), regression_loader(24, 4), max_epochs=3, callbacks=[at_second])
         return trainer.current_epoch, trainer.state.batch_in_epoch
 
     assert epochs(ask_to_stop) == (1, 0)
     assert epochs(lambda run: run.request_stop("enough")) == (1, 0)
     assert epochs(lambda run: run.request_stop("later", closes_epoch=False)) == (0, 2)
-
-
-def test_max_steps_ends_a_fit_over_data_without_end() -> None:
-    trainer = quiet_trainer(max_steps=7)
-    trainer.fit(RegressionTask(), DataLoader(Endless(), batch_size=2))
-    assert (trainer.global_step, trainer.state.samples) == (7, 14)
 
 
 def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
@@ -266,23 +256,15 @@ class _SkipsAfterTwo(RegressionTask):
         return -1 if batch_idx == 2 else None
 
 
-def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch() -> None:
+@pytest.mark.parametrize("by", ["task", "callback"])
+def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(by: str) -> None:
     tally = Tally()
-    trainer = quiet_trainer(max_epochs=3, callbacks=tally)
-    trainer.fit(_SkipsAfterTwo(), regression_loader(8))
-    assert tally.train_batches == 6
-    assert tally.train_epochs == [0, 1, 2]
+    skips = LambdaCallback(on_train_batch_start=lambda trainer, task, batch, idx: -1 if idx == 2 else None)
+    task = _SkipsAfterTwo() if by == "task" else RegressionTask()
+    callbacks = [tally] if by == "task" else [tally, skips]
+    trainer = fitted(task, regression_loader(8), max_epochs=3, callbacks=callbacks)
+    assert (tally.train_batches, tally.train_epochs) == (6, [0, 1, 2])
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)
-
-
-def test_minus_one_from_a_callback_skips_the_rest_of_the_epoch_too() -> None:
-    class Skips(Callback):
-        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> int | None:
-            return -1 if batch_idx == 1 else None
-
-    trainer = quiet_trainer(max_epochs=2, callbacks=Skips())
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert (trainer.global_step, trainer.current_epoch) == (2, 2)
 
 
 def test_gradients_of_a_group_that_was_skipped_do_not_leak_into_the_next_step() -> None:
@@ -301,8 +283,7 @@ def test_an_epoch_whose_rest_is_skipped_still_steps_the_schedule_of_the_epoch() 
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
-    trainer = quiet_trainer(max_epochs=3)
-    trainer.fit(Task(), regression_loader(8))
+    trainer = fitted(Task(), regression_loader(8), max_epochs=3)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125
 
 
@@ -342,3 +323,68 @@ def test_the_suggested_fraction_works_for_every_length() -> None:
 @pytest.mark.parametrize("none", [0, 0.0])
 def test_a_limit_of_zero_disables_the_loader(none: float) -> None:
     _run_stage("fit", {"limit_val_batches": none})
+
+
+class _NoLoss(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.loss(batch)
+
+
+def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
+    seen: list[int] = []
+
+    def note(event: str, trainer: Any) -> None:
+        seen.append(len(told))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        quiet_trainer(max_epochs=1, callbacks=RecordingCallback("on_train_batch_end", note=note)).fit(
+            _NoLoss(), regression_loader(64)
+        )
+    assert seen.index(1) in range(49, 60)
+    assert "so far" in str(told[0].message)
+
+
+def _stopping_at(step: int, **arguments: Any) -> Any:
+    def note(event: str, trainer: Any) -> None:
+        if trainer.global_step >= step:
+            trainer.should_stop = True
+
+    trainer = quiet_trainer(callbacks=RecordingCallback("on_train_step_end", note=note), **arguments)
+    trainer.fit(RegressionTask(), regression_loader(4))
+    return trainer
+
+
+def test_a_delayed_stop_is_a_warning_once() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"by epoch 0, step 2\. .* until min_epochs=2 and min_steps=9 are"):
+        trainer = _stopping_at(2, max_epochs=5, min_epochs=2, min_steps=9)
+    assert trainer.global_step == 9
+
+
+def test_the_reason_of_the_stop_is_named() -> None:
+    def note(event: str, trainer: Any) -> None:
+        trainer.request_stop("it is good enough")
+
+    trainer = quiet_trainer(max_epochs=5, min_epochs=2, callbacks=RecordingCallback("on_train_step_end", note=note))
+    with pytest.warns(
+        TrainwrightWarning, match=r"\(it is good enough\)\. Training continues until min_epochs=2 is"
+    ) as told:
+        trainer.fit(RegressionTask(), regression_loader(4))
+    assert len(told) == 1
+
+
+def test_a_stop_after_min_epochs_is_not_delayed() -> None:
+    assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
+
+
+def test_callbacks_that_save_or_stop_are_there_and_do_nothing(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path / "saved", monitor="never_logged", save_last=True, save_on_exception=True)
+    stopper = EarlyStopping("never_logged")
+    trainer = quiet_trainer(fast_dev_run=2, callbacks=[saver, stopper], default_root_dir=tmp_path)
+    task = RegressionTask()
+    trainer.fit(task, regression_loader(), regression_loader())
+    assert trainer.checkpoint_callback is saver
+    assert trainer.early_stopping_callback is stopper
+    assert (saver.best_model_path, saver.last_model_path) == ("", "")
+    trainer.test(task, regression_loader(), ckpt_path=saver.best_model_path or None, verbose=False)
+    assert list(tmp_path.iterdir()) == []

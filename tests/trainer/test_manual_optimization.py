@@ -8,100 +8,35 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.core.task import TaskModule
-
-
-class _ByHand(RegressionTask):
-    """One optimizer, stepped after every batch."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Do by hand what the Trainer does by itself."""
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_a_task_that_optimizes_by_hand_trains_as_the_trainer_would(precision: str) -> None:
-    by_hand, automatic = _ByHand(), RegressionTask()
-    trainer = quiet_trainer(max_epochs=2, precision=precision)
-    trainer.fit(by_hand, regression_loader(8, 2))
+    by_hand, automatic = ByHand(), RegressionTask()
+    trainer = fitted(by_hand, regression_loader(8, 2), max_epochs=2, precision=precision)
     quiet_trainer(max_epochs=2, precision=precision).fit(automatic, regression_loader(8, 2))
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic), rtol=0, atol=0)
     assert trainer.global_step == 8
 
 
 def test_a_scaled_loss_is_unscaled_before_a_step_by_hand() -> None:
-    by_hand, automatic = _ByHand(), RegressionTask()
+    by_hand, automatic = ByHand(), RegressionTask()
     quiet_trainer(max_epochs=2, precision="16-mixed").fit(by_hand, regression_loader(16, 2))
     quiet_trainer(max_epochs=2, precision="16-mixed").fit(automatic, regression_loader(16, 2))
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
 
 
-class _Gan(TaskModule):
-    """A generator and a discriminator, each with an optimizer, each trained while the other stands still."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Linear(2, 4)
-        self.discriminator = nn.Linear(4, 1)
-        self.trainable: list[tuple[bool, bool]] = []
-
-    def _note(self) -> None:
-        self.trainable.append((self.generator.weight.requires_grad, self.discriminator.weight.requires_grad))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Train one, then the other."""
-        real = batch[0]
-        noise = torch.ones(len(real), 2)
-        for_generator, for_discriminator = self.optimizers()
-        before = self.discriminator.weight.detach().clone()
-        self.toggle_optimizer(for_generator)
-        self._note()
-        loss = nn.functional.softplus(-self.discriminator(self.generator(noise))).mean()
-        for_generator.zero_grad()
-        self.manual_backward(loss)
-        assert self.discriminator.weight.grad is None or not self.discriminator.weight.grad.any()
-        for_generator.step()
-        self.untoggle_optimizer(for_generator)
-        assert torch.equal(self.discriminator.weight, before)
-        with self.toggled_optimizer(for_discriminator):
-            self._note()
-            fake = self.discriminator(self.generator(noise).detach())
-            loss = nn.functional.softplus(fake).mean() + nn.functional.softplus(-self.discriminator(real)).mean()
-            for_discriminator.zero_grad()
-            self.manual_backward(loss)
-            for_discriminator.step()
-            for_discriminator.zero_grad()
-        self._note()
-
-    def configure_optimizers(self) -> Any:
-        """Return one optimizer for each network."""
-        return [
-            torch.optim.Adam(self.generator.parameters(), lr=0.01),
-            torch.optim.Adam(self.discriminator.parameters(), lr=0.01),
-        ]
-
-
 def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
-    task = _Gan()
+    task = Gan()
     before = weights_of(task.generator), weights_of(task.discriminator)
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, regression_loader(4))
+    trainer = fitted(task, regression_loader(4), max_epochs=1)
     assert task.trainable == [(True, False), (False, True), (True, True)] * 4
     assert not torch.equal(weights_of(task.generator), before[0])
     assert not torch.equal(weights_of(task.discriminator), before[1])
@@ -110,7 +45,7 @@ def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
 
 
 def test_two_optimizers_cannot_be_toggled_at_once() -> None:
-    class Task(_Gan):
+    class Task(Gan):
         def training_step(self, batch: Batch, batch_idx: int) -> None:
             first, second = self.optimizers()
             self.toggle_optimizer(first)
@@ -121,57 +56,42 @@ def test_two_optimizers_cannot_be_toggled_at_once() -> None:
 
 
 def test_a_parameter_that_was_frozen_stays_frozen_when_untoggled() -> None:
-    task = _Gan()
+    task = Gan()
     task.discriminator.bias.requires_grad_(False)
     quiet_trainer(max_epochs=1).fit(task, regression_loader(1))
     assert not task.discriminator.bias.requires_grad
     assert task.discriminator.weight.requires_grad
 
 
-class _AccumulatesByHand(_ByHand):
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Step after every fourth batch."""
-        self.manual_backward(self.loss(batch) / 4)
-        if (batch_idx + 1) % 4 == 0:
-            optimizer = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def test_accumulation_by_hand_equals_the_trainers() -> None:
-    by_hand, automatic = _AccumulatesByHand(), RegressionTask()
+    by_hand, automatic = ByHand(4), RegressionTask()
     quiet_trainer(max_epochs=1).fit(by_hand, regression_loader(16))
     quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(automatic, regression_loader(16))
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
 
 
-def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped() -> None:
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(_AccumulatesByHand(), regression_loader(16))
-    assert (trainer.global_step, trainer.state.batches) == (4, 16)
-
-
-def test_max_steps_ends_a_fit_by_hand_after_so_many_optimizer_steps() -> None:
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(_AccumulatesByHand(), regression_loader(64))
-    assert (trainer.global_step, trainer.state.batches) == (3, 12)
+@pytest.mark.parametrize(("bound", "counts"), [({"max_epochs": 1}, (16, 64)), ({"max_steps": 3}, (3, 12))], ids=str)
+def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
+    bound: dict[str, int], counts: tuple[int, int]
+) -> None:
+    trainer = fitted(ByHand(4), regression_loader(64), **bound)
+    assert (trainer.global_step, trainer.state.batches) == counts
 
 
 def test_a_step_of_the_plain_optimizer_counts_too() -> None:
-    class Task(_ByHand):
+    class Task(ByHand):
         def training_step(self, batch: Batch, batch_idx: int) -> None:
             optimizer = self.trainer.optimizers[0]
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
 
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(Task(), regression_loader(8))
+    trainer = fitted(Task(), regression_loader(8), max_steps=3)
     assert trainer.global_step == 3
 
 
 def test_schedules_are_the_tasks_own_affair() -> None:
-    class Task(_ByHand):
+    class Task(ByHand):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
             return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
@@ -179,21 +99,20 @@ def test_schedules_are_the_tasks_own_affair() -> None:
         def on_train_epoch_end(self) -> None:
             self.lr_schedulers().step()
 
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(Task(), regression_loader(4))
+    trainer = fitted(Task(), regression_loader(4), max_epochs=2)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
 def test_listeners_hear_of_backward_and_of_steps_by_hand() -> None:
     recorder = RecordingCallback("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-    quiet_trainer(max_epochs=1, callbacks=recorder).fit(_ByHand(), regression_loader(2))
+    quiet_trainer(max_epochs=1, callbacks=recorder).fit(ByHand(), regression_loader(2))
     assert recorder.events == ["on_before_backward", "on_after_backward", "on_before_optimizer_step"] * 2
 
 
 def test_clipping_by_hand_clips_one_optimizers_gradients() -> None:
     norms: list[torch.Tensor] = []
 
-    class Task(_ByHand):
+    class Task(ByHand):
         def training_step(self, batch: Batch, batch_idx: int) -> None:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -210,7 +129,7 @@ def test_clipping_by_hand_clips_one_optimizers_gradients() -> None:
 def test_what_only_automatic_optimization_does_is_refused(argument: dict[str, Any]) -> None:
     trainer = quiet_trainer(max_epochs=1, **argument)
     with pytest.raises(ConfigurationError, match=f"{next(iter(argument))}.*uses manual optimization"):
-        trainer.fit(_ByHand(), regression_loader(2))
+        trainer.fit(ByHand(), regression_loader(2))
 
 
 def test_manual_backward_in_automatic_optimization_is_refused() -> None:

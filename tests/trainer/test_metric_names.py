@@ -33,11 +33,9 @@ class Metric:
     where: str
 
     def value(self, epoch: int, idx: int) -> float:
-        """Return what is logged in a batch."""
         return float((epoch * 7 + idx * 3) % 5 + 1)
 
     def aggregate(self, epoch: int) -> float:
-        """Return the value of an epoch in which all of `batches` were seen."""
         values = {idx: self.value(epoch, idx) for idx in sorted(self.batches)}
         if self.reduce_fx == "mean":
             return sum(v * SIZES[i] for i, v in values.items()) / sum(SIZES[i] for i in values)
@@ -72,8 +70,6 @@ def expected(metrics: list[Metric], epoch: int, idx: int, *, at_end: bool) -> di
 
 
 class Program(RegressionTask):
-    """Logs as its metrics say."""
-
     def __init__(self, metrics: list[Metric]) -> None:
         super().__init__()
         self.metrics = metrics

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 
 
@@ -29,20 +29,16 @@ class _PartlyFrozen(RegressionTask):
         self.modes.append((where, self.training, self.net.training))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Note the modes."""
         self._note("train")
         return self.loss([self.backbone(batch[0]), batch[1]])
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Note the modes."""
         self._note("validate")
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Note the modes."""
         self._note("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Note the modes."""
         self._note("predict")
         return batch[0]
 
@@ -69,8 +65,7 @@ def test_a_task_that_is_in_evaluation_mode_as_a_whole_is_trained_in_it() -> None
 
     task = Task()
     task.eval()
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(task, regression_loader(2), regression_loader(2))
+    trainer = fitted(task, regression_loader(2), regression_loader(2), max_epochs=1)
     assert trainer.global_step == 2
 
 
@@ -110,15 +105,8 @@ def test_without_inference_mode_an_evaluation_step_may_switch_gradients_on() -> 
                 (slope,) = torch.autograd.grad(self(inputs).sum(), inputs)
             self.log("slope", slope.abs().sum())
 
-    trainer = quiet_trainer(max_epochs=1, inference_mode=False)
-    trainer.fit(Task(), regression_loader(2), regression_loader(2))
+    trainer = fitted(Task(), regression_loader(2), regression_loader(2), max_epochs=1, inference_mode=False)
     assert trainer.callback_metrics["slope"] > 0
-
-
-def test_gradients_are_on_again_for_training_after_a_validation() -> None:
-    trainer = quiet_trainer(max_epochs=1, val_check_interval=1)
-    trainer.fit(RegressionTask(), regression_loader(3), regression_loader(1))
-    assert trainer.global_step == 3
 
 
 def test_freezing_and_unfreezing_return_the_task() -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetR
 
 from tests.helpers.runs import assert_equal_weights, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
-from tests.trainer.runs import quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
@@ -30,13 +30,7 @@ NAN = float("nan")
 
 
 class Bad(RegressionTask):
-    """The loss of some (epoch, batch) is multiplied with a NaN, every time or only the first time it comes.
-
-    Args:
-        bad: (epoch, batch_idx) pairs.
-        factor: what the loss is multiplied with there.
-        options: of RegressionTask.
-    """
+    """The loss of some (epoch, batch_idx) is multiplied with `factor`."""
 
     def __init__(self, *bad: tuple[int, int], factor: float = NAN, **options: Any) -> None:
         super().__init__(**{"momentum": 0.9, **options})
@@ -45,7 +39,6 @@ class Bad(RegressionTask):
         self.seen: list[tuple[int, int]] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Spoil the loss where told, and log it as it is."""
         loss = self.loss(batch)
         here = self.current_epoch, batch_idx
         self.seen.append(here)
@@ -55,30 +48,18 @@ class Bad(RegressionTask):
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return SGD with a schedule by steps."""
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
 
 
 def batches(num: int, *without: int) -> list[Batch]:
-    """Return a list of batches of two samples, some of them left out."""
     return [batch for i, batch in enumerate(regression_loader(2 * num, 2)) if i not in without]
 
 
 def skip(task: RegressionTask, loader: Any, **arguments: Any) -> Trainer:
-    trainer = quiet_trainer(**{"max_epochs": 1, "on_nonfinite": "skip", **arguments})
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        trainer.fit(task, loader)
+        trainer = fitted(task, loader, **{"max_epochs": 1, "on_nonfinite": "skip", **arguments})
     return trainer
-
-
-# What is refused
-
-
-@pytest.mark.parametrize("policy", ["skp", True, ""])
-def test_an_unknown_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ConfigurationError, match="'raise', 'skip' or 'rollback'"):
-        quiet_trainer(on_nonfinite=policy)
 
 
 def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything_could_look() -> None:
@@ -86,9 +67,6 @@ def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything
     task.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="uses manual optimization"):
         quiet_trainer(on_nonfinite="skip").fit(task, regression_loader(4))
-
-
-# Raise
 
 
 @pytest.mark.parametrize("factor", [NAN, float("inf")])
@@ -129,24 +107,29 @@ def test_a_step_is_named_that_was_not_finite_before_it_was_looked_at(noticed_at:
     assert trainer.global_step == (5 if noticed_at == "a flush" else 6)
 
 
-@pytest.mark.usefixtures("_behind")
-def test_a_gradient_is_named_that_was_not_finite_before_it_was_looked_at() -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["read at each step", "read later"])
+def test_a_finite_loss_with_an_infinite_gradient_is_found(behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Root(RegressionTask):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
             loss = self.loss(batch)
             return loss + (0 * self.net[3].bias.sum()).sqrt() if batch_idx == 1 else loss
 
+    monkeypatch.setattr(non_finite, "reading_waits", lambda device: behind)
     with pytest.raises(NonFiniteError, match=r"gradient is not finite .* net\.3\.bias") as caught:
         quiet_trainer(on_nonfinite="raise").fit(Root(), regression_loader(4))
-    assert (caught.value.step, caught.value.parameters) == (1, ("net.3.bias",))
+    assert (caught.value.step, caught.value.source, caught.value.parameters) == (1, "gradient", ("net.3.bias",))
 
 
-@pytest.mark.usefixtures("_behind")
-def test_without_such_a_step_the_weights_are_those_of_a_run_that_looks_at_nothing() -> None:
-    tasks = Bad(), Bad()
-    for task, policy in zip(tasks, (None, "raise"), strict=True):
-        quiet_trainer(max_epochs=2, seed=3, on_nonfinite=policy, gradient_clip_val=1.0).fit(task, regression_loader(6))
-    assert_equal_weights(weights_of(tasks[0]), weights_of(tasks[1]))
+@pytest.mark.parametrize(("policy", "behind"), [("skip", False), ("raise", True)])
+def test_with_no_bad_batch_the_weights_are_those_of_a_run_that_looks_at_nothing(
+    policy: Any, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(non_finite, "reading_waits", lambda device: behind)
+    plain, guarded = Bad(dropout=0.3), Bad(dropout=0.3)
+    for task, chosen in ((plain, None), (guarded, policy)):
+        torch.manual_seed(0)
+        quiet_trainer(max_epochs=2, on_nonfinite=chosen, gradient_clip_val=0.5).fit(task, regression_loader(12, 2))
+    assert_equal_weights(weights_of(guarded), weights_of(plain))
 
 
 class _SavesAll(Callback):
@@ -176,11 +159,16 @@ def test_nothing_is_saved_behind_a_step_that_was_not_finite(saver: str, async_sa
         "on an exception": ModelCheckpoint(tmp_path, every_n_train_steps=100, save_on_exception=True),
     }
     callback = callbacks[saver]
-    trainer = quiet_trainer(
-        max_epochs=1, on_nonfinite="raise", log_every_n_steps=100, callbacks=callback, async_save=async_save
-    )
     with pytest.raises(NonFiniteError):
-        trainer.fit(Bad((0, 3)), regression_loader(6))
+        fitted(
+            Bad((0, 3)),
+            regression_loader(6),
+            max_epochs=1,
+            on_nonfinite="raise",
+            log_every_n_steps=100,
+            callbacks=callback,
+            async_save=async_save,
+        )
     found = [read_manifest(path.parent).step for path in tmp_path.glob("*/manifest.json")]
     assert sorted(found) == ([] if saver == "on an exception" else [1, 2, 3])
     assert not isinstance(callback, _SavesAll) or callback.refused == 1
@@ -215,17 +203,6 @@ def test_the_sample_ids_are_those_that_the_step_was_given() -> None:
     assert caught.value.sample_ids == [task.given]
 
 
-def test_a_finite_loss_with_an_infinite_gradient_is_found() -> None:
-    class Root(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            return loss + (0 * self.net[3].bias.sum()).sqrt() if batch_idx == 1 else loss
-
-    with pytest.raises(NonFiniteError, match=r"gradient is not finite .* net\.3\.bias") as caught:
-        quiet_trainer(on_nonfinite="raise").fit(Root(), regression_loader(4))
-    assert (caught.value.source, caught.value.parameters) == ("gradient", ("net.3.bias",))
-
-
 def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
     class Steep(RegressionTask):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
@@ -234,15 +211,13 @@ def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-26)
 
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise")
-    trainer.fit(Steep(), regression_loader(4))
+    trainer = fitted(Steep(), regression_loader(4), max_epochs=1, on_nonfinite="raise")
     assert trainer.global_step == 4
 
 
 def test_the_last_loss_is_logged_as_it_was_and_at_a_step_of_its_own(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=1, on_nonfinite="raise", logger="csv", log_every_n_steps=1, default_root_dir=tmp_path
-    )
+    arguments = {"logger": "csv", "log_every_n_steps": 1, "default_root_dir": tmp_path}
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise", **arguments)
     with pytest.raises(NonFiniteError):
         trainer.fit(Bad((0, 3)), batches(6))
     steps, losses = _logged(trainer)
@@ -257,24 +232,12 @@ def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
     return [int(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows]
 
 
-# Skip
-
-
-def test_with_no_bad_batch_the_weights_are_those_of_a_run_that_looks_at_nothing() -> None:
-    plain, guarded = Bad(dropout=0.3), Bad(dropout=0.3)
-    for task, policy in ((plain, None), (guarded, "skip")):
-        torch.manual_seed(0)
-        quiet_trainer(max_epochs=2, on_nonfinite=policy, gradient_clip_val=0.5).fit(task, regression_loader(12, 2))
-    assert_equal_weights(weights_of(guarded), weights_of(plain))
-
-
 @pytest.mark.parametrize("listens", [False, True], ids=["", "somebody listens to zero_grad"])
 def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule(listens: bool) -> None:
     task, without = Bad((0, 1), (0, 4), (0, 5)), Bad()
     callbacks = [RecordingCallback("on_before_zero_grad")] if listens else []
     trainer = skip(task, batches(6), callbacks=callbacks)
-    expected = quiet_trainer(max_epochs=1)
-    expected.fit(without, batches(6, 1, 4, 5))
+    expected = fitted(without, batches(6, 1, 4, 5), max_epochs=1)
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert trainer.run.loop.schedules.state_dict() == expected.run.loop.schedules.state_dict()
@@ -299,25 +262,23 @@ def test_one_bad_micro_batch_leaves_out_its_whole_group() -> None:
     assert (skipped.first_batch, skipped.num_batches, trainer.global_step) == (2, 2, 3)
 
 
-def test_of_several_optimizers_none_steps() -> None:
-    class Two(Bad):
+def _two(task: RegressionTask) -> Any:
+    return [torch.optim.Adam(task.net[0].parameters()), torch.optim.SGD(task.net[3].parameters(), lr=0.1)]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_two, lambda task: torch.optim.LBFGS(task.parameters(), lr=0.1, max_iter=3)],
+    ids=["several optimizers", "an optimizer with a closure"],
+)
+def test_no_optimizer_steps_in_a_skipped_group(make: Callable[[RegressionTask], Any]) -> None:
+    class Task(Bad):
         automatic_optimization = True  # all of its optimizers step on one loss
 
         def configure_optimizers(self) -> Any:
-            return [torch.optim.Adam(self.net[0].parameters()), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
+            return make(self)
 
-    task, without = Two((0, 1)), Two()
-    skip(task, batches(4))
-    quiet_trainer(max_epochs=1).fit(without, batches(4, 1))
-    assert_equal_weights(weights_of(task), weights_of(without))
-
-
-def test_an_optimizer_with_a_closure_is_not_called() -> None:
-    class ByClosure(Bad):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-    task, without = ByClosure((0, 1)), ByClosure()
+    task, without = Task((0, 1)), Task()
     skip(task, batches(4))
     quiet_trainer(max_epochs=1).fit(without, batches(4, 1))
     assert_equal_weights(weights_of(task), weights_of(without))
@@ -358,8 +319,7 @@ def test_running_statistics_of_a_bad_forward_are_undone() -> None:
 
 @pytest.mark.parametrize(("num", "warned"), [(5, 5), (20, 7)])
 def test_warnings_become_rarer(num: int, warned: int, recwarn: pytest.WarningsRecorder) -> None:
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="skip")
-    trainer.fit(Bad(*((0, i) for i in range(num))), batches(num))
+    trainer = fitted(Bad(*((0, i) for i in range(num))), batches(num), max_epochs=1, on_nonfinite="skip")
     assert len([w for w in recwarn if "it is skipped" in str(w.message)]) == warned  # 1 to 5, 8, 16
     assert len(trainer.skipped_batches) == num
     recwarn.clear()
@@ -404,8 +364,7 @@ def test_looking_up_the_ids_of_a_sampler_of_ones_own_does_not_change_the_order(k
 def test_the_list_is_in_the_checkpoint(tmp_path: Path) -> None:
     trainer = skip(Bad((0, 1)), batches(4), max_steps=2)
     trainer.save_checkpoint(tmp_path / "here")
-    resumed = quiet_trainer(max_epochs=1, on_nonfinite="skip")
-    resumed.fit(Bad(), batches(4), ckpt_path=tmp_path / "here")
+    resumed = fitted(Bad(), batches(4), ckpt_path=tmp_path / "here", max_epochs=1, on_nonfinite="skip")
     assert resumed.skipped_batches == trainer.skipped_batches
 
 
@@ -416,14 +375,35 @@ def test_the_skipped_loss_is_shown_as_it_was_and_no_step_is_logged_twice(tmp_pat
     assert steps == [0, 1, 2, 3, 4]
 
 
-# Scaled losses
+ALL_STEPS = tuple(itertools.product(range(30), range(4)))
+
+
+def test_a_run_ends_after_max_skipped_consecutive_steps() -> None:
+    task, trainer = Bad(*ALL_STEPS), quiet_trainer(max_steps=1000, on_nonfinite="skip", max_skipped=6)
+    with (
+        pytest.warns(TrainwrightWarning, match="it is skipped"),
+        pytest.raises(NonFiniteError, match=r"The 6 steps before it were skipped .* max_skipped=6.*max_skipped=None"),
+    ):
+        trainer.fit(task, regression_loader(4))  # epochs are shorter than that
+    assert (len(task.seen), trainer.global_step) == (7, 0)
+
+
+def test_max_skipped_counts_consecutive_steps() -> None:
+    two_of_three = [(epoch, i) for epoch in range(3) for i in (0, 1, 3, 4)]
+    trainer = skip(Bad(*two_of_three), regression_loader(6), max_epochs=3, max_skipped=2)
+    assert trainer.global_step == 6
+
+
+def test_max_skipped_none_never_ends_the_run() -> None:
+    task = Bad(*ALL_STEPS)
+    skip(task, regression_loader(4), max_epochs=30, max_skipped=None)
+    assert len(task.seen) == 120
 
 
 class _NoSchedule(Bad):
     """The scaler leaves steps out that a schedule would be warned about."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
@@ -431,7 +411,6 @@ class _Overflows(_NoSchedule):
     """A gradient that is finite but overflows once it is scaled, in one batch."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Return a loss of zero with a steep slope there."""
         loss = super().training_step(batch, batch_idx)
         steep = 1e37 * self.net[3].bias.sum()
         return loss + (steep - steep.detach()) if batch_idx == 1 else loss
@@ -452,13 +431,9 @@ def test_a_gradient_that_overflows_under_scaling_is_the_scalers_business(policy:
 def test_a_loss_that_is_no_number_is_ours_also_under_scaling_and_the_scale_stays() -> None:
     task, without = _NoSchedule((0, 1)), _NoSchedule()
     trainer = skip(task, batches(4), precision="16-mixed")
-    expected = quiet_trainer(max_epochs=1, precision="16-mixed")
-    expected.fit(without, batches(4, 1))
+    expected = fitted(without, batches(4, 1), max_epochs=1, precision="16-mixed")
     assert trainer.strategy.state_dict() == expected.strategy.state_dict()
     assert_equal_weights(weights_of(task), weights_of(without))
-
-
-# None
 
 
 def test_without_a_policy_a_bad_loss_is_warned_of_once_where_it_is_read_anyway() -> None:
@@ -469,12 +444,16 @@ def test_without_a_policy_a_bad_loss_is_warned_of_once_where_it_is_read_anyway()
     assert "train_loss is nan at step 2" in str(warned[0].message)
 
 
-# Rollback
-
-
 def saves(every: int) -> ModelCheckpoint:
-    """Return what saves after every so many steps and keeps all."""
     return ModelCheckpoint(every_n_train_steps=every, save_top_k=-1)
+
+
+def roll_back(task: RegressionTask, loader: Any, folder: Path, **arguments: Any) -> Trainer:
+    """Fit an epoch with a checkpoint of every third step and at least one rollback."""
+    defaults = {"max_epochs": 1, "callbacks": saves(3), "on_nonfinite": "rollback", "default_root_dir": folder}
+    with pytest.warns(TrainwrightWarning, match="Rolled back"):
+        trainer = fitted(task, loader, **{**defaults, **arguments})
+    return trainer
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -482,19 +461,22 @@ def saves(every: int) -> ModelCheckpoint:
 def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(epoch: int, async_save: bool, tmp_path: Path) -> None:
     here = epoch, 4
     task, without = Bad(here), Bad(here)
-    trainer = quiet_trainer(
-        max_epochs=epoch + 1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path / "run",
-        async_save=async_save,
-    )  # fmt: skip
     with pytest.warns(TrainwrightWarning, match="Rolled back from step") as warned:
-        trainer.fit(task, regression_loader(12, 2))
+        trainer = fitted(
+            task,
+            regression_loader(12, 2),
+            max_epochs=epoch + 1,
+            callbacks=saves(3),
+            on_nonfinite="rollback",
+            default_root_dir=tmp_path / "run",
+            async_save=async_save,
+        )
     assert len(warned) == 1
     assert task.seen.count(here) == 1
     assert task.seen.count((epoch, 3)) == 2
     assert (trainer.global_step, trainer.state.batches) == (6 * epoch + 5, 6 * epoch + 6)
-    expected = quiet_trainer(max_epochs=epoch + 1, on_nonfinite="skip")
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        expected.fit(without, regression_loader(12, 2))
+        expected = fitted(without, regression_loader(12, 2), max_epochs=epoch + 1, on_nonfinite="skip")
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert [s.first_batch for s in trainer.skipped_batches] == [4]
@@ -512,22 +494,23 @@ def test_a_rollback_restores_the_generators(tmp_path: Path) -> None:
                 self.losses.append((trainer.state.batch_in_epoch, float(result.loss)))
 
     notes = Notes()
-    trainer = quiet_trainer(
-        max_epochs=1, callbacks=[saves(2), notes], on_nonfinite="rollback", default_root_dir=tmp_path
-    )
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(Bad((0, 3), dropout=0.5), regression_loader(12, 2, shuffle=True))
+    task = Bad((0, 3), dropout=0.5)
+    roll_back(task, regression_loader(12, 2, shuffle=True), tmp_path, callbacks=[saves(2), notes])
     assert [batch for batch, _ in notes.losses] == [1, 2, 3, 3, 5, 6]
     assert notes.losses[2] == notes.losses[3]
 
 
 def test_a_checkpoint_of_an_epochs_end_is_gone_back_to(tmp_path: Path) -> None:
     task, without = Bad((1, 1), (1, 2)), Bad()
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=ModelCheckpoint(), on_nonfinite="rollback", default_root_dir=tmp_path
-    )
     with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
-        trainer.fit(task, regression_loader(8, 2, shuffle=True))
+        trainer = fitted(
+            task,
+            regression_loader(8, 2, shuffle=True),
+            max_epochs=2,
+            callbacks=ModelCheckpoint(),
+            on_nonfinite="rollback",
+            default_root_dir=tmp_path,
+        )
     assert len(warned) == 2
     expected = quiet_trainer(max_epochs=2, on_nonfinite="skip", seed=trainer.seed)
     without.bad = ((1, 1), (1, 2))
@@ -553,8 +536,7 @@ def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_
 
 
 def test_the_checkpoint_that_a_run_was_resumed_from_can_be_gone_back_to(tmp_path: Path) -> None:
-    first = quiet_trainer(max_steps=2)
-    first.fit(Bad(), batches(6))
+    first = fitted(Bad(), batches(6), max_steps=2)
     first.save_checkpoint(tmp_path / "elsewhere" / "start")
     task = Bad((0, 4))
     trainer = quiet_trainer(max_epochs=1, on_nonfinite="rollback", default_root_dir=tmp_path)
@@ -577,12 +559,7 @@ def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
 
 
 def test_logged_steps_strictly_increase_across_a_rollback(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, logger="csv",
-        log_every_n_steps=1,
-    )  # fmt: skip
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(Bad((0, 5), (1, 1)), batches(8))
+    trainer = roll_back(Bad((0, 5), (1, 1)), batches(8), tmp_path, max_epochs=2, logger="csv", log_every_n_steps=1)
     steps, losses = _logged(trainer)
     assert steps == list(range(14))
     assert all(a < b for a, b in itertools.pairwise(steps))
@@ -598,13 +575,8 @@ def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_i
             return super().training_step(batch, batch_idx)
 
     task = Rarely((0, 4))
-    trainer = quiet_trainer(
-        max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, log_every_n_steps=1
-    )
     recorder = RecordingCallback("on_train_start", note=lambda _, trainer: trainer.state.seconds)
-    trainer.settings.callbacks.append(recorder)
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, batches(6))
+    trainer = roll_back(task, batches(6), tmp_path, callbacks=[saves(3), recorder], log_every_n_steps=1)
     assert "rare" not in trainer.logged_metrics
     assert "train_loss" in trainer.logged_metrics
     (_, first), (_, second) = recorder.notes
@@ -614,9 +586,7 @@ def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_i
 
 def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:
     task = Bad((0, 4))
-    trainer = quiet_trainer(max_steps=5, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, batches(8))
+    trainer = roll_back(task, batches(8), tmp_path, max_epochs=None, max_steps=5)
     trainer.save_checkpoint(tmp_path / "later")
     resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     resumed.fit(Bad(), batches(8), ckpt_path=tmp_path / "later")
@@ -628,23 +598,24 @@ def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path:
     """The weights in a checkpoint may be the average: training goes on with those that were trained."""
     bad = (1, 1), (1, 5), (2, 1)  # the first sends it back into epoch 0, before the second one begins to average
     task, without = Bad(*bad), Bad(*bad)
-    trainer = quiet_trainer(
-        max_epochs=3, callbacks=[make(), saves(4)], on_nonfinite="rollback", default_root_dir=tmp_path
-    )
     with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
-        trainer.fit(task, regression_loader(12, 2))
+        fitted(
+            task,
+            regression_loader(12, 2),
+            max_epochs=3,
+            callbacks=[make(), saves(4)],
+            on_nonfinite="rollback",
+            default_root_dir=tmp_path,
+        )
     assert len([w for w in warned if "Rolled back" in str(w.message)]) == 3
-    expected = quiet_trainer(max_epochs=3, callbacks=[make()], on_nonfinite="skip")
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        expected.fit(without, regression_loader(12, 2))
+        fitted(without, regression_loader(12, 2), max_epochs=3, callbacks=[make()], on_nonfinite="skip")
     assert_equal_weights(weights_of(task), weights_of(without))
 
 
 @pytest.mark.slow
 def test_loader_workers_are_started_anew_at_the_place_that_was_restored(tmp_path: Path) -> None:
     task = Bad((0, 4))
-    trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     loader = DataLoader(regression_data(12), batch_size=2, num_workers=2, persistent_workers=True)
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        trainer.fit(task, loader)
+    roll_back(task, loader, tmp_path)
     assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 3), (0, 5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, read_manifest
@@ -27,21 +28,7 @@ from trainwright.loggers import CSVLogger
 FOUR_BATCHES = 8  # samples, by 2
 
 
-class DecayingTask(RegressionTask):
-    """SGD with momentum, and a rate that halves at every step."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(momentum=0.9, **options)
-
-    def configure_optimizers(self) -> Any:
-        """Return the optimizer and its schedule."""
-        optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
 def loader() -> Any:
-    """Return four batches."""
     return regression_loader(FOUR_BATCHES, 2)
 
 
@@ -54,14 +41,12 @@ def run(tmp_path: Path) -> Path:
 
 
 def flip(file: Path) -> None:
-    """Change one bit in the middle of a file."""
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
 
 
 def damage(checkpoint: Path) -> None:
-    """Flip a bit of a checkpoint's weights."""
     flip(checkpoint / "model" / "model-00001-of-00001.safetensors")
 
 
@@ -74,25 +59,25 @@ def resume(run: Path, ckpt_path: Any, task: RegressionTask | None = None, **argu
     return [note for _, note in seen.notes]
 
 
-# Damage
-
-
 def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -> None:
     damage(run / "checkpoints" / "2")
     with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*/2"):
         assert resume(run, "last")[0] == 9
 
 
-def test_last_is_an_error_if_damage_shall_be_one(run: Path) -> None:
-    damage(run / "checkpoints" / "2")
-    with pytest.raises(CheckpointError, match=r"/2.*on_damaged='fall_back'"):
-        resume(run, "last", on_damaged="error")
-
-
-def test_an_explicit_path_that_is_damaged_is_an_error(run: Path) -> None:
-    damage(run / "checkpoints" / "1")
-    with pytest.raises(CheckpointError, match="/1 is damaged"):
-        resume(run, run / "checkpoints" / "1")
+@pytest.mark.parametrize(
+    ("damaged", "ckpt_path", "options", "message"),
+    [
+        ("2", "last", {"on_damaged": "error"}, r"/2.*on_damaged='fall_back'"),
+        ("1", "1", {}, "/1 is damaged"),
+        ("0", "0", {"on_damaged": "fall_back"}, r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"),
+    ],
+    ids=["last, if damage shall be one", "an explicit path", "nothing to fall back to"],
+)
+def test_damage_is_an_error(damaged: str, ckpt_path: str, options: dict[str, Any], message: str, run: Path) -> None:
+    damage(run / "checkpoints" / damaged)
+    with pytest.raises(CheckpointError, match=message):
+        resume(run, ckpt_path if ckpt_path == "last" else run / "checkpoints" / ckpt_path, **options)
 
 
 def test_an_explicit_path_falls_back_to_the_newest_earlier_one_if_told_and_names_both(run: Path) -> None:
@@ -106,12 +91,6 @@ def test_a_checkpoint_without_a_readable_manifest_falls_back_to_the_newest_of_al
     with pytest.warns(TrainwrightWarning, match=r"/1/manifest\.json.*Falling back to .*/2\.") as caught:
         assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 13
     assert len(caught) == 1
-
-
-def test_with_nothing_to_fall_back_to_the_damage_is_the_error(run: Path) -> None:
-    damage(run / "checkpoints" / "0")
-    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"):
-        resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
 
 
 def test_a_path_that_is_not_there_is_no_damage(run: Path) -> None:
@@ -128,14 +107,11 @@ def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
 
 
 class Scored(DecayingTask):
-    """Logs given values of `score`, one an epoch."""
-
     def __init__(self, values: list[float]) -> None:
         super().__init__()
         self.values = values
 
     def on_train_epoch_end(self) -> None:
-        """Log the epoch's value."""
         self.log("score", self.values[self.current_epoch])
 
 
@@ -145,20 +121,18 @@ def scored(tmp_path: Path) -> Any:
     saver = ModelCheckpoint(
         filename="{epoch}", monitor="score", mode="max", save_top_k=-1, auto_insert_metric_name=False
     )
-    trainer = quiet_trainer(max_epochs=3, callbacks=[saver], default_root_dir=tmp_path)
-    trainer.fit(Scored([1.0, 3.0, 2.0]), loader())
+    trainer = fitted(Scored([1.0, 3.0, 2.0]), loader(), max_epochs=3, callbacks=[saver], default_root_dir=tmp_path)
     trainer.max_epochs = 4
     return trainer
 
 
-def test_the_best_is_verified_before_it_is_used(scored: Any) -> None:
+@pytest.mark.parametrize("told", [False, True], ids=["an error", "the next best if told"])
+def test_the_best_is_verified_before_it_is_used(scored: Any, told: bool) -> None:
     damage(scored.checkpoint_dir / "1")
-    with pytest.raises(CheckpointError, match="/1 is damaged"):
-        scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best")
-
-
-def test_the_best_falls_back_to_the_next_best_if_told(scored: Any) -> None:
-    damage(scored.checkpoint_dir / "1")
+    if not told:
+        with pytest.raises(CheckpointError, match="/1 is damaged"):
+            scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best")
+        return
     with pytest.warns(TrainwrightWarning, match=r"/1 is damaged.* Falling back to .*/2, the best valid checkpoint"):
         scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best", on_damaged="fall_back")
     assert scored.global_step == 16
@@ -199,9 +173,6 @@ def test_every_rank_hears_of_damage_and_falls_back_alike(run: Path) -> None:
     assert run_distributed(_resume_on_rank, 2, run, "last", init=False, timeout=120.0) == ["16", "16"]
 
 
-# Parts
-
-
 def test_a_resume_without_the_optimizer_part_is_an_error_that_names_it(run: Path) -> None:
     remove_part(run / "checkpoints" / "2", "optimizer")
     with pytest.raises(CheckpointError, match=r"the part 'optimizer' is missing.*allow_missing=\['optimizer'\]"):
@@ -218,7 +189,7 @@ def test_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedul
         trainer.fit(task, loader(), ckpt_path=path, allow_missing=["optimizer"])
     assert any("has no optimizer part" in str(warning.message) for warning in caught)
     assert trainer.global_step == 16
-    assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.5**step) for step in range(12, 16)]
+    assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.9**step) for step in range(12, 16)]
 
 
 def test_what_may_be_missing_and_is_there_is_loaded(run: Path) -> None:
@@ -234,10 +205,7 @@ def test_what_may_be_missing_and_is_there_is_loaded(run: Path) -> None:
 
 
 class AdamTask(DecayingTask):
-    """Has another optimizer than the checkpoint."""
-
     def configure_optimizers(self) -> Any:
-        """Return Adam alone, without a schedule."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
@@ -273,56 +241,42 @@ def test_a_wish_that_cannot_be_is_a_configuration_error(arguments: dict[str, Any
         quiet_trainer().fit(RegressionTask(), loader(), **arguments)
 
 
-# Entries of the trainer part
-
-
 class Counting(Callback):
-    """A callback with a state."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Return a number."""
         return {"count": 1}
 
 
-def test_a_new_callback_starts_anew_with_a_warning(run: Path) -> None:
-    trainer = quiet_trainer(
-        max_epochs=4, callbacks=[Counting(), ModelCheckpoint(filename="{epoch}", save_top_k=-1)], default_root_dir=run
-    )
-    with pytest.warns(TrainwrightWarning, match="holds no state of the callback 'Counting'") as caught:
-        trainer.fit(DecayingTask(), loader(), ckpt_path="last")
-    assert len(caught) == 1
-
-
-def test_a_new_callback_that_was_allowed_is_not_warned_of(run: Path) -> None:
-    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=4, callbacks=[Counting(), saver], default_root_dir=run)
-    trainer.fit(DecayingTask(), loader(), ckpt_path="last", allow_missing=["callbacks"])  # warnings are errors here
-
-
-def test_a_new_logger_starts_a_log_of_its_own_with_a_warning(run: Path) -> None:
-    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=4, callbacks=[saver], default_root_dir=run, logger=[CSVLogger(run / "logs")])
-    with pytest.warns(TrainwrightWarning, match="holds no state of the CSVLogger"):
-        trainer.fit(DecayingTask(), loader(), ckpt_path="last")
+@pytest.mark.parametrize(
+    ("new", "options", "message"),
+    [
+        ("callback", {}, "holds no state of the callback 'Counting'"),
+        ("callback", {"allow_missing": ["callbacks"]}, None),
+        ("logger", {}, "holds no state of the CSVLogger"),
+    ],
+)
+def test_a_new_callback_or_logger_starts_anew_with_a_warning_unless_allowed(
+    new: str, options: dict[str, Any], message: str | None, run: Path
+) -> None:
+    callbacks: list[Any] = [ModelCheckpoint(filename="{epoch}", save_top_k=-1)]
+    callbacks += [Counting()] if new == "callback" else []
+    logger = [CSVLogger(run / "logs")] if new == "logger" else False
+    trainer = quiet_trainer(max_epochs=4, callbacks=callbacks, default_root_dir=run, logger=logger)
+    with pytest.warns(TrainwrightWarning, match=message) if message else contextlib.nullcontext():
+        trainer.fit(DecayingTask(), loader(), ckpt_path="last", **options)
 
 
 class Data(DataModule):
-    """A data module with a state."""
-
     def __init__(self) -> None:
         super().__init__()
         self.loaded: dict[str, Any] | None = None
 
     def train_dataloader(self) -> Any:
-        """Return four batches."""
         return loader()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a place."""
         return {"place": 3}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what came."""
         self.loaded = state_dict
 
 
@@ -391,17 +345,6 @@ def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_wa
         resumed(allow_missing=["scaler"])
 
 
-# Weights
-
-
-class WiderTask(DecayingTask):
-    """Has a weight that the checkpoint lacks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(2, 2)
-
-
 def test_strict_false_loads_the_weights_that_fit_and_names_the_others(run: Path) -> None:
     task = WiderTask()
     with pytest.raises(CheckpointError, match=r"extra\.weight"):
@@ -421,8 +364,7 @@ def test_strict_true_wins_over_the_tasks_own_word(run: Path) -> None:
 def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = quiet_trainer(max_epochs=2)
-    first.fit(DecayingTask(), loader())
+    first = fitted(DecayingTask(), loader(), max_epochs=2)
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=kind == "weights")
     recorder, begun = StepRecorder(), RecordingCallback("on_train_start", note=lambda _, t: weights_of(t.task))
     trainer = quiet_trainer(max_epochs=1, callbacks=[recorder, begun])
@@ -434,15 +376,13 @@ def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
 
 
 def test_weights_only_takes_a_trainer_that_has_trained_back_to_step_0(run: Path) -> None:
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(DecayingTask(), loader())
+    trainer = fitted(DecayingTask(), loader(), max_epochs=2)
     trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "2", load_weights_only=True)
     assert trainer.global_step == 8
 
 
 def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: Path) -> None:
-    first = quiet_trainer(max_epochs=1)
-    first.fit(DecayingTask(), loader())
+    first = fitted(DecayingTask(), loader(), max_epochs=1)
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=True)
     with pytest.raises(CheckpointError, match=r"holds weights only.*load_weights_only=True"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
@@ -452,9 +392,6 @@ def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
     for part in ("optimizer", "rng"):
         remove_part(run / "checkpoints" / "2", part)
     assert resume(run, "last", load_weights_only=True)[0] == 1
-
-
-# Data that is no longer what it was
 
 
 @pytest.mark.parametrize(
@@ -469,8 +406,7 @@ def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
 def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: Any, tmp_path: Path) -> None:
     first = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=2, shuffle=True)
     for steps in (3, 4):
-        trainer = quiet_trainer(max_steps=steps)
-        trainer.fit(RegressionTask(), first)
+        trainer = fitted(RegressionTask(), first, max_steps=steps)
         trainer.save_checkpoint(tmp_path / f"step={steps}")
     with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
         quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
@@ -478,7 +414,6 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
 
 
 def test_another_batch_size_over_the_same_data_is_not_warned_of(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=2)
-    trainer.fit(RegressionTask(), regression_loader(8, 2))
+    trainer = fitted(RegressionTask(), regression_loader(8, 2), max_steps=2)
     trainer.save_checkpoint(tmp_path / "saved")
     quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(8, 1), ckpt_path=tmp_path / "saved")

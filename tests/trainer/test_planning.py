@@ -22,8 +22,6 @@ from trainwright.trainer.planning.run_plan import Plan
 
 
 class _Late(RegressionTask):
-    """Builds its layers in `configure_model`."""
-
     def __init__(self) -> None:
         super().__init__()
         del self.net

@@ -61,13 +61,6 @@ def test_a_warning_signal_during_prepare_data_requeues_the_job(requeued: list[li
     assert len(requeued) == 1
 
 
-def test_without_auto_requeue_the_job_is_not_requeued(requeued: list[list[str]]) -> None:
-    quiet_trainer(devices="auto", auto_requeue=False)
-    with pytest.raises(Preempted):
-        _warn()
-    assert requeued == []
-
-
 def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:
     heard: list[int] = []
 
@@ -82,9 +75,3 @@ def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None
     assert signal.getsignal(signal.SIGUSR1) is own
     _warn()
     assert (heard, requeued) == ([signal.SIGUSR1], [])
-
-
-def test_sigterm_outside_of_a_fit_is_left_alone() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    quiet_trainer(devices="auto", max_epochs=1).fit(RegressionTask(), regression_loader(2))
-    assert signal.getsignal(signal.SIGTERM) is before

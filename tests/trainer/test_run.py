@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
@@ -70,8 +70,7 @@ class _Calls(Callback):
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
 def test_a_verb_within_a_fit_is_refused_and_the_fit_goes_on(verb: str, threaded: bool) -> None:
     calls = _Calls(verb, threaded)
-    trainer = quiet_trainer(max_epochs=2, callbacks=[calls])
-    trainer.fit(RegressionTask(), regression_loader(4, 2))
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=2, callbacks=[calls])
     assert re.match(rf"trainer\.{verb}\(\) was called while fit\(\) runs", str(calls.error))
     assert trainer.global_step == 4
     assert trainer.state.finished
@@ -94,8 +93,7 @@ def test_what_a_run_knows_can_be_read_and_not_set() -> None:
 
 
 def test_a_trainer_is_sent_without_its_run() -> None:
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(RegressionTask(), regression_loader(4, 2))
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=1)
     sent = pickle.loads(pickle.dumps(trainer))
     assert sent.global_step == 2
     assert sent.history.run_id == trainer.history.run_id
@@ -104,26 +102,3 @@ def test_a_trainer_is_sent_without_its_run() -> None:
     assert sent.run.engine.optimizers == []
     assert sent.state.fn == "fit"
     assert sent.state.finished
-
-
-def test_a_search_leaves_the_run_as_it_was() -> None:
-    class Search(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            self.before, step = trainer.run, trainer.global_step
-            with trainer.trial_steps(alone=False) as trials:
-                self.losses: list[float] = []
-                self.during: list[Any] = []
-
-                def after(loss: float) -> bool:
-                    self.losses.append(loss)
-                    self.during.append(trainer.run)
-                    return False
-
-                assert trials.train(3, before_step=lambda number: None, after_step=after) == 3
-            assert trainer.run is self.before
-            assert trainer.global_step == step
-
-    search = Search()
-    quiet_trainer(max_epochs=1, callbacks=[search]).fit(RegressionTask(), regression_loader(4, 2))
-    assert len(search.losses) == 3
-    assert all(run is not search.before and run.engine is search.before.engine for run in search.during)

@@ -1,7 +1,11 @@
-"""Checkpoints that are written before everything that follows a step has been done, and what a resume makes of them."""
+"""Checkpoints that are written within a step or at the end of a fit, and runs that resume from them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from trainwright.callbacks.callback import Callback
+from trainwright.callbacks import Callback, ModelCheckpoint
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from trainwright.checkpoint import read_checkpoint, verify
+from trainwright.checkpoint import newest_valid, read_checkpoint, verify
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
@@ -35,23 +40,19 @@ class Watched(TaskModule):
         self.events: list[tuple[Any, ...]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean square of the output."""
         self.events.append(("train", self.current_epoch, batch_idx))
         loss = self.net(batch[0]).square().mean()
         self.log("loss", loss, on_epoch=True)
         return loss  # type: ignore[no-any-return]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the score."""
         self.events.append(("validate", self.global_step, batch_idx))
         self.log("score", self.net(batch[0]).square().mean() + torch.rand(()))
 
     def on_train_epoch_end(self) -> None:
-        """Note what the epoch's metrics are at its end."""
         self.events.append(("end", self.current_epoch, self.trainer.callback_metrics.get("score")))
 
     def configure_optimizers(self) -> Any:
-        """Return Adam, whose rate falls whenever the score has not halved."""
         optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "score"}}
@@ -129,13 +130,10 @@ def test_a_run_that_was_interrupted_beside_a_validation_comes_to_the_same_end(
 def test_an_older_score_is_still_known_after_a_resume(tmp_path: Path) -> None:
     seen: list[Any] = []
 
-    class Looking(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            seen.append(trainer.callback_metrics.get("score"))
-
+    looking = LambdaCallback(on_train_start=lambda trainer, task: seen.append(trainer.callback_metrics.get("score")))
     saved = tmp_path / "saved"
     train(tmp_path, saving_at("on_train_step_end", 7, saved), interval=1.0)
-    train(tmp_path, Looking(), interval=1.0, resume=saved)
+    train(tmp_path, looking, interval=1.0, resume=saved)
     assert seen[0] is not None
 
 
@@ -191,9 +189,8 @@ def _whole(task: RegressionTask) -> dict[str, torch.Tensor]:
 
 
 def _resume(path: Path, task: RegressionTask) -> dict[str, torch.Tensor]:
-    trainer = quiet_trainer(max_epochs=1)
     with pytest.warns(TrainwrightWarning, match=_LATER):
-        trainer.fit(task, regression_loader(_STEPS), ckpt_path=path)
+        trainer = fitted(task, regression_loader(_STEPS), ckpt_path=path, max_epochs=1)
     assert trainer.global_step == _STEPS
     return weights_of(task)
 
@@ -210,19 +207,10 @@ def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[B
 
 
 def test_a_trainer_can_save_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
-    trainer.fit(_Fails(KeyboardInterrupt), regression_loader(_STEPS))
+    trainer = fitted(_Fails(KeyboardInterrupt), regression_loader(_STEPS), max_epochs=1, on_interrupt="return")
     saved = trainer.save_checkpoint(tmp_path / "mine")
     assert read_checkpoint(saved).state["step"] == 3
     assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
-
-
-def test_a_checkpoint_between_two_steps_resumes_without_a_warning(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(_Fails(None), regression_loader(_STEPS))
-    resumed = quiet_trainer(max_epochs=1)
-    resumed.fit(_Fails(None), regression_loader(_STEPS), ckpt_path=trainer.save_checkpoint(tmp_path / "mine"))
-    assert resumed.global_step == _STEPS
 
 
 def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
@@ -276,16 +264,69 @@ def test_saving_within_a_step_of_a_stateful_loader_is_an_error(tmp_path: Path) -
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.at = state["at"]
 
-    trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
-    trainer.fit(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2))
+    trainer = fitted(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2), max_epochs=1, on_interrupt="return")
     with pytest.raises(ConfigurationError, match="stateful loader had already read"):
         trainer.save_checkpoint(tmp_path / "mine")
 
 
-def test_saving_within_a_running_step_is_an_error(tmp_path: Path) -> None:
-    class Saves(Callback):
-        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-            trainer.save_checkpoint(tmp_path / "mine")
+@pytest.mark.parametrize("hook", ["setup", "on_train_batch_start"])
+def test_saving_before_the_run_or_within_a_step_is_an_error(hook: str, tmp_path: Path) -> None:
+    def save(self: Any, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(tmp_path / "mine")
 
+    saves = type("Saves", (Callback,), {hook: save})()
     with pytest.raises(ConfigurationError, match="save_checkpoint must be called between two steps of a fit"):
-        quiet_trainer(max_epochs=1, callbacks=Saves()).fit(RegressionTask(), regression_loader(4))
+        quiet_trainer(max_epochs=1, callbacks=saves).fit(RegressionTask(), regression_loader(4))
+
+
+_BATCHES = 9
+
+
+def at_13(act: Callable[[Any], object]) -> Callback:
+    return LambdaCallback(on_train_step_end=lambda trainer, task, result: trainer.global_step == 13 and act(trainer))
+
+
+def fail(trainer: Any) -> None:
+    raise OSError("the data is gone")
+
+
+BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
+    "max_steps in an epoch": ({"max_steps": 13}, [], 13),
+    "max_steps at an epoch's end": ({"max_steps": 18}, [], 18),
+    "max_epochs": ({"max_epochs": 2}, [], 18),
+    "a stop request": ({"max_epochs": 3}, [at_13(lambda trainer: setattr(trainer, "should_stop", True))], 13),
+    "max_time": ({"max_epochs": 3}, [at_13(lambda trainer: trainer.request_stop("time", closes_epoch=False))], 13),
+    "a signal": ({"max_epochs": 3}, [at_13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
+    "an error": ({"max_epochs": 3}, [at_13(fail)], 13),
+}
+SAVERS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "every 5 steps": {"every_n_train_steps": 5},
+    "every 2 epochs": {"every_n_epochs": 2},
+    "last": {"every_n_train_steps": 5, "save_last": True},
+    "last of the best": {"monitor": "train_loss", "save_last": True},
+}
+
+
+@pytest.mark.parametrize("validates", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_the_last_state_is_on_disk(bound: str, saver: str, validates: bool, tmp_path: Path) -> None:
+    arguments, stops, steps = BOUNDS[bound]
+    options = SAVERS[saver]
+    if bound == "an error":  # a state in which something failed is saved only where that is asked for
+        options = {**(options or {}), "save_on_exception": True}
+    callbacks = [*stops] if options is None else [*stops, ModelCheckpoint(**options)]
+    trainer = quiet_trainer(**arguments, default_root_dir=tmp_path, callbacks=callbacks, enable_checkpointing=True)
+    loader = regression_loader(_BATCHES)
+    with contextlib.suppress(SystemExit, OSError):
+        trainer.fit(RegressionTask(), loader, loader if validates else None)
+    assert trainer.global_step == steps
+    newest = newest_valid(tmp_path / "checkpoints")
+    assert newest is not None
+    assert read_checkpoint(newest).state["step"] == steps
+    if bound in ("a signal", "an error"):
+        return  # saved beside what ModelCheckpoint keeps
+    checkpoint = trainer.checkpoint_callback
+    named = checkpoint.last_model_path if options and "save_last" in options else checkpoint.best_model_path
+    assert read_checkpoint(named).state["step"] == steps

@@ -1,4 +1,4 @@
-"""A checkpoint is hashed by all ranks, each a share of its files, before anything of it is read."""
+"""Ranks share the hashing of a checkpoint, and a later attempt at a job takes its own newest valid one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.checkpoint.snapshots import small_snapshot, write_small
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.format import manifests
-from trainwright.core.errors import CheckpointError
-from trainwright.trainer.checkpoints.load_request import fair_shares
+from trainwright.checkpoint.run_folder import RunFolder
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.trainer.checkpoints.auto_resume import Attempt
+from trainwright.trainer.checkpoints.load_request import fair_shares, left_by_earlier
 
 
 def _fit(folder: Path, ckpt_path: Any = None, **arguments: Any) -> str:
@@ -100,3 +103,27 @@ def test_shares_hold_every_file_once_and_differ_by_one_file_at_most(sizes: list[
     assert sorted(i for share in shares for i in share) == list(range(len(sizes)))
     loads = [sum(sizes[i] for i in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def _write(folder: Path, step: int, job: str) -> Path:
+    return write_small(folder, step, trainer={**small_snapshot().trainer, "job": job})
+
+
+def _left(attempt: Attempt, folder: Path) -> Path | None:
+    found = left_by_earlier(attempt, RunFolder(folder))
+    return None if found is None else found.path
+
+
+def test_a_later_attempt_takes_the_newest_checkpoint_of_its_own_job(tmp_path: Path) -> None:
+    mine = _write(tmp_path, 1, "mine")
+    _write(tmp_path, 2, "another")
+    assert _left(Attempt("mine", 1), tmp_path) == mine
+    assert _left(Attempt("mine", 0), tmp_path) is None
+    assert _left(Attempt("third", 1), tmp_path) is None
+
+
+def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(tmp_path: Path) -> None:
+    mine, damaged = _write(tmp_path, 1, "mine"), _write(tmp_path, 2, "mine")
+    (damaged / "trainer.safetensors").write_bytes(b"")
+    with pytest.warns(TrainwrightWarning, match=r"skipping the damaged .*step-00000002.*trainer\.safetensors"):
+        assert _left(Attempt("mine", 1), tmp_path) == mine

@@ -109,21 +109,22 @@ def test_outputs_are_a_dict_with_the_loss_that_the_step_returned(automatic: bool
     assert [float(each["loss"]) for each in outputs] == losses
 
 
-@pytest.mark.filterwarnings("ignore:.*training_step returned None for each")
-@pytest.mark.parametrize("automatic", [True, False])
-def test_outputs_are_empty_where_the_step_returned_nothing(automatic: bool) -> None:
-    keeps = _Keeps()
-    trainer = quiet_trainer(max_epochs=1, callbacks=keeps)
-    trainer.fit(_Returns(lambda loss, predicted: None, automatic), regression_loader(3))
+@pytest.mark.filterwarnings("ignore:.*training_step returned None for each", "ignore:.*it is skipped")
+@pytest.mark.parametrize(
+    ("form", "automatic"),
+    [
+        (lambda loss, predicted: None, True),
+        (lambda loss, predicted: None, False),
+        (lambda loss, predicted: loss * float("nan"), True),
+    ],
+    ids=["no loss", "no loss, by hand", "a loss that is not finite"],
+)
+def test_outputs_are_empty_where_no_loss_was_used(form: Any, automatic: bool) -> None:
+    keeps, policy = _Keeps(), "skip" if automatic else None
+    quiet_trainer(max_epochs=1, callbacks=keeps, on_nonfinite=policy).fit(
+        _Returns(form, automatic), regression_loader(3)
+    )
     assert [outputs for outputs, *_ in keeps.seen["on_train_batch_end"]] == [{}] * 3
-
-
-def test_outputs_are_empty_where_a_step_was_skipped_because_its_loss_is_not_finite() -> None:
-    keeps = _Keeps()
-    trainer = quiet_trainer(max_epochs=1, callbacks=keeps, on_nonfinite="skip")
-    with pytest.warns(UserWarning, match="it is skipped"):
-        trainer.fit(_Returns(lambda loss, predicted: loss * float("nan")), regression_loader(2))
-    assert [outputs for outputs, *_ in keeps.seen["on_train_batch_end"]] == [{}] * 2
 
 
 def test_outputs_are_not_affected_by_in_place_changes_of_the_loss() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
-from tests.trainer.runs import AfterBatch, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_data, regression_loader
+from tests.trainer.runs import fitted, quiet_trainer, weights_of
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 
@@ -35,25 +35,19 @@ def test_a_step_may_return_a_dict_with_the_loss() -> None:
 
 
 def test_a_step_may_return_none_to_skip_its_batch() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None
-
-    task = Task()
+    task = StepTask(lambda task, batch, idx: None)
     before = weights_of(task)
-    trainer = quiet_trainer(max_epochs=2)
-    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches"):
-        trainer.fit(task, regression_loader(4))
+    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches") as told:
+        trainer = fitted(task, regression_loader(4), max_epochs=2)
+    assert len(told) == 1
     assert torch.equal(weights_of(task), before)
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
 
 
 def test_a_loss_of_shape_one_is_a_scalar_too() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return self.loss(batch).reshape(1)
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
+    assert torch.equal(
+        _trained(StepTask(lambda task, batch, idx: task.loss(batch).reshape(1))), _trained(RegressionTask())
+    )
 
 
 def test_backward_may_be_run_in_the_tasks_own_way() -> None:
@@ -78,7 +72,6 @@ class _WarmsUp(RegressionTask):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Ramp up over four steps."""
         self.calls.append((epoch, batch_idx))
         for group in optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
@@ -111,11 +104,9 @@ def test_the_tasks_own_step_may_leave_a_step_out() -> None:
             if batch_idx % 2 == 0:
                 optimizer.step(closure=optimizer_closure)
 
-    class EveryOther(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if batch_idx % 2 else self.loss(batch)
-
-    assert torch.equal(_trained(Task()), _trained(EveryOther()))
+    assert torch.equal(
+        _trained(Task()), _trained(StepTask(lambda task, batch, idx: None if idx % 2 else task.loss(batch)))
+    )
 
 
 def test_the_closure_gives_the_loss_of_this_very_step() -> None:
@@ -128,11 +119,8 @@ def test_the_closure_gives_the_loss_of_this_very_step() -> None:
         ) -> None:
             given.append(float(optimizer.step(optimizer_closure)))  # type: ignore[arg-type,func-returns-value]
 
-    class Notes(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            reported.append(float(result.loss))
-
-    quiet_trainer(max_epochs=1, callbacks=Notes()).fit(Task(), regression_loader(4))
+    notes = LambdaCallback(on_train_step_end=lambda trainer, task, result: reported.append(float(result.loss)))
+    quiet_trainer(max_epochs=1, callbacks=notes).fit(Task(), regression_loader(4))
     assert given == reported
     assert len(given) == 4
 
@@ -151,53 +139,22 @@ def test_an_overflown_step_of_the_tasks_own_is_left_out_as_the_trainers_would_be
     torch.testing.assert_close(weights_of(task), weights_of(plain))
 
 
-def test_gradients_may_be_cleared_in_the_tasks_own_way() -> None:
-    calls: list[tuple[int, int]] = []
-
-    class Task(RegressionTask):
-        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-            calls.append((epoch, batch_idx))
-            optimizer.zero_grad(set_to_none=False)
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
-    assert calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
-
-
-def test_gradients_may_be_clipped_in_the_tasks_own_way() -> None:
-    class Task(RegressionTask):
-        def configure_gradient_clipping(
-            self,
-            optimizer: Optimizer,
-            gradient_clip_val: float | None = None,
-            gradient_clip_algorithm: str | None = None,
-        ) -> None:
-            assert gradient_clip_val is None
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask(), gradient_clip_val=0.05))
-
-
 class _Lbfgs(RegressionTask):
-    """Trains with an optimizer that evaluates the loss several times in a step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.evaluations = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Count."""
         self.evaluations += 1
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return LBFGS, whose step needs a closure."""
         return torch.optim.LBFGS(self.parameters(), max_iter=6)
 
 
 def test_lbfgs_trains_as_in_a_loop_written_by_hand() -> None:
     task, by_hand = _Lbfgs(), _Lbfgs()
-    trainer = quiet_trainer(max_epochs=3)
-    trainer.fit(task, regression_loader(8, 8))
+    trainer = fitted(task, regression_loader(8, 8), max_epochs=3)
     optimizer = by_hand.configure_optimizers()
     batch = list(regression_data(8).tensors)
 
@@ -254,10 +211,3 @@ def test_batches_pass_through_the_tasks_own_transfer() -> None:
     quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
     assert task.order == ["before", "to cpu", "after", "step"] * 2
     assert torch.equal(task.first, 2 * regression_data(2).tensors[0][1:])
-
-
-def test_a_callback_may_end_the_fit_by_setting_should_stop() -> None:
-    stop = AfterBatch(lambda _, batch_idx: batch_idx == 1, lambda trainer: setattr(trainer, "should_stop", True))
-    trainer = quiet_trainer(max_epochs=3, callbacks=stop)
-    trainer.fit(RegressionTask(), regression_loader(4))
-    assert trainer.global_step == 2

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.tasks import regression_loader
+from tests.trainer.runs import Untouched
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
@@ -18,21 +19,7 @@ from trainwright.strategies import FSDPStrategy, LocalSGDStrategy
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
 
 
-class Untouched(RegressionTask):
-    """Fails as soon as a stage does anything with it."""
-
-    def prepare_data(self) -> None:
-        """Fail."""
-        raise AssertionError("the stage has begun")
-
-    def setup(self, stage: str) -> None:
-        """Fail."""
-        raise AssertionError("the stage has begun")
-
-
 class ByHand(Untouched):
-    """Optimizes by hand."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -101,11 +88,6 @@ def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started(s
     )
     with pytest.raises(ConfigurationError, match="Untouched has none"):
         trainer.fit(Untouched(), regression_loader(4))
-
-
-def test_sharding_says_why_it_does_not_synchronize_batch_normalization() -> None:
-    with pytest.raises(ConfigurationError, match="sync_batchnorm=True is not supported by FSDPStrategy"):
-        quiet_trainer(devices=2, strategy="fsdp", sync_batchnorm=True)
 
 
 def test_what_callbacks_need_are_names_of_capabilities() -> None:

@@ -8,29 +8,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import Tally, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, Gan, MemoryLogger, Tally, fitted, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import WorkerError
-from trainwright.core.task import TaskModule
 
 pytestmark = pytest.mark.distributed
 
 
-def test_a_trainer_with_two_devices_starts_the_other_process_and_keeps_the_result() -> None:
+def test_a_trainer_with_two_devices_starts_the_other_process_and_keeps_the_result(tmp_path: Path) -> None:
     together, alone = RegressionTask(), RegressionTask()
-    tally = Tally()
-    trainer = quiet_trainer(devices=2, max_epochs=2, callbacks=tally)
+    tally, logger = Tally(), MemoryLogger()
+    trainer = quiet_trainer(devices=2, max_epochs=2, callbacks=tally, logger=logger, log_every_n_steps=2)
     trainer.fit(together, regression_loader(16, 2), regression_loader(8, 2))
     quiet_trainer(max_epochs=2).fit(alone, regression_loader(16, 4))
     torch.testing.assert_close(weights_of(together), weights_of(alone))
     assert (trainer.global_step, trainer.state.samples) == (8, 32)
     assert tally.validations == [(0, 4), (1, 8)]
+    assert list(logger.values("train_loss")) == [1, 3, 5, 7]
+    assert logger.steps.count(1) == 1  # one process writes
     assert "RANK" not in os.environ
     assert "WORLD_SIZE" not in os.environ
+    saved = read_checkpoint(trainer.save_checkpoint(tmp_path / "after"))  # by the process that is left
+    assert (saved.world_size, saved.state["step"]) == (1, 8)
+    torch.testing.assert_close(saved.model, together.state_dict(), rtol=0, atol=0)
 
 
 def test_stages_follow_each_other_with_processes_of_their_own() -> None:
@@ -46,7 +49,6 @@ def test_stages_follow_each_other_with_processes_of_their_own() -> None:
 
 class _FailsOnRankOne(RegressionTask):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Fail in the second batch of rank 1 only."""
         if self.global_rank == 1 and batch_idx == 1:
             raise ValueError("only here")
         return self.loss(batch)
@@ -59,25 +61,8 @@ def test_the_failure_of_a_started_process_is_raised_with_its_own_traceback() -> 
     assert "in training_step" in str(caught.value)
 
 
-class _ByHand(RegressionTask):
-    """Accumulates by hand over `every` batches."""
-
-    def __init__(self, every: int) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.every = every
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Run backward, and step now and then."""
-        self.manual_backward(self.loss(batch) / self.every)
-        if (batch_idx + 1) % self.every == 0:
-            optimizer = self.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def _by_hand(every: int, batch_size: int) -> tuple[torch.Tensor, int]:
-    task, trainer = _ByHand(every), quiet_trainer(devices="auto", max_epochs=1)
+    task, trainer = ByHand(every), quiet_trainer(devices="auto", max_epochs=1)
     trainer.fit(task, regression_loader(16, batch_size))
     return weights_of(task), trainer.global_step
 
@@ -91,37 +76,8 @@ def test_gradients_by_hand_are_averaged_over_processes(every: int) -> None:
     assert steps == steps_alone == 4 // every
 
 
-class _Gan(TaskModule):
-    """Two networks that train in turn, the other one standing still."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Train one, then the other."""
-        for_generator, for_discriminator = self.optimizers()
-        with self.toggled_optimizer(for_generator):
-            self.manual_backward(nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean())
-            for_generator.step()
-            for_generator.zero_grad()
-        with self.toggled_optimizer(for_discriminator):
-            fake = self.discriminator(self.generator(batch[0]).detach())
-            real = self.discriminator(batch[0])
-            self.manual_backward(nn.functional.softplus(fake).mean() + nn.functional.softplus(-real).mean())
-            for_discriminator.step()
-            for_discriminator.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        """Return one for each."""
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]
-
-
 def _gan(batch_size: int) -> tuple[torch.Tensor, int]:
-    task, trainer = _Gan(), quiet_trainer(devices="auto", max_epochs=1)
+    task, trainer = Gan(), quiet_trainer(devices="auto", max_epochs=1)
     trainer.fit(task, regression_loader(16, batch_size))
     return weights_of(task), trainer.global_step
 
@@ -136,7 +92,6 @@ def test_two_optimizers_that_take_turns_train_on_two_processes_as_on_one() -> No
 
 class _Lbfgs(RegressionTask):
     def configure_optimizers(self) -> Any:
-        """Return an optimizer that evaluates the loss several times in a step."""
         return torch.optim.LBFGS(self.parameters(), max_iter=4)
 
 
@@ -161,16 +116,11 @@ def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> N
         quiet_trainer(devices=2, max_epochs=1).fit(Task(), regression_loader(8))
 
 
-# After the stage
-
-
 def _save_after_the_fit(folder: Path) -> bool:
     task = RegressionTask()
-    trainer = quiet_trainer(devices="auto", max_epochs=1)
-    trainer.fit(task, regression_loader(4))
+    trainer = fitted(task, regression_loader(4), devices="auto", max_epochs=1)
     trainer.save_checkpoint(folder / "after")
-    more = quiet_trainer(devices="auto", max_epochs=2)
-    more.fit(RegressionTask(), regression_loader(4), ckpt_path=folder / "after")
+    more = fitted(RegressionTask(), regression_loader(4), ckpt_path=folder / "after", devices="auto", max_epochs=2)
     return more.global_step == 2 * trainer.global_step
 
 
@@ -178,11 +128,3 @@ def test_all_ranks_of_a_launcher_can_save_after_the_fit(tmp_path: Path) -> None:
     assert run_distributed(_save_after_the_fit, 2, tmp_path, init=False) == [True, True]
     saved = read_checkpoint(tmp_path / "after")
     assert (saved.world_size, len(saved.rng)) == (2, 2)
-
-
-def test_the_process_that_is_left_can_save_after_the_fit(tmp_path: Path) -> None:
-    trainer, task = quiet_trainer(devices=2, max_epochs=1), RegressionTask()
-    trainer.fit(task, regression_loader(4))
-    saved = read_checkpoint(trainer.save_checkpoint(tmp_path / "after"))
-    assert (saved.world_size, saved.state["step"]) == (1, trainer.global_step)
-    torch.testing.assert_close(saved.model, task.state_dict(), rtol=0, atol=0)

@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import Tally, quiet_trainer
+from tests.trainer.runs import Tally, fitted, quiet_trainer
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 
 
 def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
-    """Return (epoch, step) of every validation of a fit."""
     tally = Tally()
-    trainer = quiet_trainer(callbacks=tally, **arguments)
-    trainer.fit(RegressionTask(), regression_loader(batches), regression_loader(val_batches))
+    fitted(RegressionTask(), regression_loader(batches), regression_loader(val_batches), callbacks=tally, **arguments)
     return tally.validations
 
 
@@ -30,46 +28,37 @@ def test_a_fraction_of_an_epoch_validates_so_many_times_an_epoch(parts: int, max
     assert [epoch for epoch, _ in found] == [epoch for epoch in range(max_epochs) for _ in range(parts)]
 
 
-def test_by_default_an_epoch_is_validated_at_its_end() -> None:
-    assert _validations(8, max_epochs=2) == [(0, 8), (1, 16)]
+@pytest.mark.parametrize(
+    ("batches", "arguments", "expected"),
+    [
+        (8, {}, [(0, 8), (1, 16)]),
+        (10, {"val_check_interval": 4}, [(0, 4), (0, 8), (1, 14), (1, 18)]),
+        (10, {"val_check_interval": 6, "check_val_every_n_epoch": None}, [(0, 6), (1, 12), (1, 18)]),
+        # 5 batches end inside a group: validated after batches 8 and 10
+        (10, {"val_check_interval": 5, "accumulate_grad_batches": 4, "max_epochs": 1}, [(0, 2), (0, 3)]),
+        (4, {"val_check_interval": "3 steps"}, [(0, 3), (1, 6)]),
+        (4, {"val_check_interval": Duration(3, "steps")}, [(0, 3), (1, 6)]),
+        (2, {"val_check_interval": "1 step"}, [(0, 1), (0, 2), (1, 3), (1, 4)]),
+        (8, {"val_check_interval": "3 steps", "accumulate_grad_batches": 2}, [(0, 3), (1, 6)]),
+        (8, {"val_check_interval": "4 samples", "max_epochs": 1}, [(0, 4), (0, 8)]),
+        (8, {"val_check_interval": "0.5 epoch"}, [(0, 4), (0, 8), (1, 12), (1, 16)]),
+        (8, {"val_check_interval": "1 epoch"}, [(0, 8), (1, 16)]),
+        (8, {"val_check_interval": "2 epochs"}, [(1, 16)]),
+        (8, {"val_check_interval": "0.75 epoch"}, [(0, 6), (1, 12)]),
+        (8, {"limit_val_batches": 0, "num_sanity_val_steps": 2}, []),
+    ],
+    ids=str,
+)
+def test_an_interval_counts_in_its_unit_over_epochs_and_batches_within_one(
+    batches: int, arguments: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    assert _validations(batches, **{"max_epochs": 2, **arguments}) == expected
 
 
 @pytest.mark.parametrize(("max_epochs", "epochs"), [(1, []), (4, [1, 3]), (5, [1, 3])])
 def test_only_every_second_epoch_is_validated_when_asked(max_epochs: int, epochs: list[int]) -> None:
     found = _validations(8, max_epochs=max_epochs, check_val_every_n_epoch=2)
     assert [epoch for epoch, _ in found] == epochs
-
-
-def test_a_whole_number_counts_batches_within_an_epoch() -> None:
-    assert _validations(10, max_epochs=2, val_check_interval=4) == [(0, 4), (0, 8), (1, 14), (1, 18)]
-
-
-def test_batches_are_counted_over_epochs_when_epochs_do_not_matter() -> None:
-    found = _validations(10, max_epochs=2, val_check_interval=6, check_val_every_n_epoch=None)
-    assert found == [(0, 6), (1, 12), (1, 18)]
-
-
-def test_an_interval_in_batches_that_ends_inside_a_group_is_honoured_at_its_end() -> None:
-    found = _validations(10, max_epochs=1, val_check_interval=5, accumulate_grad_batches=4)
-    assert found == [(0, 2), (0, 3)]  # after batches 8 and 10
-
-
-@pytest.mark.parametrize("interval", ["3 steps", Duration(3, "steps")])
-def test_an_interval_in_steps_counts_on_over_epochs(interval: Any) -> None:
-    assert _validations(4, max_epochs=2, val_check_interval=interval) == [(0, 3), (1, 6)]
-
-
-def test_an_interval_of_one_step_validates_after_each() -> None:
-    assert [step for _, step in _validations(3, max_epochs=2, val_check_interval="1 step")] == [1, 2, 3, 4, 5, 6]
-
-
-def test_an_interval_in_steps_means_optimizer_steps() -> None:
-    found = _validations(8, max_epochs=2, val_check_interval="3 steps", accumulate_grad_batches=2)
-    assert found == [(0, 3), (1, 6)]
-
-
-def test_an_interval_in_samples_counts_samples() -> None:
-    assert _validations(8, max_epochs=1, val_check_interval="4 samples") == [(0, 4), (0, 8)]
 
 
 def test_an_interval_in_tokens_has_them_counted() -> None:
@@ -81,21 +70,6 @@ def test_an_interval_in_tokens_has_them_counted() -> None:
     trainer = quiet_trainer(max_epochs=1, val_check_interval="400 tokens", callbacks=tally)
     trainer.fit(Task(), regression_loader(8), regression_loader(1))
     assert tally.validations == [(0, 4), (0, 8)]
-
-
-@pytest.mark.parametrize(
-    ("interval", "expected"),
-    [
-        ("0.5 epoch", [(0, 4), (0, 8), (1, 12), (1, 16)]),
-        ("1 epoch", [(0, 8), (1, 16)]),
-        ("2 epochs", [(1, 16)]),
-        ("0.75 epoch", [(0, 6), (1, 12)]),
-    ],
-)
-def test_an_interval_in_epochs_may_be_a_fraction_and_counts_on_over_epochs(
-    interval: str, expected: list[tuple[int, int]]
-) -> None:
-    assert _validations(8, max_epochs=2, val_check_interval=interval) == expected
 
 
 @pytest.mark.parametrize(("denominator", "batches"), [(10, 10), (7, 21), (3, 30), (6, 12)])
@@ -144,10 +118,6 @@ def test_a_validation_changes_neither_weights_nor_generators() -> None:
         return {name: tensor.clone() for name, tensor in task.state_dict().items()}
 
     torch.testing.assert_close(final_weights(True), final_weights(False), rtol=0, atol=0)
-
-
-def test_no_validation_runs_when_its_limit_is_zero() -> None:
-    assert _validations(8, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=2) == []
 
 
 def test_an_interval_longer_than_the_epoch_is_refused() -> None:
