@@ -51,7 +51,7 @@ def seconds(length: int, rounds: int) -> dict[str, list[float]]:
 
     def exchange() -> None:
         for _ in range(4):  # keys and values forward and backward, and two steps of their gradients
-            ring.start((k, v)).wait()
+            ring.start((k, v))()
 
     return interleave({"ring": _timed(attend), "compute": _timed(compute), "exchange": _timed(exchange)}, rounds)
 

@@ -6,8 +6,8 @@ a rank holds at most two blocks of keys and values: the current block and the ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +85,11 @@ def _block(rank: int, source: int, length: int, is_causal: bool) -> tuple[slice,
 
 
 class Ring:
-    """Communication with the next and the previous rank."""
+    """Transfers to the next rank of a group, and from the previous rank.
+
+    Args:
+        group: Process group. None means all ranks.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -94,29 +98,25 @@ class Ring:
         self._next = dist.get_global_rank(self.group, (self.rank + 1) % self.size)
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
-    def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Transfer:
-        """Start to send contiguous `tensors` to the next rank, and to receive such tensors from the previous rank."""
+    def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Callable[[], list[Tensor]]:
+        """Start to send contiguous `tensors` to the next rank, and to receive such tensors from the previous rank.
+
+        Returns:
+            A function that waits for the transfer and returns the received tensors.
+        """
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
         for tag, (sent, target) in enumerate(zip(tensors, received, strict=True), first_tag):
             operations.append(dist.P2POp(dist.isend, sent, self._next, self.group, tag))
             operations.append(dist.P2POp(dist.irecv, target, self._previous, self.group, tag))
-        return Transfer(tensors, received, dist.batch_isend_irecv(operations))
+        return partial(_wait, dist.batch_isend_irecv(operations), tensors, received)
 
 
-@dataclass
-class Transfer:
-    """A transfer in progress. It references the sent tensors until `wait()` returns."""
-
-    sent: Sequence[Tensor]
-    received: list[Tensor]
-    works: list[Any]
-
-    def wait(self) -> list[Tensor]:
-        """Return the received tensors."""
-        for work in self.works:
-            work.wait()
-        return self.received
+def _wait(works: Sequence[dist.Work], sent: object, received: list[Tensor]) -> list[Tensor]:
+    """Wait for a transfer. `sent` keeps the sent tensors in memory until then."""
+    for work in works:
+        work.wait()
+    return received
 
 
 class _RingAttention(torch.autograd.Function):
@@ -144,7 +144,7 @@ class _RingAttention(torch.autograd.Function):
             else:
                 _merge(out[:, :, at], lse[:, :, at], new, new_lse)
             if transfer is not None:
-                k, v = transfer.wait()
+                k, v = transfer()
         assert out is not None
         out = out.to(q.dtype)
         ctx.save_for_backward(q, own_k, own_v, out, lse)
@@ -168,16 +168,16 @@ class _RingAttention(torch.autograd.Function):
             saved = (q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at])
             parts = backward_block(gradient[:, :, at], *saved, is_causal=causal, scale=ctx.scale)
             if of_keys is not None:
-                dk, dv = of_keys.wait()
+                dk, dv = of_keys()
             dq[:, :, at] += parts[0]
             dk[:, :, of] += parts[1]
             dv[:, :, of] += parts[2]
             if ring.size > 1:
                 of_keys = ring.start((dk, dv), first_tag=2)
             if transfer is not None:
-                k, v = transfer.wait()
+                k, v = transfer()
         if of_keys is not None:
-            dk, dv = of_keys.wait()  # after a full round, the gradients of this rank's own keys and values
+            dk, dv = of_keys()  # after a full round, the gradients of this rank's own keys and values
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None, None
 
 

@@ -114,13 +114,10 @@ class StageLinks:
         dist.broadcast_object_list(shown, src, self.group, self.device)
 
         def share(tensor: torch.Tensor) -> torch.Tensor:
-            on_device = (
-                tensor.detach().to(self.device).contiguous()
-                if is_source
-                else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            )
-            dist.broadcast(on_device, src, self.group)
-            return tensor if is_source else on_device
+            sent = tensor.detach().contiguous()
+            sent = sent.to(self.device) if is_source else torch.empty_like(sent, device=self.device)
+            dist.broadcast(sent, src, self.group)
+            return tensor if is_source else sent
 
         return map_tensors(share, tree if is_source else shown[0])
 

@@ -221,7 +221,7 @@ def _order_of_events() -> list[str]:
     with (
         recorded(dist, "batch_isend_irecv", "start"),
         recorded(ring, "forward_block", "block"),
-        recorded(ring.Transfer, "wait", "wait"),
+        recorded(ring, "_wait", "wait"),
     ):
         ring_attention(*parts, None, is_causal=True)
     return events
