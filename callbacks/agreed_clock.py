@@ -18,6 +18,9 @@ class AgreedClock:
     steps. Each check sets the number of steps (1 to 1000) until the next check, such that half of the remaining time
     will have passed at the current pace. Any duration thus costs about twenty broadcasts of two numbers. Other steps
     cost one comparison.
+
+    Args:
+        remaining_s: returns the seconds that are left on this rank; 0 or less ends the timer.
     """
 
     def __init__(self, remaining_s: Callable[[], float]) -> None:

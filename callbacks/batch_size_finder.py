@@ -18,8 +18,8 @@ class BatchSizeFinder(Callback):
 
     A trial runs some steps with one size. It creates new loaders by the methods of the task or data module, which must
     read the size from the attribute. Trials are not logged or saved. All state except the attribute is restored
-    afterwards. Each process runs its trials independently. A size that is too large for one process is too large for
-    all. The result has run on every rank.
+    afterwards. Each process runs its trials without the others. A size that is too large for one process is too
+    large for all, so the result fits on every rank.
 
     `"power"` doubles the size until memory runs out or the data has no batch of that size on every rank. `"binsearch"`
     does the same, then bisects between the largest size that fitted and the smallest that did not.
@@ -36,7 +36,7 @@ class BatchSizeFinder(Callback):
             instead of raising an error. Default: 8192.
 
     Attributes:
-        optimal_batch_size: the result of the search; `init_val` before the search.
+        optimal_batch_size: the result of the search; `init_val` before it, and None with `fast_dev_run`.
 
     Override `on_fit_start` to do nothing and call `scale_batch_size` from `on_train_epoch_start` to search at chosen
     epochs.

@@ -53,7 +53,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: save when `state.step` is a multiple of this number, instead of per epoch. Default: None.
         train_time_interval: save at intervals of this duration, instead of per epoch. Default: None.
         every_n_epochs: save at the validations (or ends) of every n-th epoch. 0 disables it. Default: None.
-        save_on_train_epoch_end: True saves at the end of the training epoch, False at validations. Default: see above.
+        save_on_train_epoch_end: save at the end of epochs (True) or at validations (False; default if there are any).
         keep_every: interval of training (`"1000 steps"`, `"1 epoch"`, `"1 h"`, or a number of steps) after which the
             next checkpoint is kept permanently. With `monitor` it is written even if its score is not among the best.
             Default: None.
@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _add_last(self, run: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
-        """Execute the save request, if any, and request the checkpoint or link named `last`."""
+        """Make `request`, if any, and request the checkpoint or link named `last`."""
         previous, self._last = self._last, self._free_name(run, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:

@@ -12,8 +12,15 @@ from trainwright.core.hyperparameters import HyperparametersMixin
 class TunedAttribute:
     """Attribute of the task, of the data module, or of their `hparams`, under one of several names.
 
+    Args:
+        names: possible names. The first that exists is used.
+        task: the task.
+        datamodule: the data module, or None.
+        purpose: the argument that names the attribute, for messages.
+        kind: type of the attributes that the message lists.
+
     Raises:
-        ConfigurationError: the attribute does not exist. The message lists attributes of that type.
+        ConfigurationError: the attribute does not exist. The message lists attributes of type `kind`.
     """
 
     def __init__(

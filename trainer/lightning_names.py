@@ -269,7 +269,9 @@ class LightningNames:
     skipped_batches = Fact[list[SkippedData]](
         lambda run: run.history.skipped_batches, "Training data that was read without changing weights, in order."
     )
-    checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Folder of checkpoints whose request names none.")
+    checkpoint_dir = Fact[Path](
+        lambda run: run.checkpoint_dir, "Folder of checkpoints that are saved without a folder of their own."
+    )
     log_dir = Fact[str | None](
         lambda run: next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None),
         "The folder of the first logger that has one. Known on the main rank after a stage has started.",

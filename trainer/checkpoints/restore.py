@@ -174,7 +174,7 @@ def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: 
 
 
 def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) -> None:
-    """Restore the learning-rate schedules, and set their rates on the optimizers in `fresh`."""
+    """Restore the learning-rate schedules. Set their rates on the optimizers in `fresh`, which were not restored."""
     states, configs = saved.take("schedulers", []), run.loop.schedules.configs
     if len(states) != len(configs):
         saved.lacks(
@@ -222,7 +222,7 @@ def begin_from_weights(run: StageRun, opened: Opened) -> None:
 
 
 def enter_checkpoint(run: StageRun, opened: Opened) -> None:
-    """Restore a prepared run from a full checkpoint. Every rank must call it. Not collective."""
+    """Call `restore`, and begin the next epoch if the checkpoint was written after the last step of an epoch."""
     restore(run, opened)
     if run.state.epoch_done:
         run.state.begin_next_epoch()
@@ -231,11 +231,14 @@ def enter_checkpoint(run: StageRun, opened: Opened) -> None:
 
 
 def add_to_index(run: StageRun, found: FoundCheckpoint) -> None:
-    """Add the resumed checkpoint to the run's index if a killed process did not. Collective.
+    """Complete what a killed process may have left undone for the resumed checkpoint. Collective.
+
+    Adds the checkpoint to the run's index, uploads it, and deletes unfinished uploads. Does nothing without a
+    ModelCheckpoint.
 
     Args:
         run: the run.
-        found: the resumed checkpoint. It is not added if it is outside the run's folder.
+        found: the resumed checkpoint. It is neither added nor uploaded if it is outside the run's folder.
     """
     true_path = found.path.resolve()  # not a link to it
     ours = true_path.parent == run.checkpoint_dir.resolve() and not true_path.name.startswith(".")
