@@ -12,7 +12,7 @@ MAX_STEPS_BETWEEN_CHECKS = 1000
 
 
 class AgreedClock:
-    """Timer that ends at the same step on all ranks, by rank 0's clock.
+    """Timer that ends at the same step on all ranks, as measured by rank 0's clock.
 
     With one process the clock is read at every step. With several processes, rank 0 broadcasts its clock only at agreed
     steps. Each check sets the number of steps (1 to 1000) until the next check, such that half of the remaining time

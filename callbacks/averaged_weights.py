@@ -193,7 +193,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """Gather the shards of this object, before the task's own weights are unsharded. Collective."""
+        """Gather the shards of the average. Call it before the task's weights are unsharded. Collective."""
         if self.in_shards:
             self._own = self._collect(self._own)
             self._whole = True

@@ -22,15 +22,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def check_template(template: str, owner: str) -> None:
-    """Check that a template gives a valid folder name.
-
-    Args:
-        template: the template.
-        owner: class whose argument it is, for messages.
-
-    Raises:
-        ConfigurationError: the template, or the name it gives, is invalid.
-    """
+    """Check that a template gives a valid folder name. If not, raise a ConfigurationError that names `owner`."""
     rest = _FIELD.sub("x", template)
     if not template or rest in (".", "..") or "/" in rest or "\\" in rest:
         raise ConfigurationError(

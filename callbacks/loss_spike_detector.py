@@ -126,7 +126,7 @@ class LossSpikeDetector(Callback):
         self._look(trainer)  # before a checkpoint of the epoch's end is written
 
     def _look(self, run: Run) -> None:
-        """Read the pending losses and act on them. Collective; waits for the device."""
+        """Read the losses that are still on the device and act on spikes. Collective; waits for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return

@@ -445,7 +445,7 @@ class ModelCheckpoint(Callback):
         return name
 
     def _names_in_use(self, run: Run) -> set[str]:
-        """Return the names of checkpoints that this and other callbacks have in the folder."""
+        """Return the names of checkpoints that this and other ModelCheckpoints keep in the folder."""
         mates = (c for c in run.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
         return set[str]().union(*(mate._held_names() for mate in mates))
 

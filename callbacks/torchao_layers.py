@@ -187,8 +187,7 @@ def prepare_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[
 def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], config: object) -> None:
     """Call `change` on each layer. It returns why the layer cannot be changed, or an empty text.
 
-    Raises:
-        ConfigurationError: layers cannot be changed. The message lists them with their reasons.
+    A ConfigurationError then lists the layers that cannot be changed, with the reasons.
     """
     reasons = []
     for name, layer in layers.items():

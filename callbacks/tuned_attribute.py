@@ -43,7 +43,7 @@ class TunedAttribute:
         raise ConfigurationError(_nowhere(names, owners, purpose, kind))
 
     def get(self) -> Any:
-        """Return the value of the first existing attribute; the task's own comes first."""
+        """Return the value: the task's, else the data module's, else the one in `hparams`."""
         if self._attributes:
             return getattr(self._attributes[0], self.name)
         return self._hparams[0][self.name]

@@ -189,12 +189,7 @@ class Logger(ABC):
         _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Record the folder of a complete checkpoint. Default: nothing.
-
-        Args:
-            path: the folder.
-            aliases: `("best",)` if it is the best checkpoint so far. Default: `()`.
-        """
+        """Record a complete checkpoint folder. `aliases` is `("best",)` for the best one. Default: nothing."""
         return None
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:

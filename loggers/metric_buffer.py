@@ -119,8 +119,10 @@ class MetricBuffer:
         return self._stage
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
-        """Start an epoch of `stage`, which becomes the current stage. Values of an earlier, unfinished epoch of this
-        stage are discarded. Pending step values and values of other stages are kept.
+        """Start an epoch of `stage`, which becomes the current stage.
+
+        Values of an unfinished epoch of this stage are discarded. Values of other stages, and step values that were not
+        flushed yet, are kept.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
@@ -236,7 +238,7 @@ class MetricBuffer:
         )
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
-        """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
+        """Find or create the slot for `name`. Check that `options` agree with each other and with earlier calls."""
         *_, add_index, _, _, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")

@@ -113,7 +113,7 @@ def pick(values: Sequence[float], kind: str) -> float:
 
 
 class MetricSlot:
-    """Values logged under one key."""
+    """Values logged under one key: a metric's name with the suffix of its evaluation loader, if any."""
 
     __slots__ = (
         *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
@@ -277,7 +277,7 @@ _PLAIN = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight
 
 
 def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
-    """Return the states of slots by key, as trees of plain values. Waits for each device once.
+    """Return the states of slots by key, as nested dicts and lists of numbers. Waits for each device once.
 
     Pending values stay pending, so that a resumed run adds them in the same order and gets identical sums.
     """
@@ -323,9 +323,7 @@ def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
 def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
     """Return values as lists of numbers: one list for the host, and one per device type and dtype.
 
-    Args:
-        values: floats, and tensors that were read.
-        read: numbers of the tensors, by the `id` of the tensor.
+    `read` contains the numbers of each tensor by its `id`.
     """
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}

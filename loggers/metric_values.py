@@ -147,7 +147,7 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
-    """Return this rank's latest step values, which stay pending. Waits for each device once."""
+    """Return this rank's latest step values. The next flush returns them too. Waits for each device once."""
     flushed = Flushed()
     own = [slot for slot in slots if slot.last is not None]
     for slot in own:
@@ -215,10 +215,10 @@ class Flushed:
 
 
 class Entry(NamedTuple):
-    """One key's value on one rank. Ranks exchange entries as tuples.
+    """The value of one metric on one rank. Ranks exchange entries as tuples.
 
     Attributes:
-        name, suffix: the key is `name + suffix`.
+        name, suffix: the metric's name, and the suffix for its evaluation loader. Their sum is the key.
         forked: True if logged on step and epoch, so that names end in `_step` and `_epoch`.
         logger, prog_bar: destinations of the value.
         kind: `"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`.
@@ -306,11 +306,7 @@ def put_objects(
 ) -> None:
     """Add the results of an epoch's metric objects to `flushed`. Collective; see `MetricBuffer.flush_epoch`.
 
-    Args:
-        flushed: receives the results.
-        objects: this rank's slots with metric objects, by key.
-        gathered: the dict that each rank has passed to the exchange.
-        owner: the task, whose modules are computed on ranks that have logged nothing.
+    `objects` are this rank's slots by key. `gathered` contains the dict that each rank has passed to the exchange.
     """
     counts = Counter(key for payload in gathered for key in payload["objects"])
     shared = {key: found for payload in reversed(gathered) for key, found in payload["objects"].items()}

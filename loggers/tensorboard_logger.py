@@ -71,7 +71,7 @@ class TensorBoardLogger(VersionedLogger):
 
     @property
     def hparams(self) -> dict[str, Any]:
-        """The logged hyper-parameters, in their written form."""
+        """The logged hyper-parameters, as in `hparams.yaml`."""
         return self._hyperparams
 
     def start(self, run: RunInfo) -> None:
@@ -172,7 +172,7 @@ class TensorBoardLogger(VersionedLogger):
         return self._writer
 
     def _entry(self, key: str, step: int) -> tuple[str, Any]:
-        """Remove entries that conflict with one at `step`. Return the tag and the writer."""
+        """Hide values of an earlier run that conflict with a value at `step`. Return the tag and the writer."""
         (tag,) = self.prefixed({key: None})
         self.advance(step, [tag])
         return tag, self._backend()

@@ -150,7 +150,7 @@ class VersionedLogger(Logger):
 
     @abstractmethod
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Remove entries at `step` or later from the folder's log. `names` restricts it to some curves."""
+        """Remove values at `step` or later from the folder's log, of the curves `names`. Default: None, all curves."""
 
     def _close(self) -> None:
         """Close open files."""
@@ -161,7 +161,7 @@ class VersionedLogger(Logger):
         return Path(folder)
 
     def advance(self, step: int, names: Collection[str]) -> None:
-        """Remove entries that conflict with logging `names` at `step`."""
+        """Prepare to log values of `names` at `step`: remove conflicting values of an earlier run."""
         if self._continues:
             self._continues = False
             if self._keep_until is not None:
@@ -181,7 +181,7 @@ class VersionedLogger(Logger):
             self._last_step = step
 
     def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
-        """Return `metrics` with the prefix. Omit names that equal a column in `own`, with a warning."""
+        """Return `metrics` with prefixed names. Omit those of the file's `own` columns, with a warning."""
         found = self.prefixed(metrics)
         for name in own:
             if name in found:

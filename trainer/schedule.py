@@ -80,7 +80,7 @@ class ValidationSchedule:
 
     @property
     def num_batches_between(self) -> int | float | None:
-        """Micro-batches between two validations; infinite for an epoch of unknown length, None for other units."""
+        """Micro-batches between two validations; infinite if an epoch's length is unknown, None for other intervals."""
         if self._at_end:
             return math.inf if self._num_batches is None else self._num_batches
         return self._batches or None

@@ -30,7 +30,7 @@ from trainwright.trainer.run import StageRun
 
 
 def restore(run: StageRun, opened: Opened) -> None:
-    """Restore the complete state of a prepared run. Every rank reads the same folder. Not collective.
+    """Restore the complete state of a run that has been set up. Every rank reads the same folder. Not collective.
 
     Callbacks are restored before optimizers. Optimizers whose parameter groups differ from the saved ones are restored
     after `on_fit_start`, where a callback may create the groups.

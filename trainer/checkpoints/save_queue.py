@@ -54,7 +54,7 @@ class SaveQueue:
 
     @property
     def waiting(self) -> bool:
-        """True if there are pending actions or save requests."""
+        """True if actions or save requests wait for the end of the step."""
         return bool(self.actions or self.requests)
 
     def add_action(self, action: Callable[[], None]) -> None:

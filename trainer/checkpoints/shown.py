@@ -56,7 +56,7 @@ class ShownCheckpoint(dict[str, Any]):
         return super().__iter__()
 
     def get(self, name: str, default: object = None) -> Any:
-        """Return an entry, or `default`."""
+        """Return the value of `name`, or `default` if it is missing."""
         try:
             return self[name]
         except KeyError:

@@ -53,14 +53,10 @@ def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> Task
 
 
 def parameter_counts(task: nn.Module | None, shards: int | None) -> dict[str, int | None]:
-    """Return the numbers of all, trainable and frozen parameters, and the same of the shard that rank 0 stores.
+    """Return the numbers of all, trainable and frozen parameters, and the same for the shards of rank 0.
 
-    Args:
-        task: the task; None leaves all numbers unknown.
-        shards: number of shards of each parameter; None leaves the numbers of rank 0 unknown.
-
-    Returns:
-        Numbers by name; None where unknown. The names for rank 0 end in `_per_device`.
+    The names for rank 0 end in `_per_device`. All numbers are None without `task`. Those of rank 0 are None without
+    `shards`, the number of shards of each parameter.
     """
     names = ("total", "trainable", "frozen")
     found: dict[str, int | None] = dict.fromkeys((*names, *(f"{name}_per_device" for name in names)))

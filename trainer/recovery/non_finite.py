@@ -258,7 +258,7 @@ class GuardedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Findings of all ranks for a step. The lists have one entry per rank."""
+    """Losses and gradients of a step that are not finite. The lists have one item per rank."""
 
     step: int
     epoch: int
