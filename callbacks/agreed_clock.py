@@ -36,7 +36,7 @@ class AgreedClock:
         self._checked_at_s = time.monotonic()
 
     def is_up(self, run: Run) -> bool:
-        """Return whether time is up, after a step. Collective at the agreed steps; never waits for the device."""
+        """Return whether the time is up. Call it after each step. Collective at agreed steps; blocks the host only."""
         if run.world_size == 1:
             return self._remaining_s() <= 0
         if run.state.step < self._next_check:

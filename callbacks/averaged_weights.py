@@ -145,7 +145,7 @@ class AveragedWeights:
         """Return the average by name (tied weights under each name). Empty before the first update.
 
         Values are references, not copies. For sharded weights the call is collective and returns full copies on the
-        main rank's host.
+        host, with values on the main rank only.
         """
         return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
 

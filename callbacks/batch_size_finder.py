@@ -124,7 +124,7 @@ class BatchSizeFinder(Callback):
         trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
 
     def _search(self, tries: _Tries, capacity: int | None, world_size: int) -> int:
-        """Return the largest size that fitted, which `"binsearch"` reduces by the margin. Equal on every rank."""
+        """Return the largest size that fitted, which `"binsearch"` reduces by the margin. The same on every rank."""
         limit = self._max_val if capacity is None else min(self._max_val, capacity)
         if limit < 1:
             raise ConfigurationError(

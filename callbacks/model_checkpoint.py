@@ -358,8 +358,8 @@ class ModelCheckpoint(Callback):
         return SaveFacts(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
 
     def _is_same_folder(self, run: Run, recorded: str) -> bool:
-        """Return whether a loaded index belongs to the folder: it is the same, a link to it, or was moved or copied
-        with its index. In another folder, checkpoints of equal names belong to another run and are never deleted.
+        """Return whether a loaded index belongs to the current folder: the same folder, a link to it, or a moved copy.
+        In any other folder, checkpoints of the same names belong to another run and are never deleted.
         """
         if recorded == str(self.dirpath) or is_url(recorded) or self.remote is not None or self._folder is None:
             return recorded == str(self.dirpath)

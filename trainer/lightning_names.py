@@ -313,11 +313,11 @@ class LightningNames:
     )
     has_validation = Fact[bool](
         lambda run: run.data.has_validation,
-        "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
+        "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
     )
     enable_validation = Fact[bool](
         lambda run: run.components.task is not None and run.data.has_validation,
-        "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
+        "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
     )
     val_check_batch = Fact[int | float | None](
         lambda run: None if run.loop.validation is None else run.loop.validation.num_batches_between,

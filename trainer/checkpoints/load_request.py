@@ -218,7 +218,7 @@ def monitored_saver(run: StageRun) -> Saver | None:
 
 
 def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint:
-    """Return the best checkpoint, or with `on_damaged="fall_back"` the best valid one.
+    """Return the best checkpoint, or with `on_damaged="fall_back"` the best checkpoint that is not damaged.
 
     This Trainer's ModelCheckpoint defines the best checkpoint. A Trainer that has not trained uses the index of the run
     whose checkpoints are in the same folder.

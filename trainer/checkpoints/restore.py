@@ -109,7 +109,10 @@ def _processes_text(world_size: int, dp_size: int) -> str:
 
 
 def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
-    """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`."""
+    """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`.
+
+    `of_ranks` contains the `metrics_state` of each data rank, and `origin` names their source in the warning.
+    """
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
         run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device)
@@ -254,7 +257,7 @@ def add_to_index(run: StageRun, found: FoundCheckpoint) -> None:
 
 
 def load(run: StageRun, opened: Opened) -> None:
-    """Load an opened checkpoint into a prepared run: its full state or only its weights. Collective."""
+    """Load an opened checkpoint into a run that has been set up: its full state or only its weights. Collective."""
     run.resume.ckpt_path = str(opened.path)
     if run.status.stage is None or not opened.request.resumes(run.status.stage):
         load_weights = begin_from_weights if run.status.stage == "fit" else restore_weights

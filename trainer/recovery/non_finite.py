@@ -164,12 +164,12 @@ class GuardedStep:
         self._warn(found, no_checkpoint=run.settings.arguments.on_nonfinite == "rollback")
 
     def _find(self, group: Group, loss: torch.Tensor) -> _Found:
-        """Collect the findings of every rank. Collective; reads the device."""
+        """Return which losses and gradients of the current step are not finite. Collective; waits for the device."""
         seen = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
         return self._found(self._run.state.step, group.first_idx, len(group.batches), seen)
 
     def _found(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _Found:
-        """Combine the findings of all ranks for a step over `num` batches of this epoch. Collective."""
+        """Combine what each rank has found (`seen`) in a step on `num` batches of this epoch. Collective."""
         ids = self._run.engine.processes.gather_object(self._ids(first, num))
         return _Found(
             step=step,

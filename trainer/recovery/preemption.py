@@ -201,7 +201,7 @@ class EvaluationWatch:
 
 
 def requeue_job() -> str:
-    """Requeue this process's Slurm job, if any. Returns a message for the user."""
+    """Requeue this process's Slurm job, if any. Return a message for the user; empty without a job."""
     job = slurm_job()
     if job is None:
         return ""
