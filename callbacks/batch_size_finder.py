@@ -140,7 +140,10 @@ class BatchSizeFinder(Callback):
             else:
                 high = size
             if low == 0 and size == 1:
-                raise BatchSizeError(f"BatchSizeFinder: not even one sample fits into memory: {tries.reason}")
+                raise BatchSizeError(
+                    f"BatchSizeFinder: not even one sample fits into memory: {tries.reason.rstrip('.')}. Use a smaller "
+                    "model, smaller samples, or a lower precision."
+                )
             size = self._next(low, high, limit)
             if not low < size or fitted >= self._max_trials:
                 break

@@ -496,5 +496,5 @@ class ModelCheckpoint(Callback):
             return  # the metric may be logged later; until then it is written as nan
         for name in template_fields(self.filename or ""):
             if name not in facts.values:
-                owner = f"ModelCheckpoint(filename={self.filename!r})"
-                raise ConfigurationError(missing_metric(owner, name, facts.values, run))
+                text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, run)
+                raise ConfigurationError(f"{text} Log it, or remove it from filename.")

@@ -189,7 +189,10 @@ class ModelPruning(Callback):
             )
         unknown = [key for module, key in self._targets if module._parameters.get(key) is None]
         if unknown:
-            raise ConfigurationError(f"ModelPruning: {unknown[0]!r} is not a parameter of its module.")
+            raise ConfigurationError(
+                f"ModelPruning: {unknown[0]!r} is not a parameter of its module. Pass pairs of a module and the name "
+                "of one of its own parameters."
+            )
         if self._uses_ticket:
             self._first = {module: copy.deepcopy(module) for module, _ in self._targets}
 

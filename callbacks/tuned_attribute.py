@@ -54,7 +54,9 @@ class TunedAttribute:
             try:
                 setattr(owner, self.name, value)
             except AttributeError as error:
-                raise ConfigurationError(f"{type(owner).__name__}.{self.name} cannot be set: {error}") from None
+                raise ConfigurationError(
+                    f"{type(owner).__name__}.{self.name} cannot be set: {error}. Make it an attribute."
+                ) from None
         for hparams in self._hparams:
             hparams[self.name] = value
 
