@@ -52,9 +52,9 @@ class AveragedWeights:
         avg_fn: AverageFunction | None = None,
         multi_avg_fn: MultiAverageFunction | None = None,
     ) -> None:
-        self.num_averaged = 0  # how many updates there have been
-        self.swapped = False  # the task holds the average, and this object what the training goes on from
-        self._run = run  # gathers and divides sharded weights; None: they are not sharded
+        self.num_averaged = 0
+        self.swapped = False
+        self._run = run
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
         self._places: dict[str, int] = {}  # tied weights share an index
@@ -145,17 +145,29 @@ class AveragedWeights:
         """Return the average by name (tied weights under each name). Empty before the first update.
 
         Values are references, not copies. For sharded weights the call is collective and returns full copies on the
-        main rank's host.
+        host, with values on the main rank only.
         """
         return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
 
     def current(self) -> dict[str, torch.Tensor]:
-        """Return the training weights, in the same form as `average`."""
+        """Return the training weights by name. Empty before the first update.
+
+        Values are references or, for sharded weights, gathered copies, as in `average`.
+        """
         return self._named(self._own if self.swapped else self._live) if self.num_averaged else {}
 
     @torch.no_grad()
     def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
-        """Copy saved values into this object. Values that are not passed are unchanged."""
+        """Restore a saved state.
+
+        Args:
+            num_averaged: number of updates.
+            average: values of the average. Default: None, unchanged.
+            current: training weights, to copy into the task. Default: None, unchanged.
+
+        Raises:
+            CheckpointError: a name or shape differs from the task's.
+        """
         for values, targets in ((average, self._own), (current, self._live)):
             if values is None:
                 continue
@@ -181,7 +193,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """Gather the shards of this object, before the task's own weights are unsharded. Collective."""
+        """Gather the shards of the average. Call it before the task's weights are unsharded. Collective."""
         if self.in_shards:
             self._own = self._collect(self._own)
             self._whole = True

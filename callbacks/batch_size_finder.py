@@ -18,8 +18,8 @@ class BatchSizeFinder(Callback):
 
     A trial runs some steps with one size. It creates new loaders by the methods of the task or data module, which must
     read the size from the attribute. Trials are not logged or saved. All state except the attribute is restored
-    afterwards. Each process runs its trials independently. A size that is too large for one process is too large for
-    all. The result has run on every rank.
+    afterwards. Each process runs its trials without the others. A size that is too large for one process is too
+    large for all, so the result fits on every rank.
 
     `"power"` doubles the size until memory runs out or the data has no batch of that size on every rank. `"binsearch"`
     does the same, then bisects between the largest size that fitted and the smallest that did not.
@@ -36,7 +36,7 @@ class BatchSizeFinder(Callback):
             instead of raising an error. Default: 8192.
 
     Attributes:
-        optimal_batch_size: the result of the search; `init_val` before the search.
+        optimal_batch_size: the result of the search; `init_val` before it, and None with `fast_dev_run`.
 
     Override `on_fit_start` to do nothing and call `scale_batch_size` from `on_train_epoch_start` to search at chosen
     epochs.
@@ -124,7 +124,7 @@ class BatchSizeFinder(Callback):
         trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
 
     def _search(self, tries: _Tries, capacity: int | None, world_size: int) -> int:
-        """Return the largest size that fitted, which `"binsearch"` reduces by the margin. Equal on every rank."""
+        """Return the largest size that fitted, which `"binsearch"` reduces by the margin. The same on every rank."""
         limit = self._max_val if capacity is None else min(self._max_val, capacity)
         if limit < 1:
             raise ConfigurationError(
@@ -140,7 +140,10 @@ class BatchSizeFinder(Callback):
             else:
                 high = size
             if low == 0 and size == 1:
-                raise BatchSizeError(f"BatchSizeFinder: not even one sample fits into memory: {tries.reason}")
+                raise BatchSizeError(
+                    f"BatchSizeFinder: not even one sample fits into memory: {tries.reason.rstrip('.')}. Use a smaller "
+                    "model, smaller samples, or a lower precision."
+                )
             size = self._next(low, high, limit)
             if not low < size or fitted >= self._max_trials:
                 break

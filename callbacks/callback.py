@@ -182,7 +182,7 @@ class Callback:
 
     # Once per optimizer step
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
-        """Run before a step's group of micro-batches, still on the host."""
+        """Run before an optimizer step. `group` holds its micro-batches, which are still on the host."""
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         """Run after an optimizer step. `result` is on the device, so reading it waits for the device."""
@@ -191,7 +191,7 @@ class Callback:
         """Run before gradients are cleared."""
 
     def on_before_backward(self, trainer: Run, task: TaskModule, loss: torch.Tensor) -> None:
-        """Run before backward of a micro-batch, with the weighted loss."""
+        """Run before backward of a micro-batch. `loss` is multiplied by the micro-batch's weight in the step."""
 
     def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
         """Run after backward of a micro-batch."""
@@ -206,7 +206,7 @@ class Callback:
     def on_train_batch_end(
         self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int
     ) -> None:
-        """Run after a training micro-batch. For the last one of a group, run after the optimizer step."""
+        """Run after a training micro-batch. For the last micro-batch of a step, run after the optimizer step."""
 
     def on_validation_batch_start(
         self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
@@ -256,7 +256,7 @@ _TASK = "_task_of_stage"  # the attribute of a callback that holds the task it l
 
 
 def log_through(task: TaskModule | None, callbacks: Iterable[Callback]) -> None:
-    """Let callbacks log through a task during a stage. None ends the logging."""
+    """Set the task whose `log` the callbacks' `log` calls during a stage. None removes it at the end of the stage."""
     for callback in callbacks:
         if task is not None:
             object.__setattr__(callback, _TASK, task)  # also on a frozen dataclass

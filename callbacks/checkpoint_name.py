@@ -22,7 +22,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def check_template(template: str, owner: str) -> None:
-    """Check that a template gives a valid folder name."""
+    """Check that a template gives a valid folder name. If not, raise a ConfigurationError that names `owner`."""
     rest = _FIELD.sub("x", template)
     if not template or rest in (".", "..") or "/" in rest or "\\" in rest:
         raise ConfigurationError(
@@ -72,7 +72,10 @@ def _check_folder_name(example: str, template: str, owner: str) -> None:
 
 
 def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool) -> str:
-    """Fill in `template`: `"{epoch}-{val_loss:.2f}"` becomes `"epoch=3-val_loss=0.12"`."""
+    """Fill in `template`: `"{epoch}-{val_loss:.2f}"` becomes `"epoch=3-val_loss=0.12"`.
+
+    Without `insert_names` it becomes `"3-0.12"`. The value of a missing metric is `nan`.
+    """
 
     def one(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""

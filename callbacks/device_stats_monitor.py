@@ -17,10 +17,11 @@ _MEMORY_READINGS = ("current_allocated_memory", "driver_allocated_memory", "memo
 
 
 class DeviceStatsMonitor(Callback):
-    """Callback that logs the main process's memory statistics at log steps, as `DeviceStatsMonitor/…`.
+    """Callback that logs memory statistics of the main process every `log_every_n_steps` steps.
 
-    On an accelerator these are counters of the allocator, which are read without waiting for the device. On the CPU
-    they come from psutil: `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` (of the machine) and `process_rss_bytes`.
+    Their names begin with `DeviceStatsMonitor/`. On an accelerator these are counters of the allocator, which are read
+    without waiting for the device. On the CPU they come from psutil: `cpu_percent`, `cpu_vm_percent`,
+    `cpu_swap_percent` (of the machine) and `process_rss_bytes`.
 
     Args:
         cpu_stats: log the host's statistics. Default: None, which logs them only if training runs on the CPU.

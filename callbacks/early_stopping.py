@@ -52,7 +52,7 @@ class EarlyStopping(Callback):
         stopping_threshold: stop as soon as the metric is better than this. Default: None.
         divergence_threshold: stop as soon as the metric is worse than this. Default: None.
         check_on_train_epoch_end: True checks at the end of the training epoch, False after validations. Default: None,
-            see above.
+            which checks after validations, or at the end of the epoch if the fit has none.
         log_rank_zero_only: accepted for compatibility, without effect. Only the main rank prints. Default: False.
 
     Attributes:
@@ -147,7 +147,11 @@ class EarlyStopping(Callback):
             run.request_stop(f"EarlyStopping: {message}")
 
     def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Add a value of the metric. Return the reason to stop, if any, and a message."""
+        """Check a new value of the metric, and update `best_score` and `wait_count`.
+
+        Returns:
+            The reason to stop, or `NOT_STOPPED`, and a message about it, or None if there is nothing to report.
+        """
         name, best = self.monitor, self.best_score
         compared = "<" if self.mode == "min" else ">"
         if self.check_finite and not math.isfinite(value):

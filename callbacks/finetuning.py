@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR
 
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -172,7 +172,8 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: first epoch (0-based) that trains the backbone. Default: 10.
-        lambda_func: function of the epoch that returns the factor for the backbone's learning rate. Default: always 2.
+        lambda_func: returns the factor by which each epoch after that one multiplies the backbone's learning rate. It
+            receives the 1-based epoch. Default: None, a factor of 2.
         backbone_initial_ratio_lr: initial learning rate of the backbone divided by that of the first group. Default:
             0.1.
         backbone_initial_lr: initial learning rate of the backbone. Default: None, which uses the ratio.
@@ -243,7 +244,7 @@ def _ids_in(optimizer: Optimizer) -> set[int]:
 
 
 def _set_trained(module: nn.Module, trained: bool) -> None:
-    """Freeze or unfreeze a module's own parameters."""
+    """Freeze or unfreeze a module's own parameters, and the running statistics of a BatchNorm layer."""
     if isinstance(module, _BatchNorm):
         module.track_running_stats = trained
     for parameter in module.parameters(recurse=False):
@@ -251,7 +252,7 @@ def _set_trained(module: nn.Module, trained: bool) -> None:
 
 
 def _exclude_from_schedules(trainer: Run, optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Add a new group to the schedules of an optimizer, so that they do not change its learning rate."""
+    """Add a new group to the schedules of an optimizer. Its initial learning rate is the current one."""
     group["initial_lr"] = group["lr"]
     pending: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
     while pending:
@@ -261,3 +262,5 @@ def _exclude_from_schedules(trainer: Run, optimizer: Optimizer, group: dict[str,
             schedule.base_lrs.append(group["lr"])
             if isinstance(schedule, LambdaLR):
                 schedule.lr_lambdas.append(lambda _: float(group["lr"]) / float(group["initial_lr"]))
+            elif isinstance(schedule, MultiplicativeLR):
+                schedule.lr_lambdas.append(lambda _: 1.0)

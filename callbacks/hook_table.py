@@ -54,7 +54,7 @@ class HookTable:
             setattr(self, event, tuple(named))
 
     def only_read(self, events: Iterable[str]) -> bool:
-        """Return whether all hooks of some events belong to callbacks with `reads_only`. False for other hooks."""
+        """Return whether all hooks of `events` belong to callbacks with `reads_only`. A hook of the task does not."""
         return all(_only_reads(listener) for event in events for listener in getattr(self, event))
 
     def __getattr__(self, event: str) -> Listeners:  # for type checkers: the entries are set above

@@ -22,7 +22,7 @@ class KeepEvery:
         self._at: float | None = None  # progress of the run at the last one, in the interval's unit
 
     def begin(self, run: Run) -> None:
-        """Start at the current progress, unless a state was loaded."""
+        """Start at the current progress, or at the progress of a loaded state if that is earlier."""
         if self._every is None:
             return
         now = self._progress(run)

@@ -15,7 +15,7 @@ from trainwright.core.task import TaskModule
 
 
 class LearningRateMonitor(Callback):
-    """Callback that logs the learning rate of each optimizer step.
+    """Callback that logs the learning rates of each optimizer.
 
     The name is `lr-AdamW`, or `lr-AdamW-1` for a second AdamW, or the `name` in the scheduler's configuration. With
     several parameter groups `/pg1`, `/pg2`, … or the groups' own names are appended. Rates are read on the host, at log

@@ -126,7 +126,7 @@ class LossSpikeDetector(Callback):
         self._look(trainer)  # before a checkpoint of the epoch's end is written
 
     def _look(self, run: Run) -> None:
-        """Read the pending losses and act on them. Collective; waits for the device."""
+        """Read the losses that are still on the device and act on spikes. Collective; waits for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -139,7 +139,11 @@ class LossSpikeDetector(Callback):
             self._act(run, *found)
 
     def _judge(self, steps: list[int], losses: list[float]) -> tuple[int, float, float] | None:
-        """Add losses. Return step, loss and bound at the start of the first sequence of `patience` spikes, if any."""
+        """Add losses and look for `patience` consecutive spikes.
+
+        Returns:
+            The step of the first of these spikes, and the loss and the bound of the last. None without such spikes.
+        """
         found = None
         for step, loss in zip(steps, losses, strict=True):
             bound = self._bound()

@@ -74,7 +74,7 @@ class LRFinder:
         return lr
 
     def examine(self, skip_begin: int = 10, skip_end: int = 1) -> tuple[float | None, str]:
-        """Return the suggestion and the text of its warning. The text is empty without a warning."""
+        """Return the rate of `suggestion` and the text of its warning. The text is empty without a warning."""
         lrs, losses = self.results["lr"], self.results.get("step_loss") or self.results["loss"]
         points = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         self._optimal_idx = None
@@ -295,7 +295,7 @@ class LearningRateFinder(Callback):
 
 
 class _Watch:
-    """Learning rate and loss of each step of a test, and its end."""
+    """Set the learning rate of each step of a test and record its loss. End the test if the loss diverges."""
 
     def __init__(self, found: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
         self._found = found

@@ -53,7 +53,7 @@ class ModelCheckpoint(Callback):
         every_n_train_steps: save when `state.step` is a multiple of this number, instead of per epoch. Default: None.
         train_time_interval: save at intervals of this duration, instead of per epoch. Default: None.
         every_n_epochs: save at the validations (or ends) of every n-th epoch. 0 disables it. Default: None.
-        save_on_train_epoch_end: True saves at the end of the training epoch, False at validations. Default: see above.
+        save_on_train_epoch_end: save at the end of epochs (True) or at validations (False; default if there are any).
         keep_every: interval of training (`"1000 steps"`, `"1 epoch"`, `"1 h"`, or a number of steps) after which the
             next checkpoint is kept permanently. With `monitor` it is written even if its score is not among the best.
             Default: None.
@@ -358,8 +358,8 @@ class ModelCheckpoint(Callback):
         return SaveFacts(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
 
     def _is_same_folder(self, run: Run, recorded: str) -> bool:
-        """Return whether a loaded index belongs to the folder: it is the same, a link to it, or was moved or copied
-        with its index. In another folder, checkpoints of equal names belong to another run and are never deleted.
+        """Return whether a loaded index belongs to the current folder: the same folder, a link to it, or a moved copy.
+        In any other folder, checkpoints of the same names belong to another run and are never deleted.
         """
         if recorded == str(self.dirpath) or is_url(recorded) or self.remote is not None or self._folder is None:
             return recorded == str(self.dirpath)
@@ -399,7 +399,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _add_last(self, run: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
-        """Execute the save request, if any, and request the checkpoint or link named `last`."""
+        """Make `request`, if any, and request the checkpoint or link named `last`."""
         previous, self._last = self._last, self._free_name(run, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:
@@ -445,7 +445,7 @@ class ModelCheckpoint(Callback):
         return name
 
     def _names_in_use(self, run: Run) -> set[str]:
-        """Return the names of checkpoints that this and other callbacks have in the folder."""
+        """Return the names of checkpoints that this and other ModelCheckpoints keep in the folder."""
         mates = (c for c in run.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
         return set[str]().union(*(mate._held_names() for mate in mates))
 
@@ -496,5 +496,5 @@ class ModelCheckpoint(Callback):
             return  # the metric may be logged later; until then it is written as nan
         for name in template_fields(self.filename or ""):
             if name not in facts.values:
-                owner = f"ModelCheckpoint(filename={self.filename!r})"
-                raise ConfigurationError(missing_metric(owner, name, facts.values, run))
+                text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, run)
+                raise ConfigurationError(f"{text} Log it, or remove it from filename.")

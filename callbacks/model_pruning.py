@@ -40,7 +40,7 @@ class ModelPruning(Callback):
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"` or `"random_structured"`; a function
             like those of `torch.nn.utils.prune`; or a `BasePruningMethod`.
         parameters_to_prune: pairs of a module and the name of its parameter. Default: all `parameter_names` of the
-            task's modules that have no parameters below them.
+            task's modules that have no child modules.
         parameter_names: names of the parameters to prune. Default: `("weight", "bias")`.
         use_global_unstructured: rank the weights of all parameters together. False ranks them within each parameter.
             Default: True.
@@ -58,7 +58,8 @@ class ModelPruning(Callback):
             True.
 
     Raises:
-        ConfigurationError: the method is unknown, cannot prune globally, or lacks an argument.
+        ConfigurationError: the method is unknown, cannot prune globally, or lacks an argument. In a run: there is no
+            parameter to prune.
     """
 
     needs = ("full_weights",)
@@ -188,7 +189,10 @@ class ModelPruning(Callback):
             )
         unknown = [key for module, key in self._targets if module._parameters.get(key) is None]
         if unknown:
-            raise ConfigurationError(f"ModelPruning: {unknown[0]!r} is not a parameter of its module.")
+            raise ConfigurationError(
+                f"ModelPruning: {unknown[0]!r} is not a parameter of its module. Pass pairs of a module and the name "
+                "of one of its own parameters."
+            )
         if self._uses_ticket:
             self._first = {module: copy.deepcopy(module) for module, _ in self._targets}
 

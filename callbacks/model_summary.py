@@ -75,7 +75,7 @@ class TaskSummary:
     has_lazy: bool = False
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's cells, headings first. Columns of an example input are omitted without one."""
+        """Return the table's cells, headings first. FLOPs and sizes are omitted without an example input."""
         width = len(_HEADINGS) if self.flops is not None else 6
         rows = [_HEADINGS[:width]]
         for index, layer in enumerate(self.layers):

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def check_mode(mode: str, owner: str) -> Mode:
-    """Return `mode`."""
+    """Return `mode`, and raise a ConfigurationError that names the callback `owner` if it is unknown."""
     if mode == "min":
         return "min"
     if mode == "max":
@@ -23,7 +23,7 @@ def check_mode(mode: str, owner: str) -> Mode:
 
 
 def is_better(score: float, than: float, mode: Mode) -> bool:
-    """Return whether `score` is strictly better; NaN is never better."""
+    """Return whether `score` is strictly better than the score `than`. NaN is never better."""
     return score < than if mode == "min" else score > than
 
 

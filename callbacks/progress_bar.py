@@ -89,7 +89,7 @@ class ProgressBar(Callback):
         """Update a bar to `done` batches and show `metrics`."""
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
-        """End a bar. `leave` keeps it on the screen. `paused_s`: seconds for which the other bar was paused."""
+        """End a bar. `leave` keeps it on the screen. The other bar, if any, was paused for `paused_s` seconds."""
 
     def write(self, text: str) -> None:
         """Write a line without breaking a bar."""

@@ -33,7 +33,7 @@ class QuantizationAwareTraining(Callback):
     Args:
         config: See `quantize_model`. A configuration object must be one that torchao supports for training. Default:
             `"int8_dynamic_int4_weight"`.
-        group_size: Number of weights that share a scale, for a name with int4. Default: 32.
+        group_size: Number of weights that share a scale, if `config` is a name with int4. Default: 32.
         skip: Names of layers, or of modules that contain them, that stay in float. Default: none.
         module_filter: A function of a layer and its name that returns True for layers to be quantized. Default: None,
             which is all.

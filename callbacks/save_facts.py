@@ -15,10 +15,10 @@ class SaveFacts:
     epoch: int  # 0-based, for names
     step: int  # completed optimizer steps
     metrics: dict[str, float]  # the latest values of all metrics
-    present: frozenset[str]  # names of what lies in the folder (see `names_in`)
-    claimed: frozenset[str] = frozenset()  # of those, names that another process is using
-    index_holds: bool = True  # names of an index that was loaded mean what lies in the folder
-    stretch_end: float | None = None  # how far the run is, in the unit of `keep_every`, when a stretch has passed
+    present: frozenset[str]  # names in the folder of the checkpoints (see `names_in`)
+    claimed: frozenset[str] = frozenset()  # names in `present` that another process uses
+    index_holds: bool = True  # no index was loaded, or it belongs to this folder
+    stretch_end: float | None = None  # progress in the unit of `keep_every` if one of its intervals has ended
 
     @property
     def values(self) -> dict[str, float]:

@@ -148,7 +148,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _seconds(start: Any, end: Any) -> float:
-    """Return the seconds between two marks. On an accelerator it waits for the second one."""
+    """Return the seconds between two results of `_mark`. On an accelerator, wait for the event `end`."""
     if isinstance(start, float):
         return float(end) - start
     end.synchronize()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """Counters at one log step. Seconds do not include evaluations."""
+    """Counters at the time of a log. `seconds` is the host's clock without the time of validations."""
 
     seconds: float
     step: int
@@ -30,7 +30,7 @@ class _Counters:
 
 
 class Throughput(Callback):
-    """Callback that logs rates at log steps, over about the last `window_size` steps.
+    """Callback that logs rates every `log_every_n_steps` steps, over about the last `window_size` steps.
 
     The metrics are `throughput/steps_per_s`, `throughput/samples_per_s`, `throughput/tokens_per_s` (if the task
     overrides `num_tokens`), and with FLOPs `throughput/flops_per_s` and `throughput/mfu`. Rates are sums over all
@@ -38,7 +38,7 @@ class Throughput(Callback):
     over few steps may therefore be the rate at which steps are queued. Over a window it is the true rate.
 
     Args:
-        window_size: number of steps to average over, at least the two latest log steps. Default: 100.
+        window_size: number of steps to average over; at least the steps since the previous rates. Default: 100.
         flops_per_step: floating-point operations of one optimizer step over all ranks, forward and backward.
             Default: None.
         flops_per_sample: floating-point operations of one sample, instead of `flops_per_step`. Default: None.
@@ -48,7 +48,8 @@ class Throughput(Callback):
             number of ranks. Operations in code compiled by `torch.compile` are not counted. Default: False.
 
     Raises:
-        ConfigurationError: several arguments define FLOPs, or the window is below 1.
+        ConfigurationError: several arguments define FLOPs, `peak_flops` is passed without one of them, or the window is
+            below 1.
     """
 
     reads_only = True

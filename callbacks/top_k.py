@@ -20,7 +20,7 @@ class TopK:
         return worst(self.mode) if math.isnan(score) else score
 
     def accepts(self, score: float) -> bool:
-        """Return whether `score` is among the best k. False if it equals the worst of them."""
+        """Return whether `score` is among the best k. A score that equals the worst of k scores is not."""
         if self.k == -1 or len(self.scores) < self.k:
             return True
         kth = self.kth_best
@@ -40,7 +40,7 @@ class TopK:
 
     @property
     def best(self) -> str | None:
-        """The name with the best score; None if there is none. Of equal scores the earliest counts."""
+        """The name with the best score, the earliest of equal scores; None without scores."""
         if not self.scores:
             return None
         pick = min if self.mode == "min" else max
@@ -48,7 +48,7 @@ class TopK:
 
     @property
     def kth_best(self) -> str | None:
-        """The name with the worst score; None if there is none. Of equal scores the earliest counts."""
+        """The name with the worst score, the earliest of equal scores; None without scores."""
         if not self.scores:
             return None
         pick = max if self.mode == "min" else min

@@ -61,7 +61,7 @@ def quantize_model(
             `"int8_dynamic_int8_weight"`, `"int4_weight"` or `"int8_weight"` (weights only); int8 weights have a scale
             for each output feature. Or a configuration object of `torchao.quantization`. Default:
             `"int8_dynamic_int4_weight"`.
-        group_size: Number of weights that share a scale, for a name with int4. Default: 32.
+        group_size: Number of weights that share a scale, if `config` is a name with int4. Default: 32.
         skip: Names of layers, or of modules that contain them, that are not quantized. Default: none.
         module_filter: A function of a layer and its name that returns True for layers to be quantized. Default: None,
             which is all.
@@ -185,7 +185,10 @@ def prepare_layers(layers: Mapping[str, nn.Linear], config: object) -> Callable[
 
 
 def _apply(change: Callable[[nn.Linear], str], layers: Mapping[str, nn.Linear], config: object) -> None:
-    """Call a function that returns the reason why a layer cannot be changed, and name the layers with a reason."""
+    """Call `change` on each layer. It returns why the layer cannot be changed, or an empty text.
+
+    A ConfigurationError then lists the layers that cannot be changed, with the reasons.
+    """
     reasons = []
     for name, layer in layers.items():
         try:

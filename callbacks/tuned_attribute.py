@@ -12,8 +12,15 @@ from trainwright.core.hyperparameters import HyperparametersMixin
 class TunedAttribute:
     """Attribute of the task, of the data module, or of their `hparams`, under one of several names.
 
+    Args:
+        names: possible names. The first that exists is used.
+        task: the task.
+        datamodule: the data module, or None.
+        purpose: the argument that names the attribute, for messages.
+        kind: type of the attributes that the message lists.
+
     Raises:
-        ConfigurationError: the attribute does not exist. The message lists attributes of that type.
+        ConfigurationError: the attribute does not exist. The message lists attributes of type `kind`.
     """
 
     def __init__(
@@ -36,7 +43,7 @@ class TunedAttribute:
         raise ConfigurationError(_nowhere(names, owners, purpose, kind))
 
     def get(self) -> Any:
-        """Return the value of the first existing attribute; the task's own comes first."""
+        """Return the value: the task's, else the data module's, else the one in `hparams`."""
         if self._attributes:
             return getattr(self._attributes[0], self.name)
         return self._hparams[0][self.name]
@@ -47,7 +54,9 @@ class TunedAttribute:
             try:
                 setattr(owner, self.name, value)
             except AttributeError as error:
-                raise ConfigurationError(f"{type(owner).__name__}.{self.name} cannot be set: {error}") from None
+                raise ConfigurationError(
+                    f"{type(owner).__name__}.{self.name} cannot be set: {error}. Make it an attribute."
+                ) from None
         for hparams in self._hparams:
             hparams[self.name] = value
 

@@ -175,7 +175,10 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = self._weights.put_average_into(checkpoint["state_dict"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts and the training weights. The average is in the weights of the checkpoint."""
+        """Return the number of updates, the step and epoch of the last one, and the training weights.
+
+        The average is in the weights of the checkpoint.
+        """
         if self._loaded is not None:
             return self._loaded
         weights = self._weights

@@ -47,7 +47,7 @@ class CSVLogger(VersionedLogger):
         return self._folder() / METRICS_FILE
 
     def start(self, run: RunInfo) -> None:
-        """Claim the folder. Read the header if the folder contains a log to continue."""
+        """Create the version's folder. Read the header if the folder contains a log to continue."""
         if self._run is not None:
             return
         super().start(run)

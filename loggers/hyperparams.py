@@ -16,9 +16,10 @@ import torch
 def plain(value: object) -> Any:
     """Return `value` as nested dicts, lists, numbers, text and None.
 
-    Mappings, namespaces and dataclass instances become dicts with text keys. Tuples and sets become lists. Arrays and
-    tensors become nested lists, which waits for the device. Enum members become their names. Classes and functions
-    become their qualified names. Other objects become `str(value)`.
+    Mappings, namespaces and dataclass instances become dicts with text keys. Tuples and sets become lists. Arrays, and
+    tensors of at most 64 elements, become nested lists, which waits for the device. Larger tensors become a text with
+    their shape and dtype. Enum members become their names. Classes and functions become their qualified names. Other
+    objects become `str(value)`.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -50,7 +51,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return `plain(params)` without nesting: `{"optimizer": {"lr": 0.1}}` → `{"optimizer/lr": 0.1}`.
 
     A list that contains a dict or list gets one key per entry. Other lists become one string. An empty dict becomes
-    `{}`.
+    the string `"{}"`.
     """
     flat: dict[str, Any] = {}
     for key, value in plain(params).items():
@@ -64,7 +65,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def json_safe(value: object) -> Any:
-    """Return plain `value` with NaN and infinities as the text `"NaN"`, `"Infinity"`, `"-Infinity"`.
+    """Return `value`, a result of `plain`, with NaN and infinities as the text `"NaN"`, `"Infinity"`, `"-Infinity"`.
 
     JSON has no such numbers, and most parsers reject a file with them. Python's `float` accepts the texts.
     """

@@ -151,7 +151,7 @@ class Logger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record values at `step`, the 0-based index of the last completed step. May be called twice for a step."""
+        """Record values at `step`, the 0-based index of the last completed step. A step may have several calls."""
 
     # Optional
 
@@ -189,7 +189,7 @@ class Logger(ABC):
         _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Record a published checkpoint folder, with names such as `"best"` and `"last"`. Default: nothing."""
+        """Record a complete checkpoint folder. `aliases` is `("best",)` for the best one. Default: nothing."""
         return None
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
@@ -325,7 +325,7 @@ class RemoteLogger(Logger):
             False.
         project: the logger's `name`. Default: None.
         id: id of the run to continue. It takes precedence over the id in a checkpoint. Default: None.
-        dir: folder of the backend's files. Default: None, which is a folder that `start` selects, or none.
+        dir: folder of the backend's files. Default: None, for a folder that `start` selects or a backend without files.
     """
 
     _project_argument: ClassVar[str] = "project"
@@ -381,7 +381,7 @@ class RemoteLogger(Logger):
         return {} if self._id is None else {"id": self._id}
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Upload a checkpoint now (`log_model="all"`) or at the end of the fit (`log_model=True`)."""
+        """Upload a checkpoint now (`log_model="all"`), at the end of the fit (`True`), or not at all (`False`)."""
         if self._log_model == "all":
             self._put_checkpoint(path, aliases)
         elif self._log_model:

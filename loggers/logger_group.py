@@ -22,9 +22,9 @@ class LoggerGroup:
     """Group of loggers: calls each logger in turn, on the main rank only.
 
     An error of a backend becomes a TrainwrightWarning that names the logger, the method and the error. A logger that
-    fails to start, log metrics or flush is disabled until the group is started again. After another failure, such as
-    that of a graph or a checkpoint, the logger continues. `start` raises configuration errors, such as a package that
-    is not installed. There is no communication between ranks.
+    fails in `start`, `log_metrics`, `flush` or `finish` is disabled until the group is started again. After
+    another failure, such as that of a graph or a checkpoint, the logger continues. `start` raises configuration errors,
+    such as a package that is not installed. There is no communication between ranks.
 
     Args:
         loggers: the loggers, in the order of their calls. Default: `()`.

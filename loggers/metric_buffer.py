@@ -50,7 +50,7 @@ _STAGES: tuple[EpochStage, ...] = ("train", "validate", "test", "predict")
 
 
 class _StageMetrics:
-    """Slots of one stage: by key, and by name for fast access."""
+    """The `MetricSlot`s of one stage: by key, and by the name that `log` receives, for fast access."""
 
     def __init__(self) -> None:
         self.slots: dict[str, MetricSlot] = {}
@@ -115,12 +115,14 @@ class MetricBuffer:
 
     @property
     def stage(self) -> EpochStage | None:
-        """The stage of `log` and of the flushes; None before the first `begin`."""
+        """The stage whose metrics `log` adds to and the flushes return; None before the first `begin`."""
         return self._stage
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
-        """Start an epoch of `stage`, which becomes the current stage. Values of an earlier, unfinished epoch of this
-        stage are discarded. Pending step values and values of other stages are kept.
+        """Start an epoch of `stage`, which becomes the current stage.
+
+        Values of an unfinished epoch of this stage are discarded. Values of other stages, and step values that were not
+        flushed yet, are kept.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
@@ -179,9 +181,9 @@ class MetricBuffer:
                 entry is named `name/key`.
             prog_bar: pass it to the progress bar. Default: False.
             logger: pass it to the loggers. Default: True.
-            on_step: keep the latest value for `flush_step`. Default: in a training step.
-            on_epoch: aggregate over the epoch for `flush_epoch`. Default: outside a training step and in evaluation.
-                With both, names end in `_step` and `_epoch`.
+            on_step: keep the latest value for `flush_step`. Default: None, which is True in a training step.
+            on_epoch: aggregate over the epoch for `flush_epoch`. Default: None, which is True except in a training
+                step. With `on_step` and `on_epoch`, names end in `_step` and `_epoch`.
             reduce_fx: the epoch's aggregate: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, torch's
                 function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to one
                 number. Only such a function needs memory that grows with the epoch. Default: `"mean"`.
@@ -236,7 +238,7 @@ class MetricBuffer:
         )
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
-        """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
+        """Find or create the slot for `name`. Check that `options` agree with each other and with earlier calls."""
         *_, add_index, _, _, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
@@ -323,12 +325,17 @@ class MetricBuffer:
         return [] if self._stage is None else list(self._stages[self._stage].slots.values())
 
     def peek(self) -> Flushed:
-        """Return this rank's pending step values and mark them as read. Waits for the device. Not collective."""
+        """Return this rank's step values since the last flush. Later calls of `peek_new` omit them.
+
+        Waits for the device. Not collective.
+        """
         return read_steps(self._by_slots())
 
     def peek_new(self) -> Flushed:
-        """Return this rank's unread values: step values, and outside of steps also the epoch's aggregates so far. They
-        stay pending. Waits for the device if there are unread values. Not collective.
+        """Return this rank's values that no earlier `peek` or `peek_new` has returned.
+
+        These are step values and, outside of steps, the epoch's aggregates so far. The next flush returns them too.
+        Waits for the device if there are such values. Not collective.
         """
         own = self._by_slots()
         logged = {slot.key for slot in own}  # in an evaluation, its values replace older ones of training

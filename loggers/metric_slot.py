@@ -38,7 +38,7 @@ class MetricSettings(NamedTuple):
     on_epoch: bool
     prog_bar: bool
     logger: bool
-    reduction: Reduction | None  # None: a custom one of an earlier process, before the next `log`
+    reduction: Reduction | None  # None: a function, after a resume, until `log` passes it again
     sync_dist: bool | None
     main_only: bool
 
@@ -113,7 +113,7 @@ def pick(values: Sequence[float], kind: str) -> float:
 
 
 class MetricSlot:
-    """Values logged under one key."""
+    """Values logged under one key: a metric's name with the suffix of its evaluation loader, if any."""
 
     __slots__ = (
         *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
@@ -124,14 +124,14 @@ class MetricSlot:
     def __init__(self, name: str, suffix: str, settings: MetricSettings) -> None:
         self.name = name
         self.suffix = suffix
-        self.options: tuple[Any, ...] | None = None  # as the latest `log` was called, with which the next is compared
+        self.options: tuple[Any, ...] | None = None  # of the latest call of `log`, to compare with the next
         self.last: Any = None  # the latest value of a step since the last flush; with metric objects also a dict
         self.last_weight: float = 1.0  # in a mean over ranks
         self.seen_step: Any = None  # the `last` that was read before a flush
         self.values: list[float | Tensor] = []  # pending ones of the epoch, at most FOLD_EVERY
         self.weights: list[float] = []
         self.metric: Any = None  # the torchmetrics object, when that is what was logged
-        self.loader: int | None = None  # the one of several evaluation loaders whose values these are
+        self.loader: int | None = None  # index of the evaluation loader, if there are several
         self.clear_epoch()
         self.configure(settings)
 
@@ -196,11 +196,11 @@ class MetricSlot:
 
     @property
     def epoch_count(self) -> tuple[float, int, int]:
-        """A counter of the epoch's logged values, which each new value changes."""
+        """Numbers that change with each value that is logged for the epoch."""
         return self.weight, len(self.values), getattr(self.metric, "_update_count", 0)
 
     def fold(self) -> None:
-        """Add the pending values to the aggregate, with one stack per device and dtype. Does not wait."""
+        """Add the pending values to the aggregate, with one `torch.stack` per device and dtype. Does not wait."""
         if self.kind == "custom":  # in their order
             for kind, run in itertools.groupby(self.values, _place_and_dtype):
                 values: list[Any] = list(run)
@@ -243,7 +243,7 @@ def _place_and_dtype(value: float | Tensor) -> tuple[torch.device, torch.dtype] 
 
 
 class HostReads:
-    """Tensors that a flush copies to the host, with one stack and one copy per device."""
+    """Tensors that a flush copies to the host. The tensors of a device are concatenated and copied at once."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[Tensor, list[float]]] = []
@@ -277,7 +277,7 @@ _PLAIN = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight
 
 
 def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
-    """Return the states of slots by key, as trees of plain values. Waits for each device once.
+    """Return the states of slots by key, as nested dicts and lists of numbers. Waits for each device once.
 
     Pending values stay pending, so that a resumed run adds them in the same order and gets identical sums.
     """
@@ -321,7 +321,10 @@ def restored_slot(state: Mapping[str, Any], device: torch.device) -> MetricSlot:
 
 
 def pack(values: Iterable[float | Tensor], read: Numbers) -> State:
-    """Return values as lists of numbers: one list for the host, and one per device type and dtype."""
+    """Return values as lists of numbers: one list for the host, and one per device type and dtype.
+
+    `read` contains the numbers of each tensor by its `id`.
+    """
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}
     for value in values:

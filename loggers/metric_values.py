@@ -124,7 +124,7 @@ def put_combined(
     reductions: Mapping[str, Reduction | None],
     when: Literal["step", "epoch"],
 ) -> None:
-    """Reduce each key's entries, one per rank that has logged it, and add the result."""
+    """Reduce each key's entries, one per rank that has logged it, and add the result to `flushed`."""
     for key, found in entries.items():
         value = combine(found, reductions.get(key))
         if value is not None:
@@ -132,7 +132,7 @@ def put_combined(
 
 
 def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
-    """Return the aggregates of the epoch so far, on this rank alone, that have changed since the last read."""
+    """Return this rank's aggregates of the epoch so far that have changed since the last call for these slots."""
     flushed = Flushed()
     new = [slot for slot in slots if slot.on_epoch and any(slot.epoch_count) and slot.seen_epoch != slot.epoch_count]
     for slot in new:
@@ -147,7 +147,7 @@ def new_of_epoch(slots: Iterable[MetricSlot]) -> Flushed:
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
-    """Return this rank's latest step values, which stay pending. Waits for each device once."""
+    """Return this rank's latest step values. The next flush returns them too. Waits for each device once."""
     flushed = Flushed()
     own = [slot for slot in slots if slot.last is not None]
     for slot in own:
@@ -157,7 +157,7 @@ def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
 
 
 def read_into(flushed: Flushed, values: Iterable[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
-    """Read values from their devices, with one copy each, and add them."""
+    """Read values with one copy per device, and add them to `flushed`."""
     reads = HostReads()
     waiting = [(entry, reads.add(value)) for entry, value in values]
     reads.read()
@@ -173,19 +173,20 @@ def _copy(slot: MetricSlot) -> MetricSlot:
 
 
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Hands this rank's dict to every rank and returns all of them in the order of the ranks. Collective."""
+"""Function that gathers a dict of every rank and returns the list in the order of the ranks. Collective."""
 
 
 @dataclass(slots=True)
 class Flushed:
-    """Numbers on the host, by name.
+    """Metrics that were read from their devices: numbers by name.
 
     Attributes:
         logged: numbers for the loggers.
-        callback: all numbers. A key that was logged on step and epoch is included under its plain name, too.
+        callback: all numbers. A metric that was logged on step and epoch has its own name here, besides the names that
+            end in `_step` and `_epoch`.
         prog_bar: numbers for the progress bar.
         loaders: index of the evaluation loader of each key, if there are several.
-        aliases: plain names in `callback` of values that also have a full name.
+        aliases: these own names, whose values `callback` has twice.
         last_step: `loss`, the mean over all data that all ranks consumed in a step, and `grad_norm`, if they were read.
     """
 
@@ -214,10 +215,10 @@ class Flushed:
 
 
 class Entry(NamedTuple):
-    """One key's value on one rank. Ranks exchange entries as tuples.
+    """The value of one metric on one rank. Ranks exchange entries as tuples.
 
     Attributes:
-        name, suffix: the key is `name + suffix`.
+        name, suffix: the metric's name, and the suffix for its evaluation loader. Their sum is the key.
         forked: True if logged on step and epoch, so that names end in `_step` and `_epoch`.
         logger, prog_bar: destinations of the value.
         kind: `"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`.
@@ -265,6 +266,7 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
 
     Raises:
         ConfigurationError: the ranks reduce the key differently. Raised on every rank.
+        TaskError: `reduction` did not return a number.
     """
     kind = entries[0].kind
     if any(entry.kind != kind for entry in entries):
@@ -302,7 +304,10 @@ def gather_entries(gathered: Sequence[dict[str, Any]]) -> dict[str, list[Entry]]
 def put_objects(
     flushed: Flushed, objects: dict[str, MetricSlot], gathered: list[dict[str, Any]], owner: torch.nn.Module | None
 ) -> None:
-    """Add the results of an epoch's metric objects. Collective; see `MetricBuffer.flush_epoch`."""
+    """Add the results of an epoch's metric objects to `flushed`. Collective; see `MetricBuffer.flush_epoch`.
+
+    `objects` are this rank's slots by key. `gathered` contains the dict that each rank has passed to the exchange.
+    """
     counts = Counter(key for payload in gathered for key in payload["objects"])
     shared = {key: found for payload in reversed(gathered) for key, found in payload["objects"].items()}
     waiting: list[tuple[Entry, float | Tensor]] = []
@@ -336,7 +341,7 @@ def put_objects(
 
 
 def objects_state(module: torch.nn.Module) -> State:
-    """Return the states of a module's updated torchmetrics objects by module name.
+    """Return the states of the torchmetrics objects in a module, by module name. Omit objects without an update.
 
     A module's state dict contains them only if a user enables it (`persistent`).
     """

@@ -71,11 +71,11 @@ class TensorBoardLogger(VersionedLogger):
 
     @property
     def hparams(self) -> dict[str, Any]:
-        """The logged hyper-parameters, in their written form."""
+        """The logged hyper-parameters, as in `hparams.yaml`."""
         return self._hyperparams
 
     def start(self, run: RunInfo) -> None:
-        """Claim the folder. The first entry creates the event file."""
+        """Create the version's folder. The first entry creates the event file."""
         require_package("tensorboard", purpose="TensorBoardLogger")
         super().start(run)
 
@@ -95,7 +95,7 @@ class TensorBoardLogger(VersionedLogger):
         return found
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Hide values of all curves from `step` on in TensorBoard. A restart mark cannot select curves."""
+        """Hide values of all curves from `step` on. TensorBoard's restart mark cannot be limited to `names`."""
         events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
         mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
         self._backend().file_writer.add_event(mark, step)
@@ -107,7 +107,7 @@ class TensorBoardLogger(VersionedLogger):
         """Write `hparams.yaml` and TensorBoard's table of hyper-parameters.
 
         Args:
-            params: hyper-parameters. A nested one is shown as `optimizer/lr`.
+            params: hyper-parameters. The name of a nested entry is joined by slashes, as in `optimizer/lr`.
             metrics: metrics in the table. Default: None, which is `hp_metric` if `default_hp_metric` is set.
             step: the step at which `metrics` are logged. Default: 0.
         """
@@ -172,7 +172,7 @@ class TensorBoardLogger(VersionedLogger):
         return self._writer
 
     def _entry(self, key: str, step: int) -> tuple[str, Any]:
-        """Remove entries that conflict with one at `step`. Return the tag and the writer."""
+        """Hide values of an earlier run that conflict with a value at `step`. Return the tag and the writer."""
         (tag,) = self.prefixed({key: None})
         self.advance(step, [tag])
         return tag, self._backend()

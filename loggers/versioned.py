@@ -79,7 +79,7 @@ class VersionedLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """The version. A logger with a known `save_dir` claims a version at the first access."""
+        """The version. If `save_dir` is known, the first access starts the logger and creates the version's folder."""
         if self._version is None and self._save_dir is not None and self._run is None:
             self._begin()
         return self._version
@@ -110,12 +110,12 @@ class VersionedLogger(Logger):
         return str(Path(found, self._sub_dir)) if found is not None and self._sub_dir is not None else found
 
     def share_version(self, version: int | str) -> None:
-        """Use the folder that another logger of the same run has claimed, unless a version was given."""
+        """Use the version of another logger of the same run, unless this logger already has one."""
         if self._version is None:
             self._version = version
 
     def start(self, run: RunInfo) -> None:
-        """Claim the version's folder, and check whether it contains a log to continue."""
+        """Create the version's folder, and check whether it contains a log to continue."""
         if self._run is not None:
             return
         super().start(run)
@@ -150,7 +150,7 @@ class VersionedLogger(Logger):
 
     @abstractmethod
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Remove entries at `step` or later from the folder's log. `names` restricts it to some curves."""
+        """Remove values at `step` or later from the folder's log, of the curves `names`. Default: None, all curves."""
 
     def _close(self) -> None:
         """Close open files."""
@@ -161,7 +161,7 @@ class VersionedLogger(Logger):
         return Path(folder)
 
     def advance(self, step: int, names: Collection[str]) -> None:
-        """Remove entries that conflict with logging `names` at `step`."""
+        """Prepare to log values of `names` at `step`: remove conflicting values of an earlier run."""
         if self._continues:
             self._continues = False
             if self._keep_until is not None:
@@ -181,7 +181,7 @@ class VersionedLogger(Logger):
             self._last_step = step
 
     def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
-        """Return `metrics` with the prefix. Omit names that equal a column in `own`, with a warning."""
+        """Return `metrics` with prefixed names. Omit those of the file's `own` columns, with a warning."""
         found = self.prefixed(metrics)
         for name in own:
             if name in found:
@@ -204,7 +204,7 @@ class VersionedLogger(Logger):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the version in `state`, unless another version was requested, from the last step in `state`. Later
-        entries are removed when the run first logs. A folder that this logger has claimed but not used is deleted.
+        entries are removed when the run first logs. If this logger has created another folder, it is deleted if empty.
         """
         version = state.get("version")
         ours = self._version
@@ -228,7 +228,7 @@ class VersionedLogger(Logger):
 
 
 def check_below(path: str, what: str) -> None:
-    """Check that a relative path stays below its folder."""
+    """Check that a path is relative and has no `..`. `what` names the path in the ConfigurationError."""
     steps = path.replace("\\", "/").split("/")
     if os.path.isabs(path) or ".." in steps or "\0" in path:
         raise ConfigurationError(
@@ -238,7 +238,7 @@ def check_below(path: str, what: str) -> None:
 
 
 def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
-    """Create a folder in `root_dir` that no other process uses, and return its version."""
+    """Create a new folder in `root_dir` and return its version: a number, or the run's name with a suffix if taken."""
     if run_name:
         check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)

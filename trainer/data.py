@@ -39,7 +39,7 @@ class Sources:
     """Data sources of a stage. The task's `*_dataloader` methods are used if neither source has a loader.
 
     Attributes:
-        given: loaders passed to the Trainer, by kind.
+        given: loaders passed to the Trainer, by kind: `"train"`, `"validate"`, `"test"` or `"predict"`.
         datamodule: the data module, or None.
     """
 
@@ -51,7 +51,7 @@ class Sources:
         """Return the sources for the arguments of a stage. A data module may also be passed as a loader.
 
         Raises:
-            ConfigurationError: both loaders and a data module were passed, or `datamodule` is not a DataModule.
+            ConfigurationError: both loaders and a data module were passed, or one of them has a wrong type.
         """
         given = {name: loader for name, loader in loaders.items() if loader is not None}
         for name, loader in list(given.items()):
@@ -86,7 +86,7 @@ class Sources:
         """Return the user's loader(s) of this kind.
 
         Raises:
-            ConfigurationError: no source has such a loader.
+            ConfigurationError: no source has such a loader, or a `*_dataloader` method returned None.
         """
         method = LOADER_METHODS[kind]
         if kind in self.given:
@@ -129,13 +129,16 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
 
 
 class TrainData:
-    """The training data of a run. Iterates over groups of micro-batches from any position in an epoch.
+    """The training data of a run. Iterates over groups, from any position in an epoch.
+
+    A group is the micro-batches of one optimizer step.
 
     Args:
         loader: the user's loader, or a list or dict of loaders to combine.
         options: loader options of the run.
         limit: `limit_train_batches`.
-        overfit: `overfit_batches`: number or fraction of batches to use without shuffling. 0 uses all.
+        overfit: `overfit_batches`: number or fraction of batches to use without shuffling, instead of `limit`. 0 keeps
+            `limit` and the shuffling.
 
     Attributes:
         given: the loader that the user passed.
@@ -154,13 +157,18 @@ class TrainData:
         self.num_batches: int | None = None
 
     def begin_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Begin an epoch, at position `resume` if given. Collective if ranks have their own loaders."""
+        """Begin an epoch. Collective if ranks have their own loaders.
+
+        Args:
+            epoch: 0-based index of the epoch.
+            resume: the `position` of a `state_dict` to continue from. Default: None, the first batch.
+        """
         self.loader.end_pass()
         self.loader.set_epoch(epoch, resume)
         self.num_batches = resolve_limit(self._limit, self.loader.num_batches, self._name)
 
     def groups(self, state: TrainState, accumulate: int) -> Iterator[Group]:
-        """Return the remaining groups of the current epoch."""
+        """Return the groups of the current epoch from `state.batch_in_epoch`, with `accumulate` micro-batches each."""
         return iterate_groups(
             self.loader, accumulate=accumulate, limit=self.num_batches, start_batch=state.batch_in_epoch
         )
@@ -172,7 +180,7 @@ class TrainData:
         return {**place, "order": facts} if facts else place
 
     def keep_state(self) -> None:
-        """Keep `loader.state_dict` valid after `close`."""
+        """Store the state of the loader, so that `loader.state_dict` returns it after `close`."""
         self.loader.freeze_state()
 
     def close(self) -> None:
@@ -183,8 +191,8 @@ class TrainData:
         """Check that training can continue from a checkpoint's position in the data, before anything is loaded.
 
         Args:
-            place: see `load_place`.
-            num_ranks: number of ranks of this run.
+            place: the position, as for `load_place`.
+            num_ranks: number of ranks that read different data in this run.
 
         Raises:
             ConfigurationError: training cannot continue from that position.
@@ -220,11 +228,13 @@ class TrainData:
     def load_place(self, place: Mapping[str, Any], rank: int, num_ranks: int) -> None:
         """Restore the state of this rank's stateful loader. Call `check_resume` first.
 
+        Does nothing if the loader is not stateful, or if the checkpoint has states of another number of ranks.
+
         Args:
             place: the result of `state_dict`, with the states of all ranks' stateful loaders under `loaders`. Its
                 `position` is None at the start of an epoch.
-            rank: this rank.
-            num_ranks: number of ranks.
+            rank: index of this rank among the ranks that read different data.
+            num_ranks: number of ranks that read different data.
         """
         states = place.get("loaders") or []
         if self.loader.stateful and len(states) == num_ranks:
@@ -319,7 +329,7 @@ class StageData:
 
     Args:
         sources: data sources.
-        task: the task, whose own loaders are used last; None if no data is read.
+        task: the task. Its `*_dataloader` methods are used if `sources` has no loader. None for stages without data.
         engine: provides the data ranks.
         settings: provides the batch limits.
         history: provides the seed and the training progress.
@@ -400,7 +410,11 @@ class StageData:
         self.evaluations.clear()
 
     def take_place(self) -> Mapping[str, int] | None:
-        """Return and clear the position from a checkpoint. Restores the state of a stateful loader."""
+        """Set the training data to the position from a checkpoint, and clear that position.
+
+        Restores the state of a stateful loader and `state.batch_in_epoch`. Returns the position for
+        `TrainData.begin_epoch`. None means the start of an epoch.
+        """
         place, data, self.place = self.place, self.train(), None
         if place is None:
             return None
@@ -424,7 +438,11 @@ class StageData:
         self.place = dict(saved) or None
 
     def close(self, *, keep_state: bool) -> None:
-        """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive."""
+        """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive.
+
+        Args:
+            keep_state: store the state of a stateful loader first, for a later save.
+        """
         if self.made is not None and keep_state:
             self.made.keep_state()
         self.workers.close()

@@ -38,14 +38,15 @@ def evaluate(
 ) -> tuple[Flushed, list[list[Any]]]:
     """Run the task's step of this kind over the data. Collective: metrics are exchanged at the end.
 
-    Modules are in evaluation mode during the run, without gradients. Their previous modes are restored.
+    Modules are in evaluation mode and gradients are disabled. The modes of the modules are restored at the end.
 
     Args:
         run: the run.
         kind: `"validate"`, `"test"` or `"predict"`.
         max_batches: maximum number of batches of each loader, in addition to the data's limits. Default: None.
         keep: return the outputs of the step.
-        abandon: called before each batch with the loader's index and the batch's index. True stops the evaluation.
+        abandon: called before each batch with the loader's index and the batch's index. True stops the evaluation. It
+            must return the same value on every rank.
         taken: called when the metrics are known, before `on_*_end`.
 
     Raises:
@@ -142,7 +143,10 @@ class Prediction:
         self._keep = keep
 
     def run(self) -> list[Any] | None:
-        """Return the outputs of all ranks in the order of the data. Several loaders give a list of lists."""
+        """Return the outputs of all ranks in the order of the data, or None without `keep`. Collective.
+
+        With several loaders, return one list per loader.
+        """
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
@@ -211,7 +215,10 @@ def _one_batch(
 
 
 def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, float]]:
-    """Return the metrics as one dict per loader, without aliases. Metrics without a loader are in all dicts."""
+    """Return the metrics as one dict per loader. Metrics without a loader are in all dicts.
+
+    A value logged on step and epoch is only included under its full names, such as `loss_epoch`.
+    """
     shown = {key: float(value) for key, value in flushed.callback.items() if key not in flushed.aliases}
     return [
         {key: value for key, value in shown.items() if flushed.loaders.get(key, index) == index}
@@ -220,7 +227,7 @@ def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, floa
 
 
 def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
-    """Merge the outputs of all ranks: batch i of rank r is batch `i × ranks + r` of its loader.
+    """Merge the outputs of all ranks: batch i of rank r is batch `i × number of ranks + r` of its loader.
 
     Args:
         by_rank: outputs by rank and loader.

@@ -269,7 +269,9 @@ class LightningNames:
     skipped_batches = Fact[list[SkippedData]](
         lambda run: run.history.skipped_batches, "Training data that was read without changing weights, in order."
     )
-    checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Folder of checkpoints whose request names none.")
+    checkpoint_dir = Fact[Path](
+        lambda run: run.checkpoint_dir, "Folder of checkpoints that are saved without a folder of their own."
+    )
     log_dir = Fact[str | None](
         lambda run: next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None),
         "The folder of the first logger that has one. Known on the main rank after a stage has started.",
@@ -311,11 +313,11 @@ class LightningNames:
     )
     has_validation = Fact[bool](
         lambda run: run.data.has_validation,
-        "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
+        "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
     )
     enable_validation = Fact[bool](
         lambda run: run.components.task is not None and run.data.has_validation,
-        "True if `fit` validates: it has a validation_step, a loader and a limit above 0.",
+        "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
     )
     val_check_batch = Fact[int | float | None](
         lambda run: None if run.loop.validation is None else run.loop.validation.num_batches_between,

@@ -32,7 +32,7 @@ _AGREE_EVERY_N_STEPS = 10  # maximum number of steps between two exchanges of st
 
 
 class FitLoop:
-    """Training loop over epochs, which a limit, a stop request or a signal ends. Its state is the run's `loop`.
+    """Training loop over epochs. A limit, a stop request or a signal ends it. `run.loop` holds its state.
 
     Args:
         run: the run, set up and with its checkpoint restored.
@@ -58,7 +58,7 @@ class FitLoop:
         step_end.prepare(run)
 
     def run(self) -> None:
-        """Train. A rollback ends an epoch and continues from a checkpoint."""
+        """Train until a limit or a stop request. A rollback restores an earlier checkpoint and continues from there."""
         run = self._run
         run.data.train()
         self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
@@ -159,9 +159,7 @@ class FitLoop:
         return ends
 
     def _groups_until_due(self) -> int:
-        """Return the number of steps until `_after_step` must run again. A stop request makes `_after_step` run
-        earlier.
-        """
+        """Return the number of steps until `_after_step` must run again. A stop request shortens it."""
         run, state = self._run, self._run.history.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step:
             return 1

@@ -22,10 +22,10 @@ class Guard(Protocol):
     """Protocol of the check of losses and gradients in `recovery.non_finite`."""
 
     def look(self) -> None:
-        """Raise if a step since the last check was not finite. Collective."""
+        """Raise if a loss or gradient since the last check was not finite. Collective."""
 
     def is_bad_here(self) -> bool:
-        """Return whether this rank had a non-finite step. Not collective."""
+        """Return whether this rank had a loss or gradient that was not finite. Not collective."""
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class LoopState:
 
     Attributes:
         schedules: steps the learning-rate schedules.
-        trains: a `fit` has begun, so optimizers and progress can be saved.
-        count_tokens: count `state.tokens`.
+        trains: True after a `fit` has begun. Optimizers and progress can be saved then.
+        count_tokens: update `state.tokens` after each step.
         group: micro-batches of the current or last step; None outside an epoch.
         ended_on_last_batch: the last epoch ended with its last micro-batch.
         at_step_boundary: no training step is in progress.
@@ -47,7 +47,7 @@ class LoopState:
         clock: `time.perf_counter()` at the last update of `state.seconds`.
         quiet_groups: number of steps after which nothing needs to be checked; 0 makes the next step check.
         stop: stop request of this rank.
-        stop_agreed: stop request that all ranks know.
+        stop_agreed: strongest stop request of all ranks at their last exchange.
         stop_reason: reason of the last stop request, or None.
         epoch_closes: the ending epoch is complete; False if a later fit may continue it.
         to_restore: functions that restore state, called last before training continues.
@@ -83,7 +83,7 @@ class LoopState:
         return self.ended_on_last_batch if group is None else group.is_last and group.index == len(group.batches) - 1
 
     def check_finite(self) -> None:
-        """Raise if a step since the last check was not finite. Collective; waits for the device.
+        """Raise if a loss or gradient since the last check was not finite. Collective; waits for the device.
 
         Raises:
             NonFiniteError: on every rank.
@@ -92,7 +92,7 @@ class LoopState:
             self.guard.look()
 
     def look(self) -> None:
-        """Make the loop check after the current step whether anything is due."""
+        """Make the loop check after the current step whether a validation, flush, save or stop is due."""
         self.quiet_groups = 0
 
     def read_clock(self, state: TrainState) -> None:
@@ -102,7 +102,7 @@ class LoopState:
         self.clock = now
 
     def request_stop(self, reason: str, request: Stop) -> None:
-        """Store a stop request that every rank makes."""
+        """Store a stop request. Every rank calls it with the same `request`; ranks do not exchange it."""
         self.stop_reason = reason
         self.stop, self.stop_agreed = max(self.stop, request), max(self.stop_agreed, request)
         self.look()

@@ -45,7 +45,7 @@ def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], li
         origin: the task's class name, for messages.
 
     Raises:
-        ConfigurationError: a form, key or interval is unknown, or the optimizer of a schedule was not returned.
+        ConfigurationError: the result has an unknown type, key or interval, or lacks the optimizer of a schedule.
     """
     optimizers: list[Optimizer] = []
     schedules: list[SchedulerConfig] = []
@@ -185,7 +185,7 @@ def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
 
 
 class Schedules:
-    """Learning-rate schedules that step at their intervals, independent of world size and accumulation.
+    """Learning-rate schedules. Their intervals count optimizer steps or epochs.
 
     Args:
         configs: the schedules. With manual optimization the task steps them itself.
@@ -203,19 +203,27 @@ class Schedules:
         self.watch_steps = any(config.monitor is not None for config in self._per_step)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedules with `interval="step"`. `step` is the number of completed optimizer steps."""
+        """Step the schedules with `interval="step"`.
+
+        Args:
+            step: number of completed optimizer steps.
+            metrics: the latest metrics, for schedules that monitor one.
+
+        Raises:
+            ConfigurationError: a monitored metric is missing and the schedule has `strict=True`.
+        """
         for config in self._per_step:
             if step % config.frequency == 0:
                 self._do(config, metrics)
 
     def after_epoch(self, epoch: int) -> None:
-        """Step the schedules with `interval="epoch"`, after the last optimizer step of the 0-based `epoch`."""
+        """Step the schedules with `interval="epoch"` that monitor no metric. Called after the last step of an epoch."""
         for config in self._per_epoch:
             if (epoch + 1) % config.frequency == 0:
                 self._do(config, {})
 
     def after_epoch_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedules with `interval="epoch"` that monitor a metric, after the metrics are known."""
+        """Step the schedules with `interval="epoch"` that monitor a metric. Called with the metrics of the epoch."""
         for config in self._monitored:
             if (epoch + 1) % config.frequency == 0:
                 self._do(config, metrics)

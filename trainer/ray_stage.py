@@ -61,7 +61,7 @@ def _run_on_ray(trainer: Any, work: Callable[[], Any], involved: Iterable[object
 
 
 class _Work:
-    """The work of a rank: the stage, and on rank 0 the result for the process that has started it."""
+    """Function that each rank runs: the stage. Rank 0 then writes the result for the process that started the ranks."""
 
     def __init__(self, trainer: Any, work: Callable[[], Any], task: TaskModule) -> None:
         self._trainer, self._work, self._task = trainer, work, task

@@ -75,7 +75,7 @@ class StageStatus:
         stage: the stage that is running, or None.
         preemption: received signals.
         is_trial: only trial steps run, without callbacks, loggers and saves.
-        is_set_up: the task's `setup` was called, so its `teardown` must be called too.
+        is_set_up: calls of `prepare_data` and `setup` have begun, so `teardown` must be called at the end.
         interrupted: Ctrl-C ended the stage.
     """
 
@@ -261,7 +261,7 @@ class StageRun:
     def estimated_stepping_batches(self) -> int | float:
         """Total number of optimizer steps of `fit`; infinite without a limit.
 
-        For learning-rate schedules in `configure_optimizers`. Creates the training loader if necessary.
+        Learning-rate schedules in `configure_optimizers` may need it. Creates the training loader if necessary.
         """
         limits = self.settings.limits
         if limits.max_epochs is None:
@@ -285,7 +285,12 @@ class StageRun:
         self.logs.metrics.log(name, value, **options)
 
     def log_now(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """Send numbers to the loggers at the current step and epoch. Only the main rank logs them."""
+        """Send numbers to the loggers at the index of the last completed step. Only the main rank logs them.
+
+        Args:
+            metrics: numbers by name.
+            epoch: 0-based epoch to log with them. Default: None, the current epoch.
+        """
         self.logs.shown.logged.update(metrics)
         if self.logs.group is not None:
             epoch = self.state.epoch if epoch is None else epoch
@@ -297,12 +302,12 @@ class StageRun:
         self.logs.shown.callback.update(as_values(metrics))
 
     def take_metrics(self, flushed: Flushed, kind: str, epoch: int | None = None) -> None:
-        """Pass metrics that were read from the device to callbacks and loggers.
+        """Pass metrics that were read from the device to callbacks and loggers. Sanity checks and trials discard them.
 
         Args:
             flushed: the metrics.
-            kind: their origin: `"train"` or the kind of evaluation.
-            epoch: their epoch. Default: None, the current epoch.
+            kind: `"train"`, or the kind of evaluation that logged them.
+            epoch: 0-based epoch to log with them. Default: None, the current epoch.
         """
         if self.evaluation.sanity_checking or self.status.is_trial:
             return
@@ -367,7 +372,7 @@ class StageRun:
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Folder of checkpoints whose save request names no folder."""
+        """Folder for checkpoints that are saved without a folder of their own."""
         saver = self.saver
         named = None if saver is None else saver.local_dirpath or saver.dirpath
         return Path(named) if named else self.settings.root / "checkpoints"

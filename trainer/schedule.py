@@ -68,7 +68,7 @@ class ValidationSchedule:
             self._interval = Interval(interval)
 
     def align(self, run: Run) -> None:
-        """Set the next validation to the next multiple after the current progress. Later calls have no effect."""
+        """Begin at the current progress: the next multiple of the interval is due first. Later calls have no effect."""
         if self._run is not None:
             return
         self._run = run
@@ -80,7 +80,7 @@ class ValidationSchedule:
 
     @property
     def num_batches_between(self) -> int | float | None:
-        """Micro-batches between two validations; infinite for an epoch of unknown length, None for other units."""
+        """Micro-batches between two validations; infinite if an epoch's length is unknown, None for other intervals."""
         if self._at_end:
             return math.inf if self._num_batches is None else self._num_batches
         return self._batches or None
@@ -92,8 +92,8 @@ class ValidationSchedule:
     def due(self, state: TrainState, group_size: int, is_last: bool) -> bool:
         """Return whether a validation is due after a step of `group_size` micro-batches, already counted in `state`.
 
-        An interval that ends within the step is due at the step's end. For an interval in seconds rank 0's clock
-        decides, and some calls are collective (see `AgreedClock`).
+        An interval that ends within the step is due at the step's end. `is_last` marks the last step of an epoch. For
+        an interval in seconds rank 0's clock decides, and some calls are collective (see `AgreedClock`).
         """
         if self._interval is not None:
             return self._interval.due(state) and self.in_epoch(state.epoch)
@@ -167,7 +167,7 @@ class Stop(IntEnum):
 
     NOT = 0
     WITHIN_EPOCH = 1  # a resume continues the interrupted epoch
-    AND_CLOSE_EPOCH = 2
+    AND_CLOSE_EPOCH = 2  # the interrupted epoch counts as complete, so a resume begins the next one
 
 
 class EndOfFit:

@@ -92,7 +92,7 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     """Set up a stage on this process and tear it down after the context, also after an error. Collective.
 
     Raises:
-        Exception: the error of the stage, or the engine's translation of it.
+        Exception: the error of the stage, or for an error of the engine one that names the user's parameters.
     """
     given = run.settings.arguments
     status: Status = "failed"
@@ -217,7 +217,7 @@ def _make_optimizers(run: StageRun) -> list[Optimizer]:
 
 
 def _sanity_check(run: StageRun) -> None:
-    """Run some validation batches before training, except after a resume. Metrics and generators are restored."""
+    """Run some validation batches before training, except after a resume. Discards metrics and restores generators."""
     limit = run.settings.num_sanity_val_steps
     if limit == 0 or not run.data.has_validation or run.resume.origin is not None:
         return

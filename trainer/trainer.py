@@ -77,7 +77,7 @@ class Trainer(Planner, LightningNames):
         min_epochs, min_steps: stop requests take effect once both are reached.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a
             fraction (1.0: all).
-        overfit_batches: train and validate on this much data, unshuffled.
+        overfit_batches: train and validate on this number or fraction of batches, unshuffled. 0 disables it.
         val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length
             with a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
         check_val_every_n_epoch: epochs between two validations. None counts `val_check_interval` across epochs.
@@ -92,27 +92,27 @@ class Trainer(Planner, LightningNames):
         use_distributed_sampler: distribute the data over ranks. Set False if your loaders distribute it.
         per_sample_rng: random numbers of a data set depend only on seed, epoch and sample. About 20 µs per sample.
         detect_anomaly: name the operation that caused a NaN in backward. Slow.
-        barebones: disable everything except training, for benchmarks.
+        barebones: disable loggers, checkpoints, progress bar, summary and sanity validation, for benchmarks.
         sync_batchnorm: compute BatchNorm statistics over all processes.
         reload_dataloaders_every_n_epochs: request new loaders after this many epochs. 0 disables it.
         default_root_dir: folder for the files of the run. Default: the current folder.
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
         plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
-        compile: True, a mode, or a dict of `torch.compile`'s arguments compiles the step, `"regional"` each block.
+        compile: True, a mode, or a dict of `torch.compile`'s arguments compiles the step. `"regional"` compiles blocks.
         launcher: the launcher whose environment variables contain the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"`
             or `"none"`. `"ray"`, with options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.
-        uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
+        uneven_batches: if a rank has fewer batches than others: `"pad"` repeats its last batch with weight 0, `"stop"`
+            ends the epoch of all ranks, `"error"` raises an error.
         on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
-            `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. `"skip"` and `"rollback"`
-            read a flag from the device in each step. None: no check.
+            `"skip"` the step, or `"rollback"` to the newest checkpoint and skip the step's data. `"skip"` and
+            `"rollback"` read a flag from the device in each step. None: no check.
         max_rollbacks: a run fails after this many rollbacks.
-        max_skipped: groups that may be skipped in a row. None allows any number. Default: 100.
+        max_skipped: steps that may be skipped in a row. None allows any number. Default: 100.
         seed: determines the order of the data. Default: torch's initial seed.
         async_save: copy requested checkpoints to host memory and write them while training continues. The copy has the
             size of the state. With False, training waits until they are on the disk.
-        on_save_error: the action when a checkpoint cannot be written (a full disk): `"raise"` at the next save or at
-            the end of the fit, or `"warn"` and continue. Earlier checkpoints stay valid in both cases.
+        on_save_error: if a checkpoint cannot be written: `"raise"` at the next save or the end of the fit, or `"warn"`.
         preemption_grace: the time (seconds, or `"2 min"`) that the machine gives a process after SIGTERM or SIGUSR1.
             A `fit` then saves after the current step, unless earlier saves took longer, and every rank exits with 143.
             None: signals are not handled.
@@ -329,7 +329,7 @@ class Trainer(Planner, LightningNames):
         *,
         is_trial: bool = False,
     ) -> Any:
-        """Check a stage, start other processes if necessary, run it and return its result on this process."""
+        """Check a stage, start other processes if necessary, run the stage and return its result on this process."""
         load = check_stage(self.settings, stage, task, sources, load)
         before = self.run, self.verb, self.status
         run = self._begin(stage, task, sources, is_trial)
@@ -479,7 +479,7 @@ class Trainer(Planner, LightningNames):
         return step_end.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
 
     def emergency_save(self, request: SaveRequest) -> None:
-        """Write a checkpoint in an exception path; see `Run.emergency_save`."""
+        """Write a checkpoint after an error, on the main rank; see `Run.emergency_save`."""
         step_end.emergency_save(self.run, request)
 
     def remote_names(self, url: str) -> list[str]:

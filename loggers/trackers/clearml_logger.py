@@ -25,7 +25,7 @@ class ClearMLLogger(QueuedLogger):
 
     Args:
         project_name: the project. Default: `"trainwright_logs"`.
-        task_name: the task's name. Default: None, the run's name.
+        task_name: the task's name. Default: None, the name of the Trainer's run, or `"run"`.
         task_id: the task to continue. Default: None, which creates a task.
         offline: write files only. Default: False.
         prefix, log_model: see `RemoteLogger`.

@@ -62,7 +62,7 @@ class QueuedLogger(RemoteLogger):
 
     @abstractmethod
     def _write_metrics(self, metrics: dict[str, float], step: int, seconds: float) -> None:
-        """Write values that were logged at the time `seconds`."""
+        """Write values that were logged at the time `seconds`, in seconds since 1970."""
 
     @abstractmethod
     def _write_hyperparams(self, params: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ class Net(TaskModule):
             return optimizer
         made = {
             "lambda": lambda: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+            "factor": lambda: torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.5),
             "step": lambda: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
             "sequence": lambda: torch.optim.lr_scheduler.SequentialLR(
                 optimizer,
@@ -113,14 +114,14 @@ def test_a_backbone_is_trained_as_by_hand_and_a_resume_in_any_epoch_is_exact(tmp
         _assert_equal(_resumed(tmp_path, step, BackboneFinetuning(_UNFROZEN_AT), Net()), net)
 
 
-@pytest.mark.parametrize("schedule", ["lambda", "step", "sequence"])
+@pytest.mark.parametrize("schedule", ["lambda", "factor", "step", "sequence"])
 def test_schedules_know_new_groups_and_a_resume_is_exact(schedule: str, tmp_path: Path) -> None:
     net = Net(schedule)
     trainer = _trainer(tmp_path, Both())
     trainer.fit(net, _loader())
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     assert len(rates) == 3
-    if schedule == "lambda":  # added in epoch 1 and 2 with these rates, which stay
+    if schedule in ("lambda", "factor"):  # added in epoch 1 and 2 with these rates, which stay
         assert rates[1:] == [0.1 * 0.5 / 10, 0.02]
     _assert_equal(_resumed(tmp_path, 10, Both(), Net(schedule)), net)
 

@@ -17,9 +17,9 @@ from trainwright.trainer.run import StageRun
 
 
 def half_done(run: StageRun) -> str | None:
-    """Return the reason why the current state cannot be saved as the state after the last completed step, or None.
+    """Return why the current state cannot be saved as the state after the last completed step; None if it can.
 
-    Within a step the state is still valid until an optimizer begins to step.
+    It can also be saved within the next step, until an optimizer begins to step.
     """
     if run.loop.at_step_boundary:
         return None
@@ -31,7 +31,12 @@ def half_done(run: StageRun) -> str | None:
 
 
 def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
-    """Collect everything that a resume needs. Collective: gathers generator and loader states of all ranks.
+    """Collect the state of the run. Collective: gathers the generator and loader states of all ranks.
+
+    Args:
+        run: the run.
+        weights_only: exclude optimizers, progress and generators.
+        metrics: metrics to store with the checkpoint. Default: None, the current `callback_metrics`.
 
     Returns:
         The snapshot. It references the live tensors, so write or copy it before training continues.
@@ -59,7 +64,7 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
     ranks.
 
     Raises:
-        CheckpointError: the weights are sharded across ranks, or a step was not finite.
+        CheckpointError: the weights are sharded across ranks, or a loss or gradient of this rank was not finite.
     """
     if run.loop.guard is not None and run.loop.guard.is_bad_here():
         raise CheckpointError(
@@ -76,7 +81,7 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
 
 
 def _own_state(run: StageRun) -> dict[str, Any]:
-    """Return the state that a resume needs from this rank."""
+    """Return the state of this rank alone: random generators, stateful loader and metrics of the epoch."""
     return {"rng": rng_state(run.engine.device), "loader": run.data.loader_state(), "metrics": metrics_state(run)}
 
 

@@ -70,7 +70,10 @@ class LoadRequest:
 
     @classmethod
     def for_evaluation(cls, ckpt_path: CkptPath, *, task_given: bool) -> LoadRequest:
-        """Return the request of `validate`, `test` or `predict`. Default without a task: the best checkpoint."""
+        """Return the request of `validate`, `test` or `predict`.
+
+        `Default.BEST` means the current weights of the given task, or the best checkpoint if no task is given.
+        """
         if ckpt_path is not Default.BEST:
             return cls(ckpt_path)
         return cls(None) if task_given else cls("best", on_damaged="fall_back", implied=True)
@@ -128,7 +131,8 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
         The request, with the opened checkpoint.
 
     Raises:
-        FileNotFoundError, CheckpointError: see `choose`.
+        FileNotFoundError: there is no checkpoint at the path.
+        CheckpointError: its manifest is damaged and must not be skipped, or `fit` would resume from weights only.
     """
     if request.ckpt_path in (None, "last", "best") or is_url(request.ckpt_path):
         return request  # one process downloads or chooses it later and checks it then
@@ -146,8 +150,9 @@ def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
 def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
     """Return the requested checkpoint after verifying its files. Called on one process.
 
-    The parts that the stage needs are hashed by `hash_files`, and are not verified again when they are read. Remote
-    checkpoints are downloaded into `default_root_dir/downloaded` first.
+    `hash_files` hashes the files of the parts that the stage needs. Remote checkpoints are downloaded into
+    `default_root_dir/downloaded` first. Returns None to use the current weights: none is requested, or `fit` with
+    `"last"` or an implied request finds none.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -213,7 +218,7 @@ def monitored_saver(run: StageRun) -> Saver | None:
 
 
 def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint:
-    """Return the best checkpoint, or with `on_damaged="fall_back"` the best valid one.
+    """Return the best checkpoint, or with `on_damaged="fall_back"` the best checkpoint that is not damaged.
 
     This Trainer's ModelCheckpoint defines the best checkpoint. A Trainer that has not trained uses the index of the run
     whose checkpoints are in the same folder.
@@ -271,6 +276,8 @@ def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> FoundC
 
 def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | None:
     """Return the newest valid full checkpoint in `folder` of an earlier attempt of this fit, or None.
+
+    Launchers restart a job for another attempt (see `auto_resume`).
 
     Warns:
         TrainwrightWarning: a damaged checkpoint was skipped.
@@ -351,7 +358,7 @@ def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
     Collective.
 
     Raises:
-        FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
+        FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.read`.
     """
     if stage == "fit" and run.is_main and not run.status.is_trial and run.checkpoint_dir.is_dir():
         run.folder.prepare()
@@ -375,7 +382,7 @@ class Opened:
         found: the verified checkpoint.
         request: the load request.
         snapshot: the parts of the checkpoint, with memory-mapped tensors.
-        shown: the dict that hooks receive. They may change its weights.
+        shown: the dict that `on_load_checkpoint` receives. Hooks may change its weights.
     """
 
     found: FoundCheckpoint
@@ -429,7 +436,7 @@ def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
 
 
 def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
-    """Check that the checkpoint is not beyond the end of the fit.
+    """Check that the checkpoint has not completed more epochs than the fit may run.
 
     Raises:
         ConfigurationError: `max_epochs` is less than the number of epochs that the checkpoint has completed.

@@ -29,7 +29,8 @@ def upload(path: Path, request: SaveRequest, run_id: str) -> list[str]:
         Messages about checkpoints that could not be deleted.
 
     Raises:
-        CheckpointError: the upload failed. The target has no manifest or is unchanged.
+        CheckpointError: the upload failed. The target still holds its earlier checkpoint, or no manifest, so that no
+            incomplete checkpoint is read.
     """
     assert request.remote is not None  # checked by the caller
     index = RemoteIndex(request.remote, run=run_id)

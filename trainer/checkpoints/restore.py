@@ -30,7 +30,7 @@ from trainwright.trainer.run import StageRun
 
 
 def restore(run: StageRun, opened: Opened) -> None:
-    """Restore the complete state of a prepared run. Every rank reads the same folder. Not collective.
+    """Restore the complete state of a run that has been set up. Every rank reads the same folder. Not collective.
 
     Callbacks are restored before optimizers. Optimizers whose parameter groups differ from the saved ones are restored
     after `on_fit_start`, where a callback may create the groups.
@@ -109,7 +109,10 @@ def _processes_text(world_size: int, dp_size: int) -> str:
 
 
 def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
-    """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`."""
+    """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`.
+
+    `of_ranks` contains the `metrics_state` of each data rank, and `origin` names their source in the warning.
+    """
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
         run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device)
@@ -174,7 +177,7 @@ def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: 
 
 
 def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) -> None:
-    """Restore the learning-rate schedules, and set their rates on the optimizers in `fresh`."""
+    """Restore the learning-rate schedules. Set their rates on the optimizers in `fresh`, which were not restored."""
     states, configs = saved.take("schedulers", []), run.loop.schedules.configs
     if len(states) != len(configs):
         saved.lacks(
@@ -222,7 +225,7 @@ def begin_from_weights(run: StageRun, opened: Opened) -> None:
 
 
 def enter_checkpoint(run: StageRun, opened: Opened) -> None:
-    """Restore a prepared run from a full checkpoint. Every rank must call it. Not collective."""
+    """Call `restore`, and begin the next epoch if the checkpoint was written after the last step of an epoch."""
     restore(run, opened)
     if run.state.epoch_done:
         run.state.begin_next_epoch()
@@ -231,11 +234,14 @@ def enter_checkpoint(run: StageRun, opened: Opened) -> None:
 
 
 def add_to_index(run: StageRun, found: FoundCheckpoint) -> None:
-    """Add the resumed checkpoint to the run's index if a killed process did not. Collective.
+    """Complete what a killed process may have left undone for the resumed checkpoint. Collective.
+
+    Adds the checkpoint to the run's index, uploads it, and deletes unfinished uploads. Does nothing without a
+    ModelCheckpoint.
 
     Args:
         run: the run.
-        found: the resumed checkpoint. It is not added if it is outside the run's folder.
+        found: the resumed checkpoint. It is neither added nor uploaded if it is outside the run's folder.
     """
     true_path = found.path.resolve()  # not a link to it
     ours = true_path.parent == run.checkpoint_dir.resolve() and not true_path.name.startswith(".")
@@ -251,7 +257,7 @@ def add_to_index(run: StageRun, found: FoundCheckpoint) -> None:
 
 
 def load(run: StageRun, opened: Opened) -> None:
-    """Load an opened checkpoint into a prepared run: its full state or only its weights. Collective."""
+    """Load an opened checkpoint into a run that has been set up: its full state or only its weights. Collective."""
     run.resume.ckpt_path = str(opened.path)
     if run.status.stage is None or not opened.request.resumes(run.status.stage):
         load_weights = begin_from_weights if run.status.stage == "fit" else restore_weights

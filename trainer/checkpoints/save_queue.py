@@ -26,8 +26,9 @@ class SaveQueue:
         muted: discard all requests, for trial steps.
 
     Attributes:
-        actions, requests: pending actions and save requests.
-        writer: writes checkpoints in a thread, or None.
+        actions: functions to call at the end of the step.
+        requests: checkpoints to save after them.
+        writer: writes checkpoints in a thread. None with `async_save=False` and for trial steps.
         joint: writes sharded checkpoints.
         raises: raise an error if a checkpoint cannot be written; False warns (`on_save_error`).
         published: checkpoints, with their aliases, to report to the loggers. The writer's thread adds them for the main
@@ -53,16 +54,16 @@ class SaveQueue:
 
     @property
     def waiting(self) -> bool:
-        """True if there are pending actions or save requests."""
+        """True if actions or save requests wait for the end of the step."""
         return bool(self.actions or self.requests)
 
     def add_action(self, action: Callable[[], None]) -> None:
-        """Add an action."""
+        """Add a function to call at the end of the step. Trial steps discard it."""
         if not self._muted:
             self.actions.append(action)
 
     def add_save(self, request: SaveRequest) -> None:
-        """Add a save request."""
+        """Add a save request for the end of the step. Trial steps discard it."""
         if not self._muted:
             self.requests.append(request)
 
@@ -88,12 +89,15 @@ class SaveQueue:
         self._names.close()
 
     def finish_copy(self) -> None:
-        """Wait until the state to save is copied, after which all code may change it. Not collective."""
+        """Wait until the writer has copied the state to save. Until then no code may change it. Not collective."""
         if self.writer is not None:
             self.writer.finish_copy()
 
     def tolerate(self, error: Exception) -> None:
-        """Raise the error of a failed save, or store it as a warning with `on_save_error="warn"`."""
+        """Raise the error of a failed save, or store it as a warning.
+
+        It becomes a warning with `on_save_error="warn"`, or if the process is ending and has dropped other saves.
+        """
         if self.writer is not None and self.writer.has_dropped:  # the process is about to end
             self.complaints.append(str(error))
             return

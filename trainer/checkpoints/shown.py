@@ -56,7 +56,7 @@ class ShownCheckpoint(dict[str, Any]):
         return super().__iter__()
 
     def get(self, name: str, default: object = None) -> Any:
-        """Return an entry, or `default`."""
+        """Return the value of `name`, or `default` if it is missing."""
         try:
             return self[name]
         except KeyError:
@@ -95,7 +95,7 @@ class ShownCheckpoint(dict[str, Any]):
 
 
 def _frozen(tree: object) -> Any:
-    """Return read-only containers, because changes would have no effect. Tensors are copies."""
+    """Return `tree` with read-only containers, because changes to them would have no effect."""
     if isinstance(tree, Mapping):
         return MappingProxyType({key: _frozen(value) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):

@@ -113,7 +113,7 @@ def save_now(
         storage_options: options for fsspec if `place` is a URL.
 
     Returns:
-        The local folder of the checkpoint.
+        The local folder of the checkpoint. Trial steps write nothing and return `place`.
     """
     _check_storage_options(place, storage_options)
     if run.status.is_trial:
@@ -290,7 +290,7 @@ def _aliases(run: StageRun, path: Path) -> tuple[str, ...]:
 
 
 def emergency_save(run: StageRun, request: SaveRequest) -> None:
-    """Write a checkpoint in an exception path, on the main rank. Not collective; errors become warnings."""
+    """Write a checkpoint after an error, on the main rank. Not collective; errors of the save become warnings."""
     if not run.is_main or run.status.is_trial:
         return
     if (why := capture.half_done(run)) is not None:

@@ -215,7 +215,7 @@ def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | N
 
 
 def check_graphs(loggers: list[Any], selection: Selection) -> None:
-    """Check that the main rank can run the task alone if a logger logs its graph.
+    """Check that the main rank can run the task without the other ranks if a logger logs the task's graph.
 
     Raises:
         ConfigurationError: a forward under the strategy is collective.

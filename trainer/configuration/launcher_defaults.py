@@ -78,7 +78,7 @@ def _precision_of(said: str) -> str | Precision:
 
 
 def _with_machines_that_left(accumulate: int) -> int:
-    """Return the number of micro-batches per step that keeps the global batch size with the remaining processes.
+    """Return the number of micro-batches per step that keeps the global batch size after processes have left the job.
 
     Raises:
         ConfigurationError: no number of micro-batches keeps the global batch size.

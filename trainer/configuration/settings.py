@@ -139,7 +139,7 @@ def parse_validation_interval(value: object) -> int | float | Duration:
 
 
 def check_plain_arguments(arguments: TrainerArguments) -> None:
-    """Check single arguments and pairs that contradict each other.
+    """Check the values of arguments, and pairs of arguments that contradict each other.
 
     Raises:
         ConfigurationError: an argument is invalid.

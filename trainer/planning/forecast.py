@@ -53,7 +53,11 @@ def built_task(task: TaskModule, precision: Precision, notes: list[str]) -> Task
 
 
 def parameter_counts(task: nn.Module | None, shards: int | None) -> dict[str, int | None]:
-    """Return the numbers of all, trainable and frozen parameters, and those that the first rank stores."""
+    """Return the numbers of all, trainable and frozen parameters, and the same for the shards of rank 0.
+
+    The names for rank 0 end in `_per_device`. All numbers are None without `task`. Those of rank 0 are None without
+    `shards`, the number of shards of each parameter.
+    """
     names = ("total", "trainable", "frozen")
     found: dict[str, int | None] = dict.fromkeys((*names, *(f"{name}_per_device" for name in names)))
     if task is None:
@@ -79,7 +83,7 @@ def _of_first_rank(parameter: torch.Tensor, shards: int) -> int:
 def data_types(
     task: nn.Module | None, precision: Precision, outline: StrategyOutline | None, num_data_ranks: int
 ) -> dict[str, str | None]:
-    """Return the data types of the parts of a training."""
+    """Return the data types of parameters, computation, gradient reduction and optimizer state; None if unknown."""
     stored = None if task is None else {p.dtype for p in task.parameters() if p.is_floating_point()}
     if stored is not None and precision.param_dtype is not None:
         stored = {precision.param_dtype}
@@ -108,7 +112,7 @@ def _name_of(dtype: torch.dtype) -> str:
 def forecast_bytes(
     task: nn.Module | None, precision: Precision, outline: StrategyOutline, device_type: str, notes: list[str]
 ) -> int | None:
-    """Return the peak memory of a device in a step of Adam without activations, or append a note and return None."""
+    """Return the peak bytes of one device in a step of Adam, without activations. If unknown, append to `notes`."""
     reason = None
     if outline.peak is None:
         reason = "memory is not estimated for this strategy with these options"
@@ -136,7 +140,10 @@ def forecast_bytes(
 def batch_counts(
     settings: Settings, task: TaskModule, sources: Sources, num_readers: int, notes: list[str]
 ) -> dict[str, Any]:
-    """Return the sizes of batches and the numbers of steps, as far as the data can be read without its setup."""
+    """Return the sizes of batches and the numbers of steps.
+
+    Unknown values are None. If the data needs `prepare_data` or `setup`, it is not read, and `notes` says so.
+    """
     accumulate, limits = settings.accumulate_grad_batches, settings.limits
     micro = num_batches = per_epoch = None
     if (reason := _why_not_read(sources, task)) is None:
@@ -187,7 +194,7 @@ def _why_not_read(sources: Sources, task: TaskModule) -> str | None:
 
 
 def _total(per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:
-    """Return the number of steps under both limits, or None if it is unknown."""
+    """Return the number of steps under both limits; `"unlimited"` without a limit, None if unknown."""
     by_epochs = math.inf if max_epochs is None else None if per_epoch is None else per_epoch * max_epochs
     by_steps = math.inf if max_steps == -1 else max_steps
     if by_epochs is None:

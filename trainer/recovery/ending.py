@@ -23,8 +23,8 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     """Call `on_exception` of every callback and of the data module. An error of a hook becomes a warning.
 
     Returns:
-        The engine's translation of the error, or None if there is none. The hooks received the translation too. Raise
-        the translation from `error`.
+        An error of the engine that names the user's parameters, to raise from `error`. The hooks received it instead of
+        `error`. None if the engine has nothing to add.
     """
     if not run.status.is_set_up:
         return None

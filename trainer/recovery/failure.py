@@ -31,7 +31,7 @@ def note_training_batch(run: StageRun, error: BaseException) -> None:
 
 
 def note_missing_weights(run: StageRun, error: BaseException) -> None:
-    """Add a note to an error about meta tensors if other ranks hold the values. Not collective."""
+    """Add a note to an error about tensors on the device `meta` whose values are on other ranks. Not collective."""
     if "meta" in str(error) and not isinstance(error, TrainwrightError):
         elsewhere = [name for name, parameter in run.task.named_parameters() if parameter.is_meta]
         if elsewhere:

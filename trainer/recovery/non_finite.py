@@ -1,7 +1,8 @@
 """Handle steps whose loss or gradient is NaN or infinite.
 
-`"skip"` and `"rollback"` check before weights change. `"raise"` does so too if reading a value does not wait for the
-device. Otherwise it checks later, where the host waits for the device anyway and before each save.
+With `on_nonfinite="skip"` or `"rollback"`, each loss is checked before weights change. With `"raise"` this is so only
+if reading a value does not wait for the device. Otherwise losses are checked later, where the host waits for the device
+anyway, and before each save.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class GuardedStep:
         self._buffers = None if mode is None or later else BufferCopies(run.task)
 
     def __call__(self, group: Group) -> torch.Tensor | None:
-        """Run a group. Collective.
+        """Run forward and backward of a step, and check the result. Collective.
 
         Raises:
             NonFiniteError: `on_nonfinite="raise"`, a rollback is not possible, or `max_skipped` consecutive steps were
@@ -97,7 +98,7 @@ class GuardedStep:
         return None
 
     def look(self) -> None:
-        """Raise if any step since the last check was not finite on any rank. Collective; waits for the device.
+        """Raise if a loss or gradient of any rank since the last check is not finite. Collective; waits for the device.
 
         Raises:
             NonFiniteError: on every rank. Weights have changed since that step.
@@ -119,11 +120,11 @@ class GuardedStep:
 
     @staticmethod
     def _of_step(step: int, seen: tuple[int, NonFinite] | None) -> NonFinite:
-        """Return a rank's findings for a step; empty ones if its first non-finite step is a later one."""
+        """Return what a rank found at `step`. It found nothing if `seen`, its first non-finite step, is later."""
         return seen[1] if seen is not None and seen[0] == step else NonFinite(0.0, [])
 
     def is_bad_here(self) -> bool:
-        """Return whether this rank had a non-finite step. Waits for the device; not collective."""
+        """Return whether a loss or gradient of this rank was not finite. Waits for the device; not collective."""
         return self._first is not None and self._first.read() is not None
 
     def _is_skipped(self, group: Group) -> bool:
@@ -163,12 +164,12 @@ class GuardedStep:
         self._warn(found, no_checkpoint=run.settings.arguments.on_nonfinite == "rollback")
 
     def _find(self, group: Group, loss: torch.Tensor) -> _Found:
-        """Collect the findings of every rank. Collective; reads the device."""
+        """Return which losses and gradients of the current step are not finite. Collective; waits for the device."""
         seen = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
         return self._found(self._run.state.step, group.first_idx, len(group.batches), seen)
 
     def _found(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _Found:
-        """Combine the findings of all ranks for a step over `num` batches of this epoch. Collective."""
+        """Combine what each rank has found (`seen`) in a step on `num` batches of this epoch. Collective."""
         ids = self._run.engine.processes.gather_object(self._ids(first, num))
         return _Found(
             step=step,
@@ -257,7 +258,7 @@ class GuardedStep:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Findings of all ranks for a step. The lists have one entry per rank."""
+    """Losses and gradients of a step that are not finite. The lists have one item per rank."""
 
     step: int
     epoch: int

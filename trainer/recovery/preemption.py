@@ -168,7 +168,7 @@ class Preemption(ReceivedSignal):
 
 
 class EvaluationWatch:
-    """Check before each batch of an evaluation whether a signal that all ranks know stops the evaluation.
+    """Check before each batch of an evaluation whether all ranks know of a signal, so that the evaluation stops.
 
     Several processes exchange signals only before batches that every rank has, so that the order of collectives in the
     task's step is the same on all ranks. Evaluations with loaders of unknown length are not stopped.
@@ -201,7 +201,7 @@ class EvaluationWatch:
 
 
 def requeue_job() -> str:
-    """Requeue this process's Slurm job, if any. Returns a message for the user."""
+    """Requeue this process's Slurm job, if any. Return a message for the user; empty without a job."""
     job = slurm_job()
     if job is None:
         return ""

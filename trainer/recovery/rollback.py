@@ -43,7 +43,7 @@ class RollBack(Exception):
 
 
 def unit_of(place: Mapping[str, int]) -> str:
-    """Return the unit to use for a position in an epoch."""
+    """Return the first of `"samples"`, `"micro_batches"` and `"batch"` that a position in an epoch has."""
     return next(unit for unit in _UNITS if unit in place)
 
 
@@ -82,7 +82,9 @@ def find_checkpoint(run: StageRun, max_step: int) -> Path | None:
 
 
 def roll_back(run: StageRun, request: RollbackRequest) -> None:
-    """Roll back. Collective. Call it where nothing references the epoch's loader, so that the loader's workers end.
+    """Restore the requested checkpoint within the run, and record the data to skip. Collective.
+
+    Call it where nothing references the epoch's loader, so that the loader's workers end.
 
     Callbacks and loggers receive the same calls as for a resume in a new process, up to `on_fit_start`.
     """

@@ -24,10 +24,11 @@ from trainwright.trainer.run import StageRun
 
 
 class StepCalls:
-    """Calls of a step that may communicate: of the task, its modules and `all_gather`.
+    """Record the calls of an evaluation step that may communicate: of the task, its modules and `all_gather`.
 
     Attributes:
-        can_repeat: a step was recorded, and gradients were disabled in all its calls. A backward communicates too.
+        can_repeat: a step was recorded, and gradients were disabled in all its calls. Otherwise its backward may
+            communicate too, which is not recorded.
     """
 
     def __init__(self) -> None:

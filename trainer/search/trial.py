@@ -125,9 +125,7 @@ class StageTrialSteps:
             vars(self._run.data.datamodule).update(self._module)
 
     def _renew_loaders(self) -> None:
-        """Create the run's loaders again at the same position in the data. Collective if the creation of a loader is
-        collective.
-        """
+        """Create the run's loaders again, at the same position in the data. Collective if creating a loader is."""
         run, state, made = self._run, self._run.state, self._run.data.made
         run.data.forget()
         run.loop.validation = None

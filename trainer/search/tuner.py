@@ -22,7 +22,7 @@ _KINDS: dict[str, Stage] = {"fit": "fit", "validate": "validate", "test": "test"
 
 
 class Tuner:
-    """Search with a Trainer's settings for a batch size or learning rate, which is set on the task or data module.
+    """Search for a batch size or learning rate with a Trainer's settings. Sets the result on the task or data module.
 
     A search sets up a stage like the Trainer, without callbacks and loggers. Afterwards only the attribute has changed,
     not the Trainer, the task's weights, the generators or the files. Arguments and defaults are those of Lightning 2.6.
@@ -108,7 +108,8 @@ class Tuner:
             The test's results; None with `fast_dev_run`.
 
         Raises:
-            ConfigurationError: see `LearningRateFinder`. The Trainer already has one, or `method` is not `"fit"`.
+            ConfigurationError: the Trainer already has a `LearningRateFinder`, or `method` is not `"fit"`. See also
+                `LearningRateFinder`.
         """
         if method != "fit":
             raise ConfigurationError(f"lr_find(method={method!r}) is not supported. Use method='fit'.")
