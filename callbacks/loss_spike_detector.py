@@ -171,7 +171,8 @@ class LossSpikeDetector(Callback):
         self.num_spikes += 1
         self.last_spike = first - 1
         above = "" if math.isinf(bound) else f", above {bound:.5g}"
-        message = f"LossSpikeDetector: the training loss jumped at step {first - 1}: {loss:.5g}{above}"
+        later = f" and was still high {self.patience - 1} step(s) later" if self.patience > 1 else ""
+        message = f"LossSpikeDetector: the training loss jumped at step {first - 1}{later}: {loss:.5g}{above}"
         if self.action == "rollback":
             run.request_rollback(message, before_step=first - 1)
             return

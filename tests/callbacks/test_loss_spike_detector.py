@@ -81,7 +81,7 @@ def test_a_new_level_is_warned_of_once_and_then_the_normal_one(tmp_path: Path) -
 def test_with_patience_only_a_row_of_spikes_counts(losses: list[float], acts: int, tmp_path: Path) -> None:
     detector = LossSpikeDetector(window=20, patience=2, action="stop")
     if acts:
-        with pytest.warns(TrainwrightWarning, match="step 20"):
+        with pytest.warns(TrainwrightWarning, match=r"step 20 and was still high 1 step\(s\) later: 9"):
             feed(detector, [*QUIET, *losses], tmp_path)
     else:
         feed(detector, [*QUIET, *losses], tmp_path)
