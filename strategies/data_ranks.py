@@ -29,7 +29,7 @@ class DataRanks:
         rank: Data-parallel rank of this process. Processes with different ranks see different data.
         members: One global rank for each data-parallel rank. Equal on every process.
         group: Process group of this process and one process of each other data-parallel rank. None means all processes.
-        alone: Methods do not communicate. They return what they would if all ranks had passed the values of this rank.
+        alone: Methods do not communicate. Their results are as if all ranks had passed the values of this rank.
         parts: Number of consecutive ranks that read the same batches and see different parts of their sequences.
     """
 
@@ -85,8 +85,8 @@ class DataRanks:
         """Return the sum of a tensor over the data-parallel ranks. Collective; the host does not wait for the result.
 
         Args:
-            value: A tensor on the device, which may be overwritten. Processes that share a data-parallel rank pass equal values, or
-                values whose mean is the value of the data-parallel rank.
+            value: A tensor on the device, which may be overwritten. Processes that share a data-parallel rank pass
+                equal values, or values whose mean is the value of the data-parallel rank.
         """
         if self.processes.world_size == 1:
             return value

@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 
 WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[..., Any]
-"""Choice of units: module classes, their names, or a function that returns True for a module that is a unit. It may be a
+"""Choice of units: module classes, their names, or a function that returns True for a module that is a unit. Also a
 policy of `torch.distributed.fsdp.wrap`: `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap_policy, …)`."""
 
 LARGE_NUM_PARAMS = 100_000_000

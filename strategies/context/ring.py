@@ -95,7 +95,7 @@ class Ring:
         self._previous = dist.get_global_rank(self.group, (self.rank - 1) % self.size)
 
     def start(self, tensors: Sequence[Tensor], first_tag: int = 0) -> Transfer:
-        """Start to send contiguous tensors to the next rank, and to receive the previous rank's tensors of equal shapes."""
+        """Start to send contiguous tensors to the next rank, and to receive such tensors from the previous rank."""
         received = [torch.empty_like(tensor) for tensor in tensors]
         operations = []
         for tag, (sent, target) in enumerate(zip(tensors, received, strict=True), first_tag):
