@@ -27,7 +27,8 @@ class DataRanks:
     Attributes:
         processes: All processes.
         rank: Data-parallel rank of this process. Processes with different ranks see different data.
-        members: One global rank for each data-parallel rank. Equal on every process.
+        members: One global rank for each data-parallel rank, the same on every process. If some of them are not among
+            `processes`, a rank that is stands for them; see `Replica.data_ranks`.
         group: Process group of this process and one process of each other data-parallel rank. None means all processes.
         alone: Methods do not communicate. Their results are as if all ranks had passed the values of this rank.
         parts: Number of consecutive ranks that read the same batches and see different parts of their sequences.
@@ -89,11 +90,11 @@ class DataRanks:
                 equal values, or values whose mean is the value of the data-parallel rank.
         """
         if self.processes.world_size == 1:
-            return value
+            return value if self.size == 1 else value * self.size
         if self.alone:
             return value * self.size
         dist.all_reduce(value)
-        copies = self.processes.world_size // self.size  # processes per data-parallel rank
+        copies = self.processes.world_size / self.size  # below 1 if some of the ranks are not among `processes`
         return value if copies == 1 else value / copies
 
     @torch.no_grad()
@@ -124,7 +125,7 @@ class DataRanks:
         return self._gather(tensor)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        found = [torch.empty_like(tensor) for _ in set(self.members)]
         dist.all_gather(found, tensor.contiguous(), group=self.group)
         return torch.stack(found)
 
@@ -141,7 +142,7 @@ class _DifferentiableGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.ranks.group)
-        return total[ctx.ranks.rank], None
+        return total[ctx.ranks.rank % len(total)], None
 
 
 @contextmanager

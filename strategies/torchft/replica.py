@@ -56,7 +56,8 @@ class Replica:
     def data_ranks(self, own: DataRanks) -> DataRanks:
         """Return the data-parallel ranks of all replicas, given those of this replica.
 
-        Only the ranks of this replica can communicate. Their values are therefore used for all other replicas, too.
+        Only the ranks of this replica can communicate. `gather` and `sum` use their values for all other replicas, too.
+        `all_gather` returns only their tensors.
         """
         self._own_ranks = own
         replica, max_replicas, _ = self.strategy.replica_settings()
