@@ -98,15 +98,9 @@ class MeshShape:
 
 
 def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_replicate: int, dp_shard: int) -> list[str]:
-    """Return the two meshes of `world` ranks that are most similar to a mesh with another number of ranks.
+    """Return the two meshes of `world` ranks that are most similar to the given sizes, such as `"tp=2, dp_shard=4"`.
 
-    Args:
-        world: Number of ranks.
-        pp, tp, dp_replicate, dp_shard: Sizes of the given mesh.
-        cp_sp: Sizes of its axes `cp` and `sp` (Ulysses attention). At least one of the two is 1.
-
-    Returns:
-        Texts such as `"tp=2, dp_shard=4"`. Axes of size 1 are omitted.
+    `cp_sp` contains the sizes of `cp` and `sp`, of which at least one is 1. Axes of size 1 are omitted in the result.
     """
     given = (pp, tp, math.prod(cp_sp), dp_replicate, dp_shard)
     divisors = [size for size in range(1, world + 1) if world % size == 0]

@@ -145,7 +145,9 @@ class _Turns:
 
     def is_ours(self, tensor: DTensor) -> bool:
         if any(isinstance(placement, Partial) for placement in tensor.placements):
-            raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} has partial sums. Reduce it first.")
+            raise CheckpointError(
+                f"a tensor of shape {tuple(tensor.shape)} has partial sums. Call redistribute() first."
+            )
         axes = _copied_over(tensor, self._mesh)
         rank, num = 0, 1
         for axis in axes:

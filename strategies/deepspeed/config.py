@@ -63,10 +63,6 @@ class EngineConfig:
         options: All ZeRO arguments of the strategy, with default values.
         given: The ZeRO arguments that were passed.
 
-    Attributes:
-        content: The configuration as nested dicts.
-        origin: Name of the user's configuration in error messages.
-
     Raises:
         ConfigurationError: An argument differs from `config`, or options contradict each other.
     """
@@ -227,11 +223,9 @@ class EngineConfig:
     # For the engine
 
     def resolved(self, facts: RunFacts, *, trains: bool = True) -> dict[str, Any]:
-        """Return the configuration with every `"auto"` filled in by Accelerate's documented rules.
+        """Return the configuration with every `"auto"` filled in from `facts` by Accelerate's documented rules.
 
-        Args:
-            facts: Properties of the run.
-            trains: False removes the optimizer and the scheduler. Default: True.
+        `trains=False` removes the optimizer and the scheduler.
 
         Raises:
             ConfigurationError: A value differs from `facts`, or `"auto"` cannot be inferred.
@@ -278,7 +272,7 @@ def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, 
     except OSError as error:
         raise ConfigurationError(f"config={str(config)!r} cannot be read: {error}. Pass a path or a dict.") from error
     except ValueError as error:
-        raise ConfigurationError(f"config={str(config)!r} is not valid JSON: {error}.") from error
+        raise ConfigurationError(f"config={str(config)!r} is not valid JSON: {error}. Correct the file.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"config={str(config)!r} holds a {type(found).__name__}. Write a JSON object.")
     return found

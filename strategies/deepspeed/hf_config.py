@@ -53,7 +53,9 @@ class HfDeepSpeedConfig:
         if node is not None and last in node:
             del node[last]
         elif must_exist:
-            raise ConfigurationError(f"DeepSpeed's configuration has no {ds_key_long!r}.")
+            raise ConfigurationError(
+                f"DeepSpeed's configuration has no {ds_key_long!r}. Pass must_exist=False to ignore that."
+            )
 
     def is_true(self, ds_key_long: str) -> bool:
         """Return whether a key exists and its value is true."""

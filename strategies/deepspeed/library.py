@@ -42,9 +42,7 @@ def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
 def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
     """Return the hosts in DeepSpeed's hostfile with the indices of their devices.
 
-    Args:
-        path: The hostfile.
-        include, exclude: DeepSpeed's filters of hosts and devices, such as `"host1@host2:0,2"`. `""` disables a filter.
+    `include` and `exclude` are DeepSpeed's filters, such as `"host1@host2:0,2"`. `""` disables a filter.
 
     Raises:
         ValueError: The file or a filter is wrong.

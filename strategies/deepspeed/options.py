@@ -114,11 +114,7 @@ NAMES = tuple(each.name for each in fields(ZeroOptions))
 
 
 def read_options(given: Mapping[str, Any]) -> ZeroOptions:
-    """Return all ZeRO options for the arguments that were passed. The other options have their default values.
-
-    Raises:
-        ConfigurationError: A value is unknown, or `zero_optimization=False` has another stage than 0.
-    """
+    """Check the arguments that were passed, and return all options. The others have their default values."""
     options = ZeroOptions(**given)
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")
@@ -169,10 +165,7 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
 
 
 def defaults(options: ZeroOptions) -> dict[Path, Any]:
-    """Return {path: value} for the options that are written if the user passes no configuration.
-
-    Options in sections such as `"fp16"` are written only if they are passed; see `statements`.
-    """
+    """Return {path: value} of options for a user without a configuration. Sections such as `"fp16"` are omitted."""
     return {
         each.metadata["path"]: getattr(options, each.name)
         for each in fields(options)

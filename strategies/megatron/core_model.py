@@ -89,12 +89,7 @@ def shape_of(model: Any, tp: int) -> ModelShape:
 def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtype: torch.dtype) -> Any:
     """Return this rank's part of an uninitialized GPTModel, with layers of Transformer Engine if it is installed.
 
-    Args:
-        model: Model of transformers, whose configuration is used.
-        shape: Sizes of the model.
-        tp: Number of tensor-parallel ranks.
-        recompute: See `MegatronCoreEngine`.
-        dtype: dtype of the parameters.
+    `model` is the model of transformers whose configuration is used. For the other arguments see `MegatronCoreEngine`.
     """
     gpt2, given = shape.kind == "gpt2", model.config
     rope = {} if gpt2 else (given.to_dict().get("rope_parameters") or given.to_dict())

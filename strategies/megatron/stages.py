@@ -153,15 +153,10 @@ def _weight(modules: Iterable[nn.Module]) -> int:
 
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Divide layers so that the largest stage is as small as possible.
+    """Divide layers with these numbers of parameters so that the largest stage is as small as possible.
 
-    Args:
-        weights: Number of parameters of each layer.
-        before, after: Number of further parameters in the first and in the last stage.
-        num_stages: Number of stages.
-
-    Returns:
-        Index of the first layer of each stage except the first stage.
+    `before` and `after` are the numbers of further parameters in the first and in the last stage. Return the indices of
+    the first layers of all stages except the first stage.
     """
     totals = list(itertools.accumulate(weights, initial=0))
 

@@ -169,11 +169,7 @@ class PlansLayers(Protocol):
 
 
 def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Plan:
-    """Return the first plan that exists: the strategy's (`given`), the task's, or a built-in one. Not collective.
-
-    Raises:
-        ConfigurationError: There is no plan.
-    """
+    """Return the first plan that exists: the strategy's (`given`), the task's, or a built-in one. Not collective."""
     plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
