@@ -222,8 +222,8 @@ class ZeroModel:
 def connect_schedule(schedule: object, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
     """Make the plan's `DummyScheduler` forward to a scheduler of the real optimizer.
 
-    `schedule` is the scheduler of DeepSpeed's configuration. If it is None, `lr_scheduler_callable` creates one. Raise a
-    ConfigurationError if only one of the two, `DummyScheduler` and scheduler, exists.
+    `schedule` is the scheduler of DeepSpeed's configuration. If it is None, `lr_scheduler_callable` creates one. Raise
+    a ConfigurationError if only one of the two, `DummyScheduler` and scheduler, exists.
     """
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)
