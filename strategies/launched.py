@@ -47,7 +47,7 @@ class Launched:
         mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`. None if the variable is not set.
         accumulation: Micro-batches per optimizer step. 1 if the variable is not set.
         cpu: Use the CPU even if there is an accelerator.
-        not_read: Warnings about variables that are set but that no setting is read from.
+        not_read: Warnings about variables that are set but not used.
     """
 
     mixed_precision: str | None

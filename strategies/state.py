@@ -157,7 +157,7 @@ class FullState:
         return {plain_name(name): self._full(p, keep=keep).detach() for name, p in found}
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the full gradients by parameter name, as `full_parameters` returns parameters, collective too.
+        """Return the full gradients by parameter name. Collective if `full_parameters` is.
 
         Parameters without a gradient are omitted. The result is empty if the engine hides gradients. Must be called
         between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.

@@ -95,8 +95,8 @@ class DividedExperts:
     """The experts of one model, divided over `ep` ranks.
 
     As in FSDP, the parameters of experts are sharded along the first dimension over all ranks of a replica. In a
-    step, each group of `shards / ep` adjacent ranks gathers `num_experts / ep` consecutive experts, beginning with
-    expert `r // (shards / ep) * num_experts / ep` on rank r. The `ep` ranks with different experts exchange tokens.
+    step, each group of `shards / ep` adjacent ranks gathers `num_experts / ep` consecutive experts: the first group
+    gathers the first experts, and so on. The `ep` ranks with different experts exchange tokens.
     Experts stay gathered until backward ends.
 
     Args:
