@@ -100,8 +100,8 @@ def refuse_removed(owner: str, reasons: Mapping[str, str], *, of: str | None = N
 
     Args:
         owner: Class name of the strategy.
-        reasons: Name of another framework's option → the replacement to suggest.
-        of: Name to use instead of `owner` in the message. Default: None.
+        reasons: Name of another framework's option → the end of the message, which says what to use instead.
+        of: Name of the strategy in messages about `reasons`. Default: None, which uses `owner`.
     """
 
     def refuse(name: str, value: object, known: list[str]) -> None:

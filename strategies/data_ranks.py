@@ -27,9 +27,10 @@ class DataRanks:
     Attributes:
         processes: All processes.
         rank: Data-parallel rank of this process. Processes with different ranks see different data.
-        members: One global rank for each data-parallel rank. Equal on every process.
+        members: One global rank for each data-parallel rank, the same on every process. If some of them are not among
+            `processes`, a rank that is stands for them; see `Replica.data_ranks`.
         group: Process group of this process and one process of each other data-parallel rank. None means all processes.
-        alone: Do not communicate, and assume that all other ranks hold the same values as this rank.
+        alone: Methods do not communicate. Their results are as if all ranks had passed the values of this rank.
         parts: Number of consecutive ranks that read the same batches and see different parts of their sequences.
     """
 
@@ -61,7 +62,7 @@ class DataRanks:
         return self.size // self.parts
 
     def among(self, processes: Processes) -> DataRanks:
-        """Return the data-parallel ranks of the remaining processes: all processes, or only this process."""
+        """Return the data-parallel ranks of `processes`, which are all processes of the run or only this one."""
         all_left = processes.world_size == self.processes.world_size
         return replace(self, processes=processes) if all_left else type(self).of(processes)
 
@@ -82,23 +83,23 @@ class DataRanks:
         return self.gather_integers(values)[:: self.parts]
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor on the device over the data-parallel ranks. Collective, without blocking.
+        """Return the sum of a tensor over the data-parallel ranks. Collective; the host does not wait for the result.
 
         Args:
-            value: The tensor, which may be overwritten. Processes that share a data-parallel rank pass equal values, or
-                values whose mean is the value of the data-parallel rank.
+            value: A tensor on the device, which may be overwritten. Processes that share a data-parallel rank pass
+                equal values, or values whose mean is the value of the data-parallel rank.
         """
         if self.processes.world_size == 1:
-            return value
+            return value if self.size == 1 else value * self.size
         if self.alone:
             return value * self.size
         dist.all_reduce(value)
-        copies = self.processes.world_size // self.size  # processes per data-parallel rank
+        copies = self.processes.world_size / self.size  # below 1 if some of the ranks are not among `processes`
         return value if copies == 1 else value / copies
 
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Average tensors over all ranks, in place. Collective."""
+        """Average tensors over all processes, in place. Collective."""
         for chunk in _take_tensors(tensors, _CHUNK_BYTES):  # type: ignore[no-untyped-call]  # torch has no types here
             flat = _flatten_dense_tensors(chunk)  # type: ignore[no-untyped-call]  # torch has no types here
             dist.all_reduce(flat)
@@ -112,7 +113,7 @@ class DataRanks:
 
         Args:
             tensor: A tensor on the device, with the same shape on every rank.
-            sync_grads: Propagate gradients back to the ranks that passed the tensors.
+            sync_grads: The result supports backward, which passes gradients back to the ranks of the tensors.
         """
         if self.processes.world_size == 1:
             return tensor.unsqueeze(0)
@@ -124,7 +125,7 @@ class DataRanks:
         return self._gather(tensor)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        found = [torch.empty_like(tensor) for _ in set(self.members)]
         dist.all_gather(found, tensor.contiguous(), group=self.group)
         return torch.stack(found)
 
@@ -141,7 +142,7 @@ class _DifferentiableGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.ranks.group)
-        return total[ctx.ranks.rank], None
+        return total[ctx.ranks.rank % len(total)], None
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Description(Protocol):
 
 
 class TrainingPlan(Protocol):
-    """Properties of a training that are known before its engine starts. Each property is computed when it is read."""
+    """Properties of a training that the engine may need when it prepares the model. Computed when they are read."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
@@ -86,7 +86,7 @@ class Engine(LightningMembers):
         scaler: Loss scaler for float16 mixed precision. None in other precisions, and before optimizers are created.
         state: Reads and writes the task's state by the task's names. Set by `prepare`.
         step: Runs the optimizer steps. Set by `attach`.
-        conversions: Undoes the layer conversions of the precision and the compilation of blocks.
+        conversions: Callbacks that `close` calls to undo converted layers and compiled blocks.
         sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
         run_group: For user-written loops, `run_group(step, batches)` runs all micro-batches of an optimizer step
             forward and backward, and returns the mean loss over all ranks (0-dim). None means that micro-batches run
@@ -179,7 +179,10 @@ class Engine(LightningMembers):
         move_task(task, self.device)
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
-        """Compile a step module, or only the task's repeated blocks. Calls of `task.log` are outside of the graph."""
+        """Return a compiled `module`, or compile the task's repeated blocks in place and return `module` itself.
+
+        The settings choose between the two. A compiled `module` calls `task.log` outside of the graph.
+        """
         task = self.task
         if self.settings.compile_blocks:
             blocks = repeated_blocks(task)
@@ -241,10 +244,10 @@ class Engine(LightningMembers):
     # Evaluation, saves, trials
 
     def begin_evaluation(self) -> None:
-        """Synchronize ranks before an evaluation, so that all evaluate the model that a checkpoint has. Collective."""
+        """Before an evaluation, give all ranks the weights and buffers that a checkpoint would have. Collective."""
 
     def begin_save(self) -> None:
-        """Synchronize ranks before a save, so that a resumed run equals an uninterrupted one. Collective."""
+        """Give all ranks the same model and optimizer states before a save, if they may differ. Collective."""
 
     def weights_changed(self) -> None:
         """Record that weights may have been written outside of a step. Not collective."""
@@ -260,7 +263,11 @@ class Engine(LightningMembers):
 
     @contextmanager
     def reunited(self) -> Iterator[None]:
-        """Return a context in which remaining processes communicate for a final save, also after `close`."""
+        """Return a context in which the processes communicate for a final save, even after `close`. Collective.
+
+        After `close`, processes of a launcher connect again. Processes that the Trainer has started have ended, so only
+        this process takes part.
+        """
         processes, ranks = self.processes, self.data_ranks
         with processes.reunited(self.device) as left:
             self.processes, self.data_ranks = left, ranks.among(left)
@@ -278,8 +285,7 @@ class Engine(LightningMembers):
 
         Args:
             alone: Each rank trains its own replica, without communication in steps. A rank that runs out of memory then
-                does not block the others. Collective at the start and at the end. After an exception, only `close` may
-                be called.
+                does not block the others. Collective at the end. After an exception, only `close` may be called.
 
         Raises:
             ConfigurationError: This engine cannot undo steps, or cannot run a step on one process.
@@ -336,7 +342,7 @@ class Engine(LightningMembers):
     # For user-written training loops
 
     def use(self, strategy: Description) -> None:
-        """Use another description of the same kind of engine for models that are prepared later. Not collective."""
+        """Use another strategy, of the same class, for models that are prepared later. Not collective."""
         self.strategy = strategy
 
     def prepare_models(
@@ -356,7 +362,7 @@ class Engine(LightningMembers):
         return [move_module(model, self.device) for model in models]
 
     def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
-        """Return the object that has the attributes of a prepared model: the model, or a library's wrapper."""
+        """Return the object whose attributes a prepared model offers to users: the model, or a library's wrapper."""
         del prepared
         return model
 
@@ -378,7 +384,7 @@ class Engine(LightningMembers):
         return compiled
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepare an optimizer of a loop, and return the optimizer that the loop steps. Not collective.
+        """Prepare an optimizer of a user-written loop. Return the optimizer that the loop must step. Not collective.
 
         If `prepare_models` has replaced parameters of the optimizer, the optimizer receives the new parameters.
 
@@ -431,8 +437,9 @@ class Engine(LightningMembers):
         return nullcontext()
 
     def join(self, prepared: Sequence[object]) -> AbstractContextManager[Any] | None:
-        """Return a context in which ranks may run different numbers of steps. None if the engine does not support it.
-        Collective at its end.
+        """Return a context in which ranks may run different numbers of steps. Collective at its end.
+
+        Return None if there is nothing to join or the engine does not support it.
 
         Args:
             prepared: Results of `prepare_models`, or torch's `Joinable` objects.

@@ -47,7 +47,7 @@ class Launched:
         mixed_precision: `"fp16"`, `"bf16"` or `"fp8"`. None if the variable is not set.
         accumulation: Micro-batches per optimizer step. 1 if the variable is not set.
         cpu: Use the CPU even if there is an accelerator.
-        not_read: Warnings, one for each variable that is set but never read.
+        not_read: Warnings about variables that are set but not used.
     """
 
     mixed_precision: str | None
@@ -74,8 +74,8 @@ def read_launched(argument: str | None) -> Launched:
     """Read the launcher's variables.
 
     Args:
-        argument: The Accelerator's argument for the plugin of the selected engine, such as `"fsdp_plugin"`, also if
-            variables select the engine. None if there is no plugin.
+        argument: Name of the Accelerator's argument for the selected engine, such as `"fsdp_plugin"`. The engine may
+            have been selected by this argument or by a variable. None if no plugin is used.
 
     Raises:
         ConfigurationError: A variable has an invalid value.
@@ -165,7 +165,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
 
     def compile_options(self) -> dict[str, Any] | None:
-        """Return the arguments of `torch.compile` and the entry `regional`, or None if nothing is compiled.
+        """Return the arguments of `torch.compile`, plus `regional=True` for regional compilation. None: do not compile.
 
         Raises:
             ConfigurationError: The backend is unknown.
@@ -188,7 +188,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """Return the options of compilation from the one argument that is set, or else from environment variables.
+    """Return the options of compilation. Options that the arguments do not set are read from environment variables.
 
     Raises:
         ConfigurationError: Both arguments are set, or the plugin is not a `TorchDynamoPlugin`.

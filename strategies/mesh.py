@@ -98,7 +98,10 @@ class MeshShape:
 
 
 def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_replicate: int, dp_shard: int) -> list[str]:
-    """Return the sizes of the two meshes of `world` ranks that are most similar to the given mesh."""
+    """Return the two meshes of `world` ranks that are most similar to the given sizes, such as `"tp=2, dp_shard=4"`.
+
+    `cp_sp` contains the sizes of `cp` and `sp`, of which at least one is 1. Axes of size 1 are omitted in the result.
+    """
     given = (pp, tp, math.prod(cp_sp), dp_replicate, dp_shard)
     divisors = [size for size in range(1, world + 1) if world % size == 0]
     splits = divisors if given[2] > 1 else [1]
@@ -134,15 +137,15 @@ def data_group(mesh: DeviceMesh) -> ProcessGroup:
 def forget_groups(mesh: DeviceMesh) -> None:
     """Remove a mesh and its process groups from torch's caches. Not collective.
 
-    The caches must not hold the last reference to a process group: see DDPStrategy. Also, torch 2.13 would use cached
-    results for an equal mesh of a later run, whose groups have other names.
+    A cache that holds the last reference to a process group frees the group too late, which can crash or hang. Also,
+    torch 2.13 would use cached results for an equal mesh of a later run, whose groups have other names.
     """
     vars(mesh).get("_pg_registry", {}).clear()
     _clear_sharding_cache()
 
 
 def _clear_sharding_cache() -> None:
-    """Clear torch's cache of placements of results of DTensor operations."""
+    """Clear torch's cache of how DTensor operations shard their results."""
     names = ("_clear_python_sharding_prop_cache", "_clear_fast_path_sharding_prop_cache")
     functions = [getattr(debug, name) for name in names if hasattr(debug, name)]
     for clear in functions:

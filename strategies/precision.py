@@ -19,12 +19,12 @@ from trainwright.processes.partial_state import PartialState
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A precision by Lightning's names.
+    """Number formats of parameters and computation, under a name of Lightning.
 
     Attributes:
         name: `"32-true"`, `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"` or `"fp8"`.
-        param_dtype: dtype of parameters, buffers and floating-point inputs. None: unchanged.
-        autocast_dtype: dtype of matrix products while parameters stay float32. None: no autocast.
+        param_dtype: dtype of parameters, buffers and floating-point inputs. None does not convert them.
+        autocast_dtype: dtype of autocast, while parameters stay float32. None disables autocast.
         scaled: Scale the loss so that small float16 gradients do not underflow.
         converts_layers: `convert` changes layers of models.
         fp8_all_gather: FSDP gathers the weights of converted layers in float8.

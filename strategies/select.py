@@ -85,7 +85,7 @@ def select(
     accumulate_grad_batches: int = 1,
     clip: GradientClip | None = None,
 ) -> Selection:
-    """Choose the strategy and check it.
+    """Choose the strategy and check it. For the arguments, see `Trainer` and `EngineSettings`.
 
     `devices="auto"` uses the processes that the launcher has started. Without a launcher, it uses one process on the
     CPU, or all accelerators.
@@ -175,12 +175,12 @@ class LoopChoice:
     """The strategy of a user-written loop, before it is checked against the hardware.
 
     Attributes:
-        strategies: The strategy, or its name, of each plugin. Without plugins, the strategy that was passed. The engine
-            uses the first strategy.
+        strategies: One strategy for each plugin. Without plugins, one strategy or its name. The engine starts with the
+            first strategy.
         argument: Name of the argument that received the plugins, such as `"fsdp_plugin"`. None without plugins.
         plugins: The plugins by name.
         overridden: A message for each environment variable or argument that has no effect.
-        arrangement: The `ParallelismConfig` that sets the mesh of a plugin's strategy, or None.
+        arrangement: The `ParallelismConfig` that has set the mesh of the strategies. None if there is none.
     """
 
     strategies: list[str | Strategy]
@@ -191,14 +191,14 @@ class LoopChoice:
 
     @property
     def accumulation(self) -> int | None:
-        """Micro-batches of one optimizer step in the configurations of the engines, or None."""
+        """Micro-batches per optimizer step in the first strategy whose own configuration sets them, or None."""
         return next(
             filter(None, (one.stated_accumulation for one in self.strategies if isinstance(one, Strategy))), None
         )
 
     @property
     def mixed_precision(self) -> str | None:
-        """The mixed precision in the configurations of the engines, or None."""
+        """Mixed precision in the first strategy whose own configuration enables it, or None."""
         return next(filter(None, (one.stated_precision for one in self.strategies if isinstance(one, Strategy))), None)
 
 
@@ -212,12 +212,12 @@ def choose_for_loop(
 
     Args:
         strategy: A strategy, or `"auto"`.
-        plugins: The value of each argument of `PLUGINS`, or None.
+        plugins: Name of an argument in `PLUGINS` → its value, or None.
         shared: DeepSpeed plugins of other Accelerators in the script, used if no argument selects an engine.
-        ddp: Options of DistributedDataParallel, or None. An environment variable overrides them.
+        ddp: Options of DistributedDataParallel, or None. Unused if an environment variable selects an engine.
 
     Raises:
-        ConfigurationError: A plugin has a wrong class, or two arguments select an engine.
+        ConfigurationError: A plugin has a wrong class, or two arguments or two variables select an engine.
     """
     num_processes = detect().world_size
     given = {name: _checked_plugins(name, value) for name, value in plugins.items() if value is not None}
@@ -324,6 +324,9 @@ def compile_options(spec: bool | str | dict[str, Any]) -> tuple[dict[str, Any] |
 
     Returns:
         The arguments of `torch.compile` (None disables compilation), and whether only repeated blocks are compiled.
+
+    Raises:
+        ConfigurationError: The value is none of these.
     """
     if spec is False or spec is None:
         return None, False

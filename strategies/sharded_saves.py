@@ -36,8 +36,8 @@ class SaveTarget:
 class ShardedSaves:
     """Writer of sharded checkpoints. Each rank writes its shards. The main rank also writes unsharded values.
 
-    First all ranks check that they can write. Then each rank writes on its own, and only the main rank waits for the
-    reports of the others.
+    First all ranks check that they can write. Then each rank writes on its own. The main rank waits until the others
+    have reported their files, and publishes the checkpoint.
 
     Args:
         engine: The engine of the run.
@@ -90,7 +90,7 @@ class ShardedSaves:
                 draft.close()
 
     def hurry(self) -> None:
-        """Shorten the wait for other ranks. Call this after the run has failed, because other ranks may have ended."""
+        """Make saves in progress wait at most 10 s for other ranks, which may have ended because the run failed."""
         if self._group is not None:
             self._group.hurry(_GRACE_S)
 

@@ -1,8 +1,8 @@
 """Shards of DTensors: gather full tensors, and shard full tensors.
 
 A dimension may be sharded twice: tensor parallelism splits a layer first, and FSDP then shards the result over the
-data-parallel ranks. The mesh axes have the opposite order. The shard of a rank then consists of several blocks of the
-full tensor. The same is true for layers whose blocks are split separately, such as a fused QKV.
+data-parallel ranks, although its axis comes first in the mesh. The shard of a rank then consists of several blocks of
+the full tensor. The same is true for layers whose blocks are split separately, such as a fused QKV.
 """
 
 from __future__ import annotations
@@ -111,10 +111,8 @@ def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[B
 def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
     """Return a tree of state with `TensorShards` in place of its DTensors. Not collective.
 
-    Every rank passes the same tree.
-
-    If several ranks hold the same shard, one of these ranks writes it. The writing ranks are chosen so that all ranks
-    write similar numbers of bytes.
+    Every rank must pass the same tree. If several ranks hold the same shard, only one of them writes it. The choice
+    gives all ranks similar numbers of bytes to write.
 
     Args:
         tree: The state.
@@ -139,7 +137,7 @@ def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
 
 
 class _Turns:
-    """Choice of the rank that saves a shard, among the ranks with this shard: the rank with the fewest bytes so far."""
+    """Chooses which of the ranks with the same shard saves it: the rank that has saved the fewest bytes so far."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
@@ -147,7 +145,9 @@ class _Turns:
 
     def is_ours(self, tensor: DTensor) -> bool:
         if any(isinstance(placement, Partial) for placement in tensor.placements):
-            raise CheckpointError(f"a tensor of shape {tuple(tensor.shape)} has partial sums. Reduce it first.")
+            raise CheckpointError(
+                f"a tensor of shape {tuple(tensor.shape)} has partial sums. Call redistribute() first."
+            )
         axes = _copied_over(tensor, self._mesh)
         rank, num = 0, 1
         for axis in axes:
@@ -196,7 +196,7 @@ def _is_sharded_twice(tensor: DTensor) -> bool:
 
 
 def _runs(tensor: DTensor, rank: Sequence[int] | None = None) -> list[list[Run]]:
-    """Return the indices of the full tensor in a rank's shard for each dimension, in the order of the shard."""
+    """Return, for each dimension, which indices of the full tensor a rank's shard holds, in the order of the shard."""
     mesh = tensor.device_mesh
     here = rank or [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
     found = [[(0, size)] for size in tensor.shape]
@@ -209,7 +209,7 @@ def _runs(tensor: DTensor, rank: Sequence[int] | None = None) -> list[list[Run]]
 
 
 def _blocks(tensor: DTensor, axis: int) -> int:
-    """Return the number of blocks of a dimension that are separately sharded along an axis."""
+    """Return into how many blocks a dimension is divided before each block is sharded along a mesh axis."""
     placement = tensor.placements[axis]
     # On an earlier axis, torch's split factor is the number of shards along later axes.
     is_last = axis == len(tensor.placements) - 1
@@ -217,7 +217,7 @@ def _blocks(tensor: DTensor, axis: int) -> int:
 
 
 def _split(runs: list[Run], blocks: int, ranks: int, rank: int) -> list[Run]:
-    """Return the indices of one rank if each block of the indices is sharded over ranks."""
+    """Divide indices into blocks, shard each block over `ranks` ranks, and return the indices of one rank."""
     if blocks > 1:
         parts = [_chunk(runs, blocks, block) for block in range(blocks)]
         return [run for part in parts for run in _chunk(part, ranks, rank)]

@@ -22,15 +22,15 @@ _STATE_DICT_TYPES = {
 
 
 class FullState:
-    """State of a task and its optimizers, for parameters whose values are in `p` and gradients in `p.grad`.
+    """State of a task and its optimizers, whose parameters and gradients are in `p` and `p.grad`, full or as DTensors.
 
-    Engines that store or shard the state in another way use a subclass.
+    Engines that store values elsewhere use a subclass.
 
     Args:
         task: The prepared task.
         optimizers: Its optimizers.
         device: Device on which shards are gathered.
-        is_main: True if this rank needs the values of gathered tensors.
+        is_main: True on the main rank, which alone receives the values of gathered tensors.
         names: Names of parameters that are in the optimizers but not in the task. Default: None.
     """
 
@@ -58,10 +58,10 @@ class FullState:
 
     @property
     def saves_shards(self) -> bool:
-        """True if each rank writes its own shards of a checkpoint. Equal on every rank. Read before each save.
+        """True if each rank writes its own shards of a checkpoint. The same on every rank. Read before each save.
 
-        If True, `model_state` and `optimizer_states` do not gather tensors. They return this rank's tensors for
-        `shards_of`. The main rank saves unsharded tensors.
+        If True, `model_state` and `optimizer_states` do not gather tensors. The caller passes their results to
+        `shards_of`. Only the main rank saves unsharded tensors.
         """
         return False
 
@@ -69,8 +69,8 @@ class FullState:
         """Return a tree of state with `trainwright.checkpoint.TensorShards` in place of every sharded tensor.
 
         Called once for each save on every rank with the same tree, if `saves_shards` is True. Not collective. If
-        several ranks hold the same values, only one may return them. Two references to one tensor must remain one
-        object.
+        several ranks hold the same values, only one may return them. A tensor that is in the tree twice must be
+        replaced by the same object twice.
         """
         return tree
 
@@ -133,7 +133,9 @@ class FullState:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_sharded(tensor) else None
 
     def shard_like(self, value: object, like: object) -> Any:
-        """Shard a full tensor like `like`. Values that do not fit are returned unchanged. Not collective.
+        """Shard a full tensor like the sharded tensor `like`, which has the same shape. Not collective.
+
+        Any other value, or a value for an unsharded `like`, is returned unchanged.
 
         Args:
             value: Value from a checkpoint, of any shape, on the host.
@@ -155,10 +157,10 @@ class FullState:
         return {plain_name(name): self._full(p, keep=keep).detach() for name, p in found}
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return the existing full gradients, like `full_parameters`. Empty if the engine hides gradients.
+        """Return the full gradients by parameter name. Collective if `full_parameters` is.
 
-        Must be called between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and
-        unscaled.
+        Parameters without a gradient are omitted. The result is empty if the engine hides gradients. Must be called
+        between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.
         """
         found = [(name, p.grad) for name, p in self._task.named_parameters()]
         return {plain_name(name): self._full(g, keep=keep).detach() for name, g in found if g is not None}
@@ -174,7 +176,7 @@ class FullState:
 class JointState(FullState):
     """The joint state of several models in one checkpoint.
 
-    To load weights or read single tensors, use the states of the models.
+    It does not load weights or read single tensors. The states of the models do.
 
     Args:
         task: A module whose children are the models.
@@ -222,7 +224,7 @@ class JointState(FullState):
 
 
 def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> dict[str, Any]:
-    """Return the state of an optimizer with another prefix of the parameter names."""
+    """Return the state of an optimizer with parameter names from which a prefix is removed or to which one is added."""
 
     def renamed(name: str) -> str:
         return add + name.removeprefix(remove)
@@ -232,7 +234,7 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
 
 
 def shard_like(value: object, like: object) -> Any:
-    """Shard a full tensor like `like`. Other values are returned unchanged. Not collective."""
+    """Shard a full tensor like `like`; see `FullState.shard_like`."""
     if isinstance(value, torch.Tensor) and is_sharded(like) and value.shape == like.shape and like.dim():
         from trainwright.strategies.shards import shard_like
 

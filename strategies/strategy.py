@@ -35,17 +35,17 @@ _OF_LIGHTNING = {
 
 @dataclass(frozen=True, slots=True)
 class StrategyOutline:
-    """The distribution of a model over the ranks of a run, as far as it is known before the run.
+    """Prediction of how a run distributes a model over its ranks.
 
     Attributes:
         mesh: Number of ranks along each axis.
         units: Modules that are sharded or offloaded separately.
         shards: Number of ranks over which each parameter is divided along its first dimension. 1 means that every rank
-            holds full parameters. None means another division.
+            holds full parameters. None means that parameters are divided in another way.
         param_dtype: Data type of gathered parameters. None means the data type of the stored parameters.
         reduce_dtype: Data type in which gradients are averaged. None means the data type of the gradients.
-        reduces: False if the data type in which gradients are averaged is not known.
-        peak: The strategy's name in `rank_peaks`. None: the memory is not estimated.
+        reduces: True if `reduce_dtype` is known. False means that gradients may be averaged in any data type.
+        peak: Name of the strategy in the estimate of memory per rank. None disables the estimate.
     """
 
     mesh: MeshShape
@@ -67,7 +67,7 @@ class Strategy:
         capabilities: Features that the engine supports; see `Capabilities`.
         is_distributed: The engine supports several processes.
         runs_on: Device type that the engine needs. None means any.
-        distributed_type: Value of `Accelerator.distributed_type`. None uses the kind of the process group.
+        distributed_type: Value of `Accelerator.distributed_type`. None uses `PartialState.distributed_type`.
         stated_accumulation: Micro-batches of one optimizer step in the engine's own configuration, or None.
         stated_precision: `"bf16"` or `"fp16"` if the engine's own configuration enables mixed precision, or None.
         sync_each_batch: Gradients are averaged over ranks after every micro-batch of a step.
@@ -122,7 +122,7 @@ class Strategy:
             )
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
-        """Check a task before processes start. Its model may not be built yet.
+        """Check a task before processes start. Layers that `configure_model` creates do not exist yet.
 
         Raises:
             ConfigurationError: The engine cannot train the task.

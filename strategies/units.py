@@ -14,8 +14,8 @@ from torch import nn
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 
 WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[..., Any]
-"""Module classes or their names, or a function of a module that returns True for units; also a policy of
-`torch.distributed.fsdp.wrap`, such as `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap_policy, …)`."""
+"""Choice of units: module classes, their names, or a function that returns True for a module that is a unit. Also a
+policy of `torch.distributed.fsdp.wrap`: `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap_policy, …)`."""
 
 LARGE_NUM_PARAMS = 100_000_000
 
@@ -39,8 +39,8 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
 
     Args:
         task: A model or task. If `policy` and `min_num_params` are None, its units are the result of `shard_units`, or
-            the classes in `_no_split_modules` of a transformers model.
-        policy: Modules that are units.
+            the modules whose class is in `_no_split_modules` of a transformers model.
+        policy: See `WrapPolicy`. Not used with `min_num_params`.
         min_num_params: Minimum number of parameters of a unit, without parameters of nested units.
 
     Raises:
@@ -84,7 +84,7 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
         argument: Name of the argument for error messages.
 
     Raises:
-        ConfigurationError: No module has the class, or a module has no forward.
+        ConfigurationError: The policy has another type, no module has the class, or a module has no forward.
     """
     modules = [module for module in task.modules() if module is not task]
     if hasattr(policy, "_lambda_fn"):
@@ -249,9 +249,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> list[nn.Module]:
-    """Compile modules in place, so that parameter names do not change. Return the modules that were not compiled.
+    """Compile modules in place, so that parameter names do not change. Skip modules that are compiled already.
 
-    The attribute `_compiled_call_impl` is set.
+    Returns:
+        The modules that this call has compiled. Their attribute `_compiled_call_impl` is set.
     """
     found = [block for block in blocks if block._compiled_call_impl is None]
     for block in found:
@@ -280,7 +281,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_shards: int) -> None:
-    """Warn if most of a large model is outside of units, so that every rank gathers it at once. Not collective.
+    """Warn if most parameters of a large model are in no unit. Every rank gathers those together. Not collective.
 
     Args:
         task: The model, on any device.
@@ -340,15 +341,15 @@ class ModuleTraces:
         self._added: list[tuple[nn.Module, set[str], set[tuple[str, int]]]] = []
 
     def modules(self) -> Iterator[nn.Module]:
-        """Yield the modules."""
+        """Yield the recorded modules."""
         return (module for module, *_ in self._before)
 
     def note(self) -> None:
-        """Record the attributes and hooks that the library has added. Must be called before the user adds any."""
+        """Record which attributes and hooks the library has added. Call this before anything else adds more."""
         self._added = [(m, set(vars(m)) - names, hook_keys(m) - hooks) for m, _, names, hooks in self._before]
 
     def remove(self) -> None:
-        """Restore classes, and remove attributes and hooks. Parameters are not changed. Not collective."""
+        """Restore classes, and remove the attributes and hooks that `note` has recorded. Keep parameters."""
         for module, cls, *_ in self._before:
             module.__class__ = cls
         for module, names, hooks in self._added:

@@ -34,8 +34,8 @@ def ulysses_attention(
 
     An all-to-all gives each rank the full sequence for some heads. A second all-to-all restores the split sequence.
     Source: Jacobs et al., "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
-    Transformer Models" (2023). The sequence is split in order `"plain"`. Collective, in backward too: every rank passes
-    tensors of the same shapes. For the arguments see `ring_attention`.
+    Transformer Models" (2023). Collective, in backward too: every rank passes tensors of the same shapes. The arguments
+    are those of `ring_attention`, but the sequence must be split in order `"plain"` (see `Order`).
 
     Raises:
         ConfigurationError: The number of heads of `q`, `k` or `v` is not divisible by the number of ranks.
@@ -53,7 +53,10 @@ def ulysses_attention(
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup | None, *, to_heads: bool) -> Tensor:
-    """Split heads and join the sequence over ranks with `to_heads`, or vice versa. Collective, in backward too."""
+    """Exchange a part of the sequence with all heads for the full sequence of some heads. Collective, in backward too.
+
+    With `to_heads=False`, exchange in the opposite direction.
+    """
     split, join = (1, 2) if to_heads else (2, 1)
     sent = torch.stack(tensor.chunk(dist.get_world_size(group), split))
     group = group or dist.group.WORLD
@@ -74,8 +77,8 @@ class SplitAttention:
         kind: `"ring"` sends keys and values from rank to rank. `"ulysses"` divides the heads among the ranks.
 
     Attributes:
-        order: Order of the split sequence, `"plain"` or `"zigzag"`.
-        is_active: Attention currently spans the ranks.
+        order: How the ranks must split the sequence; see `Order`.
+        is_active: True within `over_ranks`, where attention covers the sequences of all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
@@ -86,7 +89,11 @@ class SplitAttention:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Replace torch's function in all threads: backward may recompute activations in another thread."""
+        """Return a context that replaces torch's function for all threads of the process.
+
+        The function behaves as before, except within `over_ranks` and in the backward of its steps, where activations
+        may be recomputed in another thread.
+        """
         plain, plain_module = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
 
         def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -117,7 +124,7 @@ class SplitAttention:
 
     @contextmanager
     def over_ranks(self, *, required: bool = True) -> Iterator[None]:
-        """Make attention span the ranks.
+        """Return a context in which attention covers the sequences of all ranks. Needs `installed`.
 
         Args:
             required: Raise an error if the model does not call attention. Default: True.

@@ -1,4 +1,4 @@
-"""Targets of a batch for transformers models: the labels over which the loss averages."""
+"""Targets of transformers models: the labels that count in the loss."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def ring_attention(
 ) -> Tensor:
     """Return the attention of this rank's queries over the keys and values of all ranks. The dtype is that of `q`.
 
-    The sequence is split in order `"zigzag"`.
+    With `is_causal`, the sequence must be split in order `"zigzag"` (see `Order`).
 
     Forward sends keys and values around the group. Backward sends them again, together with their gradients. The next
     block is received while the current one is computed. Partial results are merged in float32, or in float64 for
@@ -44,7 +44,7 @@ def ring_attention(
         k: (batch, heads, local length, head size).
         v: (batch, heads, local length, value size).
         group: Process group that splits the sequence. None means all ranks.
-        is_causal: A position sees only itself and earlier positions. Blocks that are fully masked are not computed.
+        is_causal: A position sees only itself and earlier positions. Fully masked parts of the scores are not computed.
         scale: Factor of the scores. Default: 1 / √(head size).
         enable_gqa: Accept a number of heads of `q` that is a multiple of the number of heads of `k` and `v`.
 
@@ -75,7 +75,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -
 
 
 def _block(rank: int, source: int, length: int, is_causal: bool) -> tuple[slice, slice, bool]:
-    """Return the parts of `rank`'s queries and `source`'s keys to use, and whether their block is causal."""
+    """Return which of `rank`'s queries see which of `source`'s keys, and whether a causal mask applies to them."""
     everything, half = slice(None), length // 2
     if not is_causal or source == rank:  # a rank's own positions ascend
         return everything, everything, is_causal

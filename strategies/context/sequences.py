@@ -90,7 +90,10 @@ class SplitSequences:
         )
 
     def split(self, batch: object, task: TaskModule) -> tuple[Any, float]:
-        """Return this rank's part of a batch, and the part's weight in a mean over the ranks, 1 on average."""
+        """Return this rank's part of a batch, and the weight of the part's loss in the mean over the ranks.
+
+        The weight is proportional to the number of targets or items in the part, and 1 on average.
+        """
         part = task.split_sequences(batch, self)
         own: int | Tensor | None = count_targets(part, shifts=self._shifts)
         total: int | Tensor | None = count_targets(batch, shifts=self._shifts)
@@ -102,7 +105,7 @@ class SplitSequences:
 
     @contextmanager
     def models(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which attention in the steps of a model spans split sequences.
+        """Return a context that adapts the attention, masks and losses of a model to split sequences.
 
         Raises:
             ConfigurationError: The model's attention is not supported.
@@ -150,9 +153,12 @@ class SplitSequences:
 
     @contextmanager
     def in_place(self, buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]) -> Iterator[None]:
-        """Return a context in which attention spans split sequences, and buffers hold this rank's parts.
+        """Return a context in which attention covers the sequences of all ranks, and buffers hold this rank's parts.
 
-        See `maybe_context_parallel`.
+        Args:
+            buffers: Tensors to split in place.
+            dims: The dimension of the sequence in each buffer.
+            kept: Buffers that stay split after the context.
         """
         if len(buffers) != len(dims):
             raise ConfigurationError(
@@ -172,7 +178,7 @@ class SplitSequences:
                     buffer.data = full
 
     def step_parts(self, parts: StepParts) -> StepParts:
-        """Return step parts with which a step splits batches and computes attention over the ranks."""
+        """Return a copy of `parts` for a step that splits its batches and attends over the sequences of all ranks."""
         return replace(
             parts,
             context=_Forward(self.attention, parts.context),
@@ -181,7 +187,7 @@ class SplitSequences:
 
 
 class _Forward(ExitStack):
-    """Context of a forward in which attention spans the ranks."""
+    """Context of a forward in which attention covers the sequences of all ranks."""
 
     def __init__(self, attention: SplitAttention, inner: AbstractContextManager[object] | None) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ def positions(length: int, group: dist.ProcessGroup | None, order: Order) -> Ten
     Args:
         length: Length of the full sequence.
         group: Process group that splits the sequence. None means all ranks.
-        order: Order of the split sequence.
+        order: See `Order`.
 
     Raises:
         ConfigurationError: `length` is not divisible by the number of ranks (`"plain"`) or by twice that number

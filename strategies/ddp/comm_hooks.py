@@ -34,10 +34,10 @@ class DDPCommunicationHookType(StrEnum):
 
 
 def batched_power_sgd(state: Any, bucket: Any) -> Any:
-    """Average a bucket as one square low-rank matrix, with PowerSGD (Vogels et al., 2019, algorithm 1). Collective.
+    """Average a bucket with PowerSGD, as a low-rank approximation of one square matrix. Collective.
 
-    Replaces torch's `batched_powerSGD_hook`, which fails in its first compressed step (torch 2.13: its matrices have
-    two dimensions, but `_orthogonalize` needs three).
+    Source: Vogels et al. (2019), algorithm 1. Replaces torch's `batched_powerSGD_hook`, which fails in its first
+    compressed step (torch 2.13: its matrices have two dimensions, but `_orthogonalize` needs three).
 
     Args:
         state: A `PowerSGDState`.
@@ -187,7 +187,7 @@ class CommHook:
         return bool(self.hook == "no" and self.wrapper == "no")
 
     def register(self, replica: DistributedDataParallel) -> None:
-        """Register the hook with a replica. Resets the state of PowerSGD. Not collective."""
+        """Register the hook with a replica, with a new state of PowerSGD. Not collective."""
         if self.is_plain:
             return
         hook: Hook = default_hooks.allreduce_hook
@@ -219,9 +219,10 @@ def _named(argument: str, value: object, known: tuple[str, ...]) -> Any:
 
 
 def _power_sgd_options(state: object) -> dict[str, Any]:
-    """Check and return PowerSGD's options, without the errors and low-rank factors of a state object.
+    """Check and return PowerSGD's options.
 
-    These belong to the buckets of one replica, and every stage creates a new replica.
+    The errors and low-rank factors in a `PowerSGDState` are dropped. They belong to the buckets of one replica, and
+    every stage creates a new replica.
     """
     if isinstance(state, PowerSGDState):
         found = {name: getattr(state, name) for name in _POWER_SGD_OPTIONS if hasattr(state, name)}

@@ -38,7 +38,7 @@ from trainwright.strategies.strategy import DataParallel, ParallelEngine, Strate
 class LocalSGDStrategy(DataParallel):
     """Strategy with one replica per process. Parameters are averaged after every `local_sgd_steps` optimizer steps.
 
-    Other steps have no communication: gradients, their norm, clipping and the loss are those of one rank. Parameters
+    Between two averages, ranks do not communicate: gradients, their norm and the loss are those of one rank. Parameters
     are also averaged before an evaluation, a checkpoint and the end of a stage, and training continues from the
     average. A checkpoint also averages optimizer states, because a resumed run starts with the same states on all
     ranks. Each average copies rank 0's buffers to all ranks. (Zhang et al., Parallel SGD: When does averaging help?,
@@ -49,7 +49,7 @@ class LocalSGDStrategy(DataParallel):
 
     Args:
         local_sgd_steps: Optimizer steps between two averages, ≥ 1, counted from the start of the run. Default: 8.
-        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DataParallel`.
 
     Raises:
         ConfigurationError: `local_sgd_steps` is not a positive integer, or the precision is `"16-mixed"`.
@@ -147,7 +147,7 @@ class LocalSGDEngine(ParallelEngine):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
     def count_step(self) -> None:
-        """Record a step of the task. Average the replicas after every `local_sgd_steps`, which is collective."""
+        """Record a step of the task. After every `local_sgd_steps` steps, average the replicas. Collective then."""
         self._note_step()
         # The run's step count is restored by a resume and after a trial. It does not include the current step yet.
         if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
@@ -236,7 +236,10 @@ class LocalStep(AutomaticStep):
 
 
 class LocalManualStep(ManualStep):
-    """A local step with manual optimization. It counts the groups of micro-batches with an optimizer step."""
+    """A step with manual optimization and the gradients of this rank only.
+
+    A call of `forward_backward` in which an optimizer steps, once or several times, counts as one step.
+    """
 
     def __init__(self, parts: StepParts, engine: LocalSGDEngine) -> None:
         super().__init__(parts)

@@ -53,16 +53,14 @@ def average_replicas(ranks: DataRanks, parameters: Iterable[nn.Parameter], buffe
 
 
 class FlatGradients:
-    """Gradients of trained parameters of one dtype in one tensor, for an all-reduce that sums over replicas.
-
-    For a sharded parameter, the tensor contains this rank's shard of the gradient.
+    """Gradients of trained parameters of one dtype, concatenated for one all-reduce over replicas.
 
     Args:
-        parameters: The parameters.
-        weight: Factor of the gradients.
+        parameters: The parameters. A sharded parameter contributes this rank's shard of its gradient.
+        weight: Factor of the gradients in `values`.
 
     Attributes:
-        values: The tensor, to be summed in place.
+        values: The concatenated gradients, which the caller sums over replicas in place.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weight: float) -> None:
@@ -76,7 +74,10 @@ class FlatGradients:
         )
 
     def write_mean(self, total_weight: float) -> None:
-        """Divide the sums by a number. Write the result to each gradient that exists on at least one replica."""
+        """Divide the summed `values` by `total_weight`, and write the means to the parameters' gradients.
+
+        A parameter without a gradient on any replica keeps none.
+        """
         num = len(self._parameters)
         used = self.values[-num:].tolist()
         means = _unflatten_dense_tensors(self.values[:-num] / total_weight, self._parts)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -89,7 +90,7 @@ class FlatGradients:
 
 @torch.no_grad()
 def flat_gradients(parameters: Iterable[nn.Parameter], weight: float = 1.0) -> list[FlatGradients]:
-    """Return the gradients of all trained parameters in one tensor for each dtype."""
+    """Return the gradients of all trained parameters, as one `FlatGradients` for each dtype."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
@@ -116,7 +117,10 @@ _MOST_NAMES = 10
 
 
 def unused_parameters(error: BaseException, model: nn.Module) -> TaskError | None:
-    """Return an error that names the parameters that a step did not use. Return None if `error` has another cause."""
+    """Translate DistributedDataParallel's error about unused parameters into one that names them.
+
+    Return None for any other error.
+    """
     text = str(error)
     if not isinstance(error, RuntimeError) or not text.startswith(_MARK):
         return None

@@ -206,7 +206,10 @@ class DDPEngine(ParallelEngine):
         return replica
 
     def _may_skip_sync(self, replica: DistributedDataParallel) -> bool:
-        """Return whether the next backward of a replica may keep its gradients local."""
+        """Return whether the next backward of a replica may keep its gradients local.
+
+        Return False at the first call for a replica with a static graph.
+        """
         is_recorded = replica not in self._unrecorded
         self._unrecorded.discard(replica)
         return is_recorded
@@ -240,7 +243,7 @@ class DDPEngine(ParallelEngine):
 
     @property
     def _reorders_buckets(self) -> bool:
-        """True if the replica rebuilds its buckets after the first step, and a backward of zeros has no other effect.
+        """True if the order in the replica's buckets affects results, and `BucketOrder` can reproduce it.
 
         With two ranks the order of summation does not matter.
         """
@@ -359,9 +362,9 @@ class BucketOrder:
         self._handles = []
 
     def replay(self, replica: DistributedDataParallel, task: TaskModule, names: Sequence[str]) -> None:
-        """Run a backward of zeros in an order, so that the next forward rebuilds buckets in that order. Collective.
+        """Run a backward of zeros in the order `names`, in which the next forward then builds buckets. Collective.
 
-        Does nothing if the names differ from those of the trained parameters.
+        Does nothing if `names` are not the names of all trained parameters.
         """
         trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
         if set(names) != set(trained):

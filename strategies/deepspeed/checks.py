@@ -1,4 +1,4 @@
-"""Checks for tasks and optimizers that DeepSpeed cannot train. Each raises a ConfigurationError."""
+"""Checks that raise a ConfigurationError for tasks and optimizers that DeepSpeed cannot train."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_optimizers(
     precision: Precision,
     source: str = "configure_optimizers returned",
 ) -> None:
-    """Check the optimizers of a stage or of a user-written loop. Error messages begin with `source`."""
+    """Check the optimizers of a Trainer's stage or of a prepared model. `source` begins their names in messages."""
     named = "optimizer" in config.content
     if len(optimizers) != 1:
         what = "Use DummyOptim(model.parameters())" if named else "Put all parameters into groups of one optimizer"
@@ -104,7 +104,7 @@ def check_optimizers(
 
 
 def keep_groups(optimizer: Optimizer, task: str) -> None:
-    """Make `add_param_group` of an engine's optimizer raise a TaskError. The engine would not step a new group."""
+    """Make `add_param_group` of an optimizer raise a TaskError, because DeepSpeed's engine would not step the group."""
 
     def add_param_group(param_group: dict[str, Any]) -> None:
         raise TaskError(

@@ -56,7 +56,16 @@ class RunFacts:
 
 
 class EngineConfig:
-    """DeepSpeed's configuration before the values of a run are filled in; see `RunFacts`."""
+    """DeepSpeed's configuration. Values that depend on the run remain `"auto"` until `resolved`.
+
+    Args:
+        config: The user's configuration: a dict, the path of a JSON file, or None.
+        options: All ZeRO arguments of the strategy, with default values.
+        given: The ZeRO arguments that were passed.
+
+    Raises:
+        ConfigurationError: An argument differs from `config`, or options contradict each other.
+    """
 
     def __init__(
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
@@ -89,7 +98,14 @@ class EngineConfig:
         return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
 
     def state(self, path: Path, value: object, origin: str, *, overrides: bool = False) -> None:
-        """Set a value that `origin` determines. Raise an error if the user's configuration has another value."""
+        """Set a value, and raise a ConfigurationError if the user's configuration has another one.
+
+        Args:
+            path: Keys of the value in the nested dicts.
+            value: The value.
+            origin: Source of the value in the error message, such as `"Trainer(precision='bf16-mixed')"`.
+            overrides: Replace another value without an error. Default: False.
+        """
         found = look_up(self.content, path)
         if found not in (None, AUTO, value) and not overrides:
             raise ConfigurationError(
@@ -123,7 +139,7 @@ class EngineConfig:
     # Settings of the Trainer
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
-        """Check that gradient accumulation and clipping equal the Trainer's settings."""
+        """Check that accumulation and clipping in the configuration do not differ from the Trainer's settings."""
         found = look_up(self.content, ("gradient_accumulation_steps",))
         if found not in (None, AUTO, accumulate):
             raise ConfigurationError(
@@ -141,7 +157,7 @@ class EngineConfig:
 
     @property
     def clipping(self) -> float | None:
-        """The maximum gradient norm in the configuration, or None."""
+        """The maximum gradient norm in the configuration. None if clipping is disabled or `"auto"`."""
         found = look_up(self.content, ("gradient_clipping",))
         return None if found in (None, AUTO, 0) else float(found)
 
@@ -162,7 +178,11 @@ class EngineConfig:
             )
 
     def set_precision(self, precision: Precision, device_type: str) -> None:
-        """Enable the Trainer's precision in the configuration."""
+        """Enable the Trainer's precision in the configuration.
+
+        Raises:
+            ConfigurationError: DeepSpeed does not support the precision here, or the configuration has another one.
+        """
         name, stage = precision.name, self.stage
         if name == "64-true":
             raise ConfigurationError("precision='64-true': DeepSpeed has no float64. Use '32-true'.")
@@ -203,7 +223,13 @@ class EngineConfig:
     # For the engine
 
     def resolved(self, facts: RunFacts, *, trains: bool = True) -> dict[str, Any]:
-        """Return the configuration with every `"auto"` filled in by Accelerate's documented rules."""
+        """Return the configuration with every `"auto"` filled in from `facts` by Accelerate's documented rules.
+
+        `trains=False` removes the optimizer and the scheduler.
+
+        Raises:
+            ConfigurationError: A value differs from `facts`, or `"auto"` cannot be inferred.
+        """
         config = copy.deepcopy(self.content)
         if not trains:
             for part in ("optimizer", "scheduler"):
@@ -219,7 +245,7 @@ class EngineConfig:
 
 
 def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration for an engine, without accumulation and clipping, which the strategy does."""
+    """Return the configuration for an engine that neither accumulates nor clips, because this package does both."""
     own = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
     given = {key: copy.deepcopy(value) for key, value in config.items() if key not in own}
     return {"steps_per_print": None, **given, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
@@ -246,14 +272,14 @@ def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, 
     except OSError as error:
         raise ConfigurationError(f"config={str(config)!r} cannot be read: {error}. Pass a path or a dict.") from error
     except ValueError as error:
-        raise ConfigurationError(f"config={str(config)!r} is not valid JSON: {error}.") from error
+        raise ConfigurationError(f"config={str(config)!r} is not valid JSON: {error}. Correct the file.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"config={str(config)!r} holds a {type(found).__name__}. Write a JSON object.")
     return found
 
 
 def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) -> None:
-    """Fill in the values that depend only on the strategy's arguments."""
+    """Replace each `"auto"` whose value depends only on the strategy's arguments."""
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
         raise ConfigurationError(f'{origin} has zero_optimization={zero!r}. Write {{"stage": 0}}, or another stage.')
@@ -366,7 +392,11 @@ KNOWN = ("zero_stage", *_DEVICES, *_PATHS, *_VALUES, *_FILES, *_CLASSES, *_HARML
 
 
 def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert Accelerate's options to arguments of `DeepSpeedStrategy`."""
+    """Convert Accelerate's options to arguments of `DeepSpeedStrategy`.
+
+    Raises:
+        ConfigurationError: An option is unknown or not supported, or two options differ.
+    """
     found: dict[str, Any] = {}
     content: Any = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",

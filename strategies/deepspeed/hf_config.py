@@ -35,7 +35,7 @@ class HfDeepSpeedConfig:
             weakref.finalize(self, disconnect, library)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Return the dict that contains a dotted key (None if it does not exist), and the key's last part."""
+        """Return the innermost dict of a dotted key (None if there is no such dict), and the key's last part."""
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for part in path:
@@ -43,7 +43,7 @@ class HfDeepSpeedConfig:
         return (node if isinstance(node, dict) else None), last
 
     def get_value(self, ds_key_long: str, default: object = None) -> Any:
-        """Return the value of a dotted key, such as `"zero_optimization.stage"`."""
+        """Return the value of a dotted key, such as `"zero_optimization.stage"`, or `default` if it does not exist."""
         node, last = self.find_config_node(ds_key_long)
         return default if node is None else node.get(last, default)
 
@@ -53,7 +53,9 @@ class HfDeepSpeedConfig:
         if node is not None and last in node:
             del node[last]
         elif must_exist:
-            raise ConfigurationError(f"DeepSpeed's configuration has no {ds_key_long!r}.")
+            raise ConfigurationError(
+                f"DeepSpeed's configuration has no {ds_key_long!r}. Pass must_exist=False to ignore that."
+            )
 
     def is_true(self, ds_key_long: str) -> bool:
         """Return whether a key exists and its value is true."""
@@ -65,11 +67,11 @@ class HfDeepSpeedConfig:
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Return whether gradients are sharded, and parameters are not."""
+        """Return whether the stage is 2, which shards gradients but not parameters."""
         return bool(self.get_value("zero_optimization.stage") == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether parameters are sharded."""
+        """Return whether the stage is 3, which also shards parameters."""
         return bool(self.get_value("zero_optimization.stage") == 3)
 
     def is_offload(self) -> bool:

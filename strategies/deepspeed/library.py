@@ -40,7 +40,9 @@ def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
 
 
 def read_hostfile(path: str, include: str, exclude: str) -> dict[str, list[int]]:
-    """Return the hosts of DeepSpeed's hostfile with their device indices, after filtering.
+    """Return the hosts in DeepSpeed's hostfile with the indices of their devices.
+
+    `include` and `exclude` are DeepSpeed's filters, such as `"host1@host2:0,2"`. `""` disables a filter.
 
     Raises:
         ValueError: The file or a filter is wrong.
@@ -60,7 +62,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def connect(library: Any, topology: Topology) -> None:
-    """Connect DeepSpeed to the existing process group. Collective."""
+    """Connect DeepSpeed to the existing process group. Collective. Each call needs one call of `disconnect`."""
     global _users, _own_linear, _set_rank
     if not _users:
         _own_linear, _set_rank = nn.functional.linear, False
@@ -81,9 +83,9 @@ def connect(library: Any, topology: Topology) -> None:
 
 
 def disconnect(library: Any) -> None:
-    """Reset DeepSpeed's global state of process groups, engines and autocast. Not collective.
+    """Reset DeepSpeed's global state after the last of several connections. Not collective.
 
-    Without this, the next run in this process would use destroyed process groups and the previous autocast dtype
+    Without the reset, the next run in this process would use destroyed process groups and the previous autocast dtype
     (DeepSpeed 0.19.8).
     """
     global _users

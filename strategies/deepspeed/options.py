@@ -44,7 +44,7 @@ class ZeroOptions:
             similar.
         offload_optimizer_device: `"cpu"` stores the states in host memory. `"nvme"` stores them on disk, at stage 3
             only.
-        offload_parameters, offload_params_device: The corresponding options for parameters, at stage 3 only.
+        offload_parameters, offload_params_device: The two options above for parameters instead of states. Stage 3 only.
         nvme_path: Folder on a fast disk.
         params_buffer_count: Number of host buffers for parameters on disk.
         params_buffer_size: Number of elements of each buffer.
@@ -54,8 +54,8 @@ class ZeroOptions:
         queue_depth, single_submit, overlap_events, thread_count: Further options of DeepSpeed's disk access.
         pin_memory: Use page-locked host memory for offload.
         sub_group_size: Number of elements per optimizer sub-step at stage 3.
-        contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: Options of gradient and parameter
-            communication.
+        contiguous_gradients, overlap_comm, allgather_partitions, reduce_scatter: See `zero_optimization` in DeepSpeed's
+            documentation.
         allgather_bucket_size, reduce_bucket_size: Number of elements per collective.
         zero_allow_untested_optimizer: Allow optimizers other than Adam.
         partition_activations, cpu_checkpointing, contiguous_memory_optimization, synchronize_checkpoint_boundary:
@@ -114,7 +114,7 @@ NAMES = tuple(each.name for each in fields(ZeroOptions))
 
 
 def read_options(given: Mapping[str, Any]) -> ZeroOptions:
-    """Return the options of the passed arguments."""
+    """Check the arguments that were passed, and return all options. The others have their default values."""
     options = ZeroOptions(**given)
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")
@@ -151,7 +151,7 @@ def statements(options: ZeroOptions, given: Mapping[str, Any]) -> dict[Path, tup
 
 
 def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
-    """Return the options of `"offload_optimizer"` or `"offload_param"` without the device."""
+    """Return {path: (argument name, value)} for `"offload_optimizer"` or `"offload_param"`, without the device."""
     places = {
         "offload_optimizer": {"buffer_count": "optimizer_buffer_count"},
         "offload_param": {
@@ -165,7 +165,7 @@ def buffers(part: str, options: ZeroOptions) -> dict[Path, tuple[str, Any]]:
 
 
 def defaults(options: ZeroOptions) -> dict[Path, Any]:
-    """Return Lightning's default values, which apply if the user passes no configuration."""
+    """Return {path: value} of options for a user without a configuration. Sections such as `"fp16"` are omitted."""
     return {
         each.metadata["path"]: getattr(options, each.name)
         for each in fields(options)

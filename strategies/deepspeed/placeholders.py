@@ -13,9 +13,9 @@ from trainwright.core.errors import ConfigurationError
 
 
 class DummyOptim(Optimizer):
-    """Placeholder for the optimizer that DeepSpeed's configuration names, with its parameters and hyperparameters.
+    """Placeholder for the optimizer in DeepSpeed's configuration. Passes parameters and values for `"auto"`.
 
-    The name and arguments are Accelerate's.
+    The class and its arguments have the names that Accelerate uses.
 
     Args:
         params: Parameters or parameter groups.
@@ -44,9 +44,9 @@ class DummyOptim(Optimizer):
 
 
 class DummyScheduler:
-    """Placeholder for the scheduler that DeepSpeed's configuration names. The scheduler counts optimizer steps.
+    """Placeholder for the scheduler in DeepSpeed's configuration, which advances once per optimizer step.
 
-    The name and arguments are Accelerate's.
+    The class and its arguments have the names that Accelerate uses.
 
     Args:
         optimizer: The optimizer that `configure_optimizers` returns together with the placeholder.
@@ -79,7 +79,7 @@ class DummyScheduler:
         self._real: Any = None
 
     def stand_for(self, scheduler: object) -> None:
-        """Forward all calls to a scheduler of the real optimizer."""
+        """Forward all later calls to `scheduler`, which schedules the real optimizer."""
         self._real = scheduler
 
     @property

@@ -41,9 +41,9 @@ class ZeroState(FullState):
         model: The model and its engine.
         task: The model whose names a checkpoint uses.
         optimizers: A list with the optimizer that the engine steps. Empty if the model is not trained.
-        is_main: True if this rank needs the values. Other ranks get tensors on the device `meta`.
+        is_main: True on the main rank, which receives gathered values. Other ranks get tensors on the device `meta`.
         writes_shards: Each rank writes its shards of a checkpoint.
-        keeps_float32: `release` returns trained parameters in float32, also if the engine computes in another dtype.
+        keeps_float32: `release` returns trained parameters in float32, even if the engine computes in another dtype.
     """
 
     def __init__(
@@ -314,7 +314,11 @@ class ZeroState(FullState):
     # The end
 
     def release(self) -> dict[int, nn.Parameter]:
-        """Restore the full states and the original groups of the optimizers. Return full parameters. Collective."""
+        """Give the optimizers full states and their original groups, with new full parameters. Collective.
+
+        Returns:
+            id of a sharded parameter → the new parameter on the host.
+        """
         # Gather the states first: their shards are then freed and make room for the weights.
         full = [
             {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}

@@ -1,4 +1,4 @@
-"""The optimizer step of a task in a DeepSpeed engine. The engine runs backward, averages, clips and steps."""
+"""The optimizer step of a task in a DeepSpeed engine, which runs backward, averages gradients, clips and steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class EngineStep(AutomaticStep):
     """A step through a DeepSpeed engine.
 
     Args:
-        parts: The parts of the step.
+        parts: See `StepParts`.
         model: The model and its engine.
         clipping: Maximum norm in DeepSpeed's configuration, used if the Trainer sets no clipping. None disables
             clipping.
@@ -94,7 +94,7 @@ class EngineOptimizer:
         self._engine = engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, average, clip and step. Return the closure's loss."""
+        """Run the closure, then the engine's step. Return the closure's loss, or None without a closure."""
         loss = None if closure is None else closure()
         self._engine.step()
         return loss

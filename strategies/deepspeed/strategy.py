@@ -60,7 +60,7 @@ class DeepSpeedStrategy(DataParallel):
         state_dict_type: `"sharded"`: each rank writes its shards of a checkpoint. `"full"`: rank 0 gathers the full
             state on its host and writes it.
         logging_level: Level of DeepSpeed's log messages.
-        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DataParallel`.
         zero_optimization, stage, …, frozen_modules: See the attributes of the same names of `ZeroOptions` in
             `trainwright.strategies.deepspeed.options`. Default: None, which is the value in `config`, or else the
             default of `ZeroOptions`.
@@ -161,11 +161,15 @@ class DeepSpeedStrategy(DataParallel):
 
     @property
     def config(self) -> EngineConfig:
-        """DeepSpeed's configuration before the values of a run are filled in."""
+        """A new `EngineConfig` from the arguments of the strategy. Reads the file if there is one."""
         return EngineConfig(*self.source)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
-        """Return DeepSpeed's configuration with the values of a run."""
+        """Return DeepSpeed's configuration for the settings of a run.
+
+        Raises:
+            ConfigurationError: The configuration and the settings differ, or DeepSpeed does not support them.
+        """
         found = self.config
         found.check_hardware(settings.device_type, settings.num_processes)
         found.set_precision(settings.precision, settings.device_type)
@@ -269,7 +273,7 @@ class DeepSpeedEngine(ParallelEngine):
         return context
 
     def _start_engine(self, optimizer: Optimizer | None, plan: TrainingPlan) -> Any:
-        """Create an engine for the task's parameters. Return the optimizer that the engine steps. Collective."""
+        """Create DeepSpeed's engine for the task. Return the optimizer that this engine steps. Collective."""
         self._model = found = self._zero_model(self.task, StepModule(self.task), optimizer, plan)
         self._training_call = found.engine
         self._eval_call = found.engine if self.stage == 3 else None
@@ -336,7 +340,7 @@ class DeepSpeedEngine(ParallelEngine):
     def _optimizer_of(
         self, model: nn.Module, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Optimizer | None:
-        """Return the optimizer over a model's parameters."""
+        """Return the optimizer over a model's parameters, or None if there is none."""
         own = {id(parameter) for parameter in model.parameters()}
         found = []
         for optimizer in optimizers:

@@ -38,7 +38,12 @@ class ZeroGradients(Gradients):
         self.models: list[ZeroModel] = []
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """Run backward through the engine of the model that was called last."""
+        """Run backward through the engine of the model that was called since the previous backward.
+
+        Raises:
+            ConfigurationError: Several models were called, `kwargs` has another argument than `retain_graph`, or the
+                step's last micro-batch has already run backward.
+        """
         retain = bool(kwargs.pop("retain_graph", False))
         if kwargs.get("scale_wrt_gas") is False:  # passed by transformers: the loss is already divided
             del kwargs["scale_wrt_gas"]
@@ -106,13 +111,13 @@ class ZeroGradients(Gradients):
 
 
 class ZeroOptimizer(Optimizer):
-    """Wrapper of an optimizer whose step the engine runs. All other attributes are those of the optimizer."""
+    """Wrapper of an optimizer that DeepSpeed's engine steps. Other attributes are those of the wrapped optimizer."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
         self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the step of the engine. The engine also frees the gradients."""
+        """Run the step of the engine, which also clips and frees the gradients. A `closure` is an error."""
         if closure is not None:
             raise ConfigurationError("step(closure): DeepSpeed does not support closures. Call step().")
         model = self.zero
@@ -134,7 +139,7 @@ class ZeroOptimizer(Optimizer):
         return partial(self._switch, name, found) if name in ("train", "eval") else found
 
     def _switch(self, name: str, switch: Callable[[], Any]) -> None:
-        """Switch an optimizer with two sets of weights, and copy its shards to the model. Collective.
+        """Call `train` or `eval` of an optimizer with two sets of weights, and update the model. Collective.
 
         Raises:
             ConfigurationError: The engine is at stage 3, where the optimizer has no parameters between steps.

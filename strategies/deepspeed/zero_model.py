@@ -220,7 +220,11 @@ class ZeroModel:
 
 
 def connect_schedule(schedule: object, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
-    """Connect the `DummyScheduler` of a plan to the scheduler of the real optimizer."""
+    """Make the plan's `DummyScheduler` forward to a scheduler of the real optimizer.
+
+    `schedule` is the scheduler of DeepSpeed's configuration. If it is None, `lr_scheduler_callable` creates one. Raise
+    a ConfigurationError if only one of the two, `DummyScheduler` and scheduler, exists.
+    """
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)
         if isinstance(config.scheduler, DummyScheduler):
@@ -258,7 +262,7 @@ def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 def collect_facts(
     model: nn.Module, plan: TrainingPlan, config: dict[str, Any], optimizer: Optimizer | None, *, dp_size: int
 ) -> RunFacts:
-    """Return the run's values that the configuration needs. Load training data only if the batch size is needed."""
+    """Return the properties of a run that the configuration needs. Loads data only if it needs the batch size."""
     trains = optimizer is not None
     batch = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
     schedule = next((c.scheduler for c in plan.lr_scheduler_configs if isinstance(c.scheduler, DummyScheduler)), None)

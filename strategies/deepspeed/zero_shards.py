@@ -25,8 +25,8 @@ class ShardRange:
     """This rank's shard of one parameter.
 
     Attributes:
-        start: First element of the shard in the flat vector of the parameter's group. Optimizer states have the same
-            shape.
+        start: First element of the shard in the flat vector that contains it; see `ZeroShards.flat`. Optimizer states
+            have the shape of that vector.
         length: Number of elements.
         offset: First element of the parameter that the shard holds.
     """
@@ -57,7 +57,12 @@ def read_span(value: torch.Tensor, span: Span) -> torch.Tensor:
 
 
 class ZeroShards(ABC):
-    """Base class of the shards of an engine."""
+    """Access to the shards of an engine, for one parameter at a time.
+
+    Args:
+        optimizer: DeepSpeed's `engine.optimizer`.
+        device: Device on which tensors are gathered.
+    """
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self.zero = optimizer
@@ -71,7 +76,7 @@ class ZeroShards(ABC):
 
     @abstractmethod
     def flat(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return this rank's flat float32 vector of the group of a trained parameter. Not collective."""
+        """Return the flat float32 vector that contains this rank's shard of a trained parameter. Not collective."""
 
     @abstractmethod
     def shard(self, parameter: torch.Tensor) -> ShardRange | None:
@@ -97,7 +102,7 @@ class ZeroShards(ABC):
         yield
 
     def state_of(self, parameter: torch.Tensor) -> tuple[list[str], dict[str, Any]]:
-        """Return the names of a parameter's optimizer states of its shape, and the values of its other states."""
+        """Return the names of a parameter's optimizer states that are vectors, and the values of its scalar states."""
         with self.loaded(parameter, changes=False):
             flat = self.flat(parameter)
             state = self.states.get(flat, {})
@@ -143,7 +148,7 @@ class ZeroShards(ABC):
     def full_gradient(self, parameter: torch.Tensor, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
         """Return a trained parameter's full gradient, averaged and unscaled, in the engine's dtype.
 
-        Collective: every rank passes the same parameter.
+        Collective: every rank passes the same parameter, and its own shard `held` from `gradients`, or None.
         """
         full = torch.zeros(shape.numel(), dtype=self.zero.gradient_accumulation_dtype, device=self.device)
         shard = self.shard(parameter)
@@ -176,16 +181,16 @@ class ZeroShards(ABC):
                     shard.of(state[key]).copy_(shard.shard_of(value))
 
     def clear_states(self, parameter: torch.Tensor) -> None:
-        """Remove the optimizer states of a parameter's group. States on disk are set to zero. Not collective."""
+        """Remove the optimizer states of the flat vector of a parameter. On disk, set them to zero. Not collective."""
         self.states.pop(self.flat(parameter), None)
 
     @abstractmethod
     def after_loading(self) -> None:
-        """Update the engine's derived values after weights and states were loaded. Not collective."""
+        """Update what the engine derives from weights and optimizer states, after both were loaded. Not collective."""
 
 
 class FlatShards(ZeroShards):
-    """Shards at stages 1 and 2: each rank holds a part of the flat vector of all parameters of a group."""
+    """Shards at stages 1 and 2: each rank holds a part of one flat vector for each parameter group."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         super().__init__(optimizer, device)
@@ -240,7 +245,7 @@ class FlatShards(ZeroShards):
 
 
 class ParameterShards(ZeroShards):
-    """Shards at stage 3: each rank holds a padded part of each parameter. A sub-group's parts share a flat vector."""
+    """Shards at stage 3: each rank holds a padded part of each parameter. Parts of several parameters form a vector."""
 
     def _position(self, parameter: torch.Tensor) -> tuple[int, int, int]:
         group, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]

@@ -94,9 +94,9 @@ def check_experts(model: nn.Module, ep: int, shards: int) -> list[nn.Module]:
 class DividedExperts:
     """The experts of one model, divided over `ep` ranks.
 
-    Like FSDP's parameters, those of experts are sharded along the first dimension over all ranks of a replica. In a
-    step, each group of `shards / ep` adjacent ranks gathers `num_experts / ep` consecutive experts, beginning with
-    expert `r // (shards / ep) * num_experts / ep` on rank r. The `ep` ranks with different experts exchange tokens.
+    As in FSDP, the parameters of experts are sharded along the first dimension over all ranks of a replica. In a
+    step, each group of `shards / ep` adjacent ranks gathers `num_experts / ep` consecutive experts: the first group
+    gathers the first experts, and so on. The `ep` ranks with different experts exchange tokens.
     Experts stay gathered until backward ends.
 
     Args:
@@ -130,10 +130,10 @@ class DividedExperts:
             self._exchange, self._share = self._own_mesh.get_group("ep"), self._own_mesh.get_group("share")
 
     def divide(self, part: nn.Module) -> Sequence[nn.Parameter]:
-        """Shard the experts in a part of the model. The part is on the device with rank 0's values. Not collective.
+        """Shard the experts in a module, whose tensors are on the device with rank 0's values. Not collective.
 
         Returns:
-            The sharded parameters of this part and all earlier ones.
+            The expert parameters that this call and all earlier calls have sharded.
         """
         inside = set(part.modules())
         for module in self._modules:

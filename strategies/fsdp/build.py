@@ -1,4 +1,4 @@
-"""Initialization of the parts of a model before they are sharded, and restoration of full tensors after a stage."""
+"""Initialization of a model, module by module, before it is sharded, and full tensors after a stage."""
 
 from __future__ import annotations
 
@@ -51,14 +51,17 @@ class MetaBuilding:
         return torch.device("meta") if meta else nullcontext()
 
     def names_to_reset(self, task: nn.Module, processes: Processes) -> list[str]:
-        """Return the names of tensors without values on any rank that no checkpoint must provide. Collective."""
+        """Return the names of tensors that have no values on any rank and must be initialized. Collective.
+
+        If the task has discarded its weights, record the names in `awaited` instead, and return an empty list.
+        """
         tensors = [*task.named_parameters(), *task.named_buffers()]
         names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
         self.awaited = set(names) if vars(task).get(DISCARDED) else set()
         return [] if self.awaited else names
 
     def check(self, task: TaskModule) -> None:
-        """Check that every weight has a value. Not collective."""
+        """Raise a ConfigurationError if no checkpoint has provided the `awaited` weights. Not collective."""
         if self.awaited:
             discard_weights(task)  # the shards are uninitialized; a later stage may still load a checkpoint
             raise ConfigurationError(
@@ -119,7 +122,8 @@ def unshard_task(
 
     Args:
         task: The task, which is changed in place.
-        optimizers: The optimizers, which are changed in place. Only the main rank gets full optimizer states.
+        optimizers: The optimizers, which are changed in place. Only the main rank gets full states, unless `weights` is
+            `"none"`.
         device: Device on which shards are gathered, one tensor at a time.
         weights: Ranks that receive full weights: `"all"`, `"main"` or `"none"`. Other ranks get tensors on `meta`.
         is_main: This rank is the main one.
@@ -163,7 +167,7 @@ def discard_weights(task: TaskModule) -> None:
 
 
 def check_has_weights(task: nn.Module) -> None:
-    """Check that a task's weights were not discarded. Not collective."""
+    """Raise a CheckpointError if a task has discarded its weights. Not collective."""
     if vars(task).get(DISCARDED):
         raise CheckpointError(
             f"{type(task).__name__} discarded its weights at the end of its stage (weights_after_stage='none'). Save "

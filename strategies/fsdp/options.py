@@ -163,7 +163,7 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> str:
 
 
 def recomputed_modules(own: object, lightnings: object) -> Any:
-    """Return the modules to recompute, from the two arguments that select them."""
+    """Return `activation_checkpointing`, or Lightning's argument for it if that is given. None becomes False."""
     if lightnings is not None and own not in (None, False):
         raise ConfigurationError(
             "activation_checkpointing and activation_checkpointing_policy both select modules. Remove one of them."
@@ -282,7 +282,13 @@ def mesh_shape(
     num_nodes: int,
     devices_per_node: int,
 ) -> MeshShape:
-    """Return the mesh of a run. Not collective."""
+    """Return the mesh of a run. Not collective.
+
+    For the arguments see `FSDPStrategy`. Here, `cp` is the number of ranks that split a sequence, by `cp` or `sp`.
+
+    Raises:
+        ConfigurationError: The sizes do not match the number of processes.
+    """
     world = check_tp(tp, devices_per_node * num_nodes)
     if world % cp:
         near = {size * cp * tp for size in (world // cp, world // cp + 1) if size}
@@ -332,7 +338,7 @@ def check_sequence_ranks(cp: int, sp: int) -> tuple[int, int]:
 
 
 def check_tp(tp: int, world: int) -> int:
-    """Return the number of groups of `tp` processes."""
+    """Return the number of groups of `tp` processes. Raise a ConfigurationError if `tp` does not divide `world`."""
     if world % tp:
         fitting = [size for size in range(1, world + 1) if world % size == 0]
         raise ConfigurationError(

@@ -14,7 +14,7 @@ from trainwright.strategies.fsdp.unit_state import parameter_groups
 
 
 class OutsideSteps:
-    """All-gather of the root's parameters, which are in no unit, for calls of modules outside of steps.
+    """All-gather of the parameters that are in no unit, for calls of modules outside of steps.
 
     Such calls do not record gradients, because no step would average the gradients. They are collective.
     """
@@ -27,7 +27,7 @@ class OutsideSteps:
 
     @contextmanager
     def gathered(self, task: nn.Module) -> Iterator[None]:
-        """Make calls of the task, and of modules with parameters outside of units, gather them. Not collective."""
+        """Return a context in which calls of the task and of modules outside of units gather these parameters."""
         inside = {id(module) for unit in self._units for module in unit.modules()}
         state, gather = self._state, self._gather
         groups = parameter_groups(self._root)

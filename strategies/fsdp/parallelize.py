@@ -43,7 +43,7 @@ from trainwright.strategies.units import ModuleTraces, check_compilable, compile
 
 
 class ShardTraces(ModuleTraces):
-    """Record of modules before `fully_shard`. `remove` removes its hooks, some of which are added in the first step."""
+    """Record of modules before `fully_shard`. `remove` also removes hooks that `fully_shard` adds in the first step."""
 
     def remove(self) -> None:
         super().remove()
@@ -67,7 +67,7 @@ _PERIOD = 64  # steps between later comparisons
 
 
 class Usage:
-    """Checksum of the parameters that had a gradient in each step, which is compared between ranks.
+    """Check that all ranks compute gradients of the same parameters, with a checksum over all steps.
 
     `fully_shard` reduces the existing gradients of a unit as one flat vector. If a gradient is missing on one rank, the
     vectors of the ranks do not match. torch 2.13 does not report this.
@@ -85,7 +85,7 @@ class Usage:
         self._checksum = self._steps = 0
 
     def record(self) -> None:
-        """Record a step after its last backward. Collective, on the host, in some steps."""
+        """Record a step after its last backward. Collective on the host in the first 3 steps and every 64th step."""
         self._checksum = zlib.crc32(bytes([p.grad is None for p in self._parameters.values()]), self._checksum)
         self._steps += 1
         if self._steps <= _FIRST or self._steps % _PERIOD == 0:
@@ -135,7 +135,7 @@ class Sharding:
 
     Attributes:
         reshard: `reshard_after_forward` of units; see `FSDPStrategy`.
-        reshard_root: `reshard_after_forward` of the root.
+        reshard_root: `reshard_after_forward` of the root. None: torch's default.
         precision: Precision of the run.
         mixed_precision: A torch policy. None: derived from `precision`.
         cpu_offload: Keep shards on the host.
@@ -180,7 +180,7 @@ class Sharding:
         )
 
     def prefetch_units(self, units: list[Any]) -> None:
-        """Set up each unit to gather the following units ahead of their use."""
+        """Make each unit gather the next `prefetch` units in its forward."""
         for i, unit in enumerate(units):
             unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + self.prefetch])
 
@@ -205,7 +205,7 @@ def parallelize(
 
     The order matters. The model is already built, possibly on the device `meta`. This function finds the layers to
     split, wraps modules for activation checkpointing, and compiles units. Then it initializes, splits and shards one
-    part after the other. No device ever holds more than its shards and one full part.
+    part (unit or root) after the other. No device ever holds more than its shards and one full part.
 
     Args:
         roots: The outermost modules whose forwards are called: the model or a module around it, or several modules
@@ -308,7 +308,7 @@ class ParallelModel:
 
     @property
     def training_call(self) -> Any:
-        """Function that runs a training step: `call(name, *args)`."""
+        """Function that runs the task's method `name` in training: `call(name, *args)`."""
         return self._run_unsharded if self._outputs_split else self.root
 
     def _run_unsharded(self, *args: object, **kwargs: object) -> Any:
@@ -332,7 +332,7 @@ class ParallelModel:
         return self._run_unsharded(*args, **kwargs) if torch.is_grad_enabled() else self.evaluate(*args, **kwargs)
 
     def synchronize(self, last: bool) -> None:
-        """Set whether the next backward reduce-scatters gradients. Not collective."""
+        """Make the next backward reduce-scatter gradients if it is the last one of a step. Not collective."""
         if last is not self._syncs and self._is_sharded:
             self._syncs = last
             for root in self._roots:
@@ -342,11 +342,11 @@ class ParallelModel:
 
     @property
     def holds_sums(self) -> bool:
-        """True if accumulated gradients have not been reduced over the ranks yet."""
+        """True if there may be accumulated gradients that have not been reduced over the ranks."""
         return self._sums or not self._syncs
 
     def end_group(self) -> None:
-        """Complete the gradients after the last backward of a step. Collective, on the host, in some steps."""
+        """Complete the gradients after the last backward of a step, and check their `usage`. Collective."""
         self._sums = False
         if self._gather is not None:
             self._gather.forget_scales()

@@ -21,12 +21,17 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.units import WrapPolicy, matching, replace_module
 
 SavePolicy = Collection[Any] | Callable[..., CheckpointPolicy]
-"""Operators whose results are stored, as objects (`torch.ops.aten.mm`) or names (`"aten.mm"`), or torch's policy
+"""Operators whose results are stored and not recomputed, as objects (`torch.ops.aten.mm`) or names (`"aten.mm"`); or a
 function `(context, operator, *args, **kwargs) -> CheckpointPolicy`."""
 
 
 class Recomputed:
-    """The modules of a task that are wrapped in torch's checkpoint wrappers."""
+    """The modules of a task that are wrapped in torch's checkpoint wrappers.
+
+    Args:
+        choice: The modules; see `activation_checkpointing` of `FSDPStrategy`.
+        save: See `SavePolicy`. None stores no results within these modules.
+    """
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
         if isinstance(choice, int) and not isinstance(choice, bool) and choice < 1:
@@ -45,7 +50,7 @@ class Recomputed:
         self._hooks: list[RemovableHandle] = []
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Wrap the selected modules. Return the units, where wrappers replace the wrapped units. Not collective."""
+        """Wrap the selected modules. Return `units` with wrappers in place of wrapped modules. Not collective."""
         if self._choice is False:
             return units
         options: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from trainwright.strategies.state import FullState
 
 
 class ShardedState(FullState):
-    """State whose tensors are DTensors with names in the task. With `writes_shards`, each rank saves its own shards."""
+    """State of a model whose sharded tensors are DTensors. With `writes_shards`, each rank saves its own shards."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class ShardedState(FullState):
 
 
 def disable_foreach(optimizers: Iterable[Optimizer]) -> None:
-    """Set `foreach=False` in parameter groups with tensors of several meshes, which torch 2.13 cannot step together.
+    """Set `foreach=False` in parameter groups with tensors of several meshes.
 
-    By default torch uses `foreach` on accelerators.
+    torch 2.13 cannot step such tensors together, which `foreach` does by default on accelerators.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

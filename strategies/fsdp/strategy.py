@@ -100,12 +100,12 @@ class FSDPStrategy(DataParallel):
         mixed_precision: Torch's policy for FSDP2 or FSDP1. Default: `"16-mixed"` gathers parameters in float16 and
             `"bf16-mixed"` in bfloat16. Both average gradients in float32.
         cpu_offload: Keep shards on the host, and step the optimizers there.
-        activation_checkpointing: The units whose activations are recomputed in backward. True selects all units, and a
-            number n every n-th unit. Classes, names or a function select modules as in `auto_wrap_policy`.
+        activation_checkpointing: Modules whose activations are recomputed in backward. True: all units. A number n:
+            every n-th unit. Classes, names or a function: modules, as in `auto_wrap_policy`. Default: False, no module.
         activation_checkpointing_policy: Lightning's name of `activation_checkpointing`.
         activation_checkpointing_save: Operators whose results are stored in recomputed units, such as `["aten.mm"]`, or
             torch's policy function `(context, operator, *args, **kwargs) -> CheckpointPolicy`.
-        forward_prefetch: Number of units that are gathered ahead of their use. The model must call units in order.
+        forward_prefetch: Number of units that are gathered before they are called. The model must call units in order.
         sync_each_batch: Average and shard gradients after every micro-batch, not only after the last one of a step.
             This needs more communication, but ranks do not store full gradients between micro-batches.
         meta_init: Run `TaskModule.configure_model` on the device `meta`, so that no rank holds the full model. The
@@ -125,7 +125,7 @@ class FSDPStrategy(DataParallel):
         tensor_parallel_plan: The layers to split. Default: the result of the task's `tensor_parallel_plan`.
         ep: Number of ranks over which the experts of a mixture-of-experts model are divided. The ranks see different
             data and exchange tokens. The number of ranks that shard a replica must be divisible by `ep`. Default: 1.
-        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DataParallel`.
 
     Raises:
         ConfigurationError: An argument is unknown or invalid, or two arguments exclude each other.
@@ -337,7 +337,7 @@ class FSDPEngine(ParallelEngine):
         """Shard a model, or the parts of it within `roots`. Collective.
 
         Args:
-            building: Initializes `roots`. None: `roots` are initialized, and their activation checkpointing is set up.
+            building: Initializes `roots`. None: `roots` are already initialized and have activation checkpointing.
         """
         check_can_be_sharded(model)
         assert self.mesh is not None  # made in `start`

@@ -30,7 +30,7 @@ class TensorParallelStrategy(FSDPStrategy):
             `shard_units`.
         activation_checkpointing, meta_init, cpu_ram_efficient_loading, weights_after_stage, state_dict_type: See
             `FSDPStrategy`.
-        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DataParallel`.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -100,7 +100,7 @@ class ModelParallelStrategy(FSDPStrategy):
             `data_parallel_size`.
         save_distributed_checkpoint: Each rank writes its shards. False: rank 0 gathers full tensors and writes them.
             Default: True.
-        process_group_backend, timeout: See `DDPStrategy`.
+        process_group_backend, timeout: See `DataParallel`.
 
     Raises:
         ConfigurationError: A size is invalid. At the start of a run: the sizes do not match the number of processes.

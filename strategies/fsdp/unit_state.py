@@ -1,4 +1,4 @@
-"""State of FSDP units, for all supported versions of torch."""
+"""Access to private state of FSDP units in all supported versions of torch."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class MegatronCoreEngine(ParallelEngine):
     Args:
         strategy, settings: See `Engine`.
         shape: Mesh of the run, with `tp` and `dp_shard`.
-        recompute: Megatron-core's `recompute_granularity`.
+        recompute: Megatron-core's `recompute_granularity`: `"full"`, `"selective"` or None, which disables it.
     """
 
     autocasts = False
@@ -101,7 +101,7 @@ class MegatronCoreEngine(ParallelEngine):
         return value
 
     def to_gpt(self, value: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Copy the values of transformers' parameters to the GPTModel. Collective only if `value` is collective."""
+        """Copy `value(p)`, for each parameter p of transformers' model, to the GPTModel. Collective if `value` is."""
         for own, part in self._weights.divide(value):
             own.data.copy_(part)
             shard = None if self.trained is None else self.trained.shard(own)
@@ -144,7 +144,7 @@ class MegatronCoreEngine(ParallelEngine):
 
 
 def check_options(strategy: DataParallel, given: Mapping[str, Any], settings: EngineSettings) -> None:
-    """Raise a `ConfigurationError` for options that megatron-core does not support here."""
+    """Raise a `ConfigurationError` for arguments of the strategy (`given`) or settings that this engine lacks."""
     defaults = inspect.signature(type(strategy).__init__).parameters
     other = {key: value for key, value in given.items() if key not in (*_OPTIONS, "engine")}
     refused = [f"{key}={value!r}" for key, value in other.items() if value != defaults[key].default]
@@ -236,14 +236,17 @@ class DistributedAdamW(Gradients):
         return True
 
     def shard(self, own: nn.Parameter) -> tuple[dict[str, torch.Tensor], slice] | None:
-        """Return the values and moments of a parameter's elements that this rank steps, and the elements, or None."""
+        """Return this rank's shard of a parameter: its values and moments, and its slice of the flat parameter.
+
+        Return None if this rank does not step any element of the parameter.
+        """
         if own not in self.library.model_param_gbuf_map:
             return None
         found = self.library._get_model_param_range_map(own)["param"]
         return self.library._get_main_param_and_optimizer_states(own), slice(found.start, found.end)
 
     def full(self, own: nn.Parameter, key: str) -> torch.Tensor:
-        """Return the float32 values (`"param"`) or a moment of a parameter of the GPTModel. Collective."""
+        """Return a parameter of the GPTModel in float32 (`key="param"`), or one of its moments. Collective."""
         flat = torch.zeros(own.numel(), device=own.device)
         if (shard := self.shard(own)) is not None:
             flat[shard[1]] = shard[0][key]
@@ -257,7 +260,7 @@ class DistributedAdamW(Gradients):
                 yield own, own.main_grad.view(-1)[shard[1]]  # type: ignore[attr-defined]  # megatron-core's
 
     def fill(self) -> None:
-        """Set the state of the task's optimizer. Collective."""
+        """Copy the state from megatron-core's optimizer to the task's optimizer. Collective."""
         self.optimizer.state.clear()
         for key in _MOMENTS if self.num_steps else ():
             for parameter, full in self.weights.gather(partial(self.full, key=key)):
@@ -303,7 +306,7 @@ class CoreStep(AutomaticStep):
 
 
 class CoreState(FullState):
-    """The state of a GPTModel by the names of transformers' model."""
+    """State of a GPTModel, in checkpoints under the parameter names of transformers' model."""
 
     def __init__(self, task: nn.Module, engine: MegatronCoreEngine) -> None:
         super().__init__(task, engine.optimizers, engine.device, is_main=engine.is_main)

@@ -30,7 +30,7 @@ def core(name: str = "") -> Any:
 
 
 def check_cuda(device_type: str) -> None:
-    """Raise an error if megatron-core is not installed, or does not support a device type."""
+    """Raise an error if the device type is not CUDA or megatron-core is not installed."""
     if device_type != "cuda":
         raise ConfigurationError(
             f"engine='megatron-core' needs CUDA devices, and Transformer Engine for fused attention; accelerator="
@@ -87,7 +87,10 @@ def shape_of(model: Any, tp: int) -> ModelShape:
 
 
 def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtype: torch.dtype) -> Any:
-    """Return an uninitialized GPTModel. Uses the layers of Transformer Engine if it is installed."""
+    """Return this rank's part of an uninitialized GPTModel, with layers of Transformer Engine if it is installed.
+
+    `model` is the model of transformers whose configuration is used. For the other arguments see `MegatronCoreEngine`.
+    """
     gpt2, given = shape.kind == "gpt2", model.config
     rope = {} if gpt2 else (given.to_dict().get("rope_parameters") or given.to_dict())
     norm = "LayerNorm" if gpt2 else "RMSNorm"
@@ -138,6 +141,8 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
 class WeightMap:
     """Mapping between the weights of a GPTModel and those of transformers' model, which are on the host.
 
+    `value` is a function of a parameter: of transformers' model in `divide`, and of the GPTModel in `gather`.
+
     Args:
         model: The model of transformers.
         gpt: This rank's part of the GPTModel.
@@ -158,14 +163,14 @@ class WeightMap:
 
     @torch.no_grad()
     def divide(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter of the GPTModel with this rank's part of full values. Not collective."""
+        """Yield each parameter of the GPTModel with this rank's part of the full values `value(p)`. Not collective."""
         for weight, own, originals in self.rows:
             full = weight.join([value(parameter) for parameter in originals])
             yield own, weight.divide(full, self._tp)[self.rank]
 
     @torch.no_grad()
     def gather(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter of transformers' model with the full value, on the host. Collective."""
+        """Yield each parameter of transformers' model with the joined parts `value(p)`, on the host. Collective."""
         for weight, own, originals in self.rows:
             part = value(own).contiguous()
             parts = [torch.empty_like(part) for _ in range(self._tp)]
@@ -177,7 +182,7 @@ class WeightMap:
 
 @dataclass(frozen=True)
 class CausalOutput:
-    """Output of the model, with the fields of transformers. With labels in training, logits are not computed."""
+    """Output of the model, with the fields of transformers. `logits` is None in training with labels."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None

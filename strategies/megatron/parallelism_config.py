@@ -157,10 +157,10 @@ class ParallelismConfig(KwargsHandler):
         return self.arranged(found, num_processes)
 
     def arranged(self, strategy: Strategy, num_processes: int) -> Strategy:
-        """Return the strategy of another plugin with the mesh sizes of this object.
+        """Return another plugin's strategy with the sizes of this object. Only an `FSDPStrategy` is changed.
 
         Raises:
-            ConfigurationError: The product of the sizes is not the number of processes.
+            ConfigurationError: The product of the sizes is not the number of processes, or `pp_size` is above 1.
         """
         if self.total_size != num_processes:
             sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES if axis != "sp" or self.sp_enabled)

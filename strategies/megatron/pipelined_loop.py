@@ -39,7 +39,7 @@ class PipelineOutput(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoop:
-    """Callable for a user-written loop that runs the forward and backward of one optimizer step in a pipeline.
+    """Callable that a user-written loop calls instead of a model that is divided into pipeline stages.
 
     Attributes:
         model: The user's model.
@@ -56,7 +56,7 @@ class PipelineLoop:
     num_parts: int
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Return the model's output. In training, run forward and backward and return the loss. Collective.
+        """Return the model's output. In training, run forward and backward, and return a `PipelineOutput`. Collective.
 
         In training, arguments are divided into micro-batches along the first dimension of their tensors. The loss is
         the mean over all labels for transformers models, and over all rows for other models.

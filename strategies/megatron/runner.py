@@ -137,7 +137,7 @@ class PipelineRunner:
             raise
 
     def _find(self, num: int, shape: Shape) -> Any:
-        """Return torch's schedule for `num` micro-batches of a shape, or None if not supported. Not collective."""
+        """Return torch's schedule for `num` micro-batches. None if `shape` is new or the schedule lacks `num`."""
         if shape not in self._known:
             return None
         made = self._made.pop((num, shape), None) or self._make(num, self._known[shape])
@@ -189,7 +189,7 @@ class PipelineRunner:
 
 
 def _like(tensor: torch.Tensor, num_inputs: int = 1) -> torch.Tensor:
-    """Return a tensor on the device `meta` that describes an activation for torch's schedules."""
+    """Return a `meta` tensor that describes an activation for torch's schedules. `num_inputs=0` is for stage 0."""
     if not num_inputs:
         return torch.empty(1, dtype=torch.int64, device="meta")  # the index of a micro-batch
     return torch.empty_like(local_shard(tensor.detach()), device="meta").requires_grad_(tensor.is_floating_point())

@@ -104,10 +104,11 @@ class StageLinks:
         return found
 
     def broadcast(self, tree: object, stage: int) -> Any:
-        """Broadcast tensors and picklable values from the rank of a stage to all ranks of the pipeline. Collective.
+        """Return on every rank of the pipeline the `tree` of the rank that holds a stage. Collective.
 
         Args:
-            tree: The values to send. Ignored on other ranks.
+            tree: Nested tensors and picklable values. Ignored on other ranks.
+            stage: The stage.
         """
         src, is_source = self.global_rank(stage), self.rank == self.ranks[stage]
         shown = [map_tensors(lambda t: t.detach().to("meta"), tree) if is_source else None]
@@ -139,7 +140,7 @@ class _StageCaches:
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
     def of(self, cache: object) -> dict[int, Any]:
-        """Return the cache of each stage, given a cache that is empty at first. None means no caches."""
+        """Return {stage: cache} for the cache of a call of the model, which is empty in the first call. {} for None."""
         if cache is None:
             return {}
         if cache not in self._copies:
@@ -219,11 +220,11 @@ class Pipeline:
         return self._now is not None
 
     def narrow(self, dtype: torch.dtype, places: Iterable[tuple[nn.Module, str]]) -> None:
-        """Cast parameters that are in no stage to a dtype in forwards, like FSDP casts parameters of stages.
+        """Cast parameters that are in no stage to a dtype in forwards, as FSDP does for the parameters of stages.
 
         Args:
             dtype: A 16-bit dtype.
-            places: Modules, each with the names of its parameters that are in no stage.
+            places: For each such parameter, its module and its name in the module.
         """
         self._cast = [(module, key, dtype) for module, key in places]
         for meta_copy in self._meta_copies.values():
@@ -260,7 +261,7 @@ class Pipeline:
     def compute_stage(
         self, stage: int, carry: torch.Tensor | None, call: Callable[[], Any], *, seed: int | None = None
     ) -> Any:
-        """Compute a stage by running `call`, which calls the model. Not collective.
+        """Compute a stage by running `call`, a function that calls the model once. Not collective.
 
         Args:
             carry: Output of the previous stage. None in the first stage.
@@ -327,7 +328,7 @@ class Pipeline:
         return output
 
     def _check_arguments(self, module: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Raise an error if a module's first call has arguments from a skipped module. Blocks on the device."""
+        """Raise an error if an argument of a module's first call is NaN, as outputs of skipped modules are. Blocks."""
         self._checked.add(id(module))
         for name, value in [*enumerate(args), *kwargs.items()]:
             tensors = [t for t in iterate_tensors(value) if t.is_floating_point() and t.numel()]
@@ -417,7 +418,7 @@ class Pipeline:
 
 
 class _Absent:
-    """Placeholder for a parameter on another rank. Every use raises an error. Some uses of `meta` tensors would not."""
+    """Placeholder for a parameter on another rank. Unlike a `meta` tensor, it raises an error at every use."""
 
     def __init__(self, name: str, model: str) -> None:
         self._message = (

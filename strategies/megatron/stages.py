@@ -153,7 +153,11 @@ def _weight(modules: Iterable[nn.Module]) -> int:
 
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
-    """Return the first layers of all stages except the first stage. The largest stage is as small as possible."""
+    """Divide layers with these numbers of parameters so that the largest stage is as small as possible.
+
+    `before` and `after` are the numbers of further parameters in the first and in the last stage. Return the indices of
+    the first layers of all stages except the first stage.
+    """
     totals = list(itertools.accumulate(weights, initial=0))
 
     @cache

@@ -22,7 +22,7 @@ from trainwright.strategies.state import FullState
 
 
 class PipelineState(ShardedState):
-    """State whose tensors belong to stages. On each rank, tensors of other ranks' stages are on the device `meta`.
+    """State of a pipelined model. On each rank, the tensors of other ranks' stages are on the device `meta`.
 
     Args:
         links: Communication with the other ranks of the pipeline.
@@ -183,16 +183,18 @@ def _empty(tensor: object) -> Any:
 
 
 def owners_of(task: nn.Module, modules: Sequence[nn.Module]) -> tuple[dict[str, int], set[str], dict[str, list[int]]]:
-    """Return each tensor's owner stage, the names of tensors on every rank, and the stages of tied parameters.
+    """Assign each parameter and buffer to the stage that owns it: the first stage that holds it.
 
-    The owner of a parameter or buffer is the first stage that holds it. Every rank has the tensors that are in no
-    stage. The first stage owns such parameters, because it trains them. The last stage owns such buffers, because it
-    runs the full step, which may change buffers. Tied parameters are in several stages. The stages of tied parameters
-    are returned by first name, everything else by plain name.
+    Every rank has the tensors that are in no stage. The first stage owns such parameters, because it trains them. The
+    last stage owns such buffers, because it runs the full step, which may change buffers.
 
     Args:
         task: The task, which contains the modules of the stages.
-        modules: For each stage, a module with its parts.
+        modules: One module for each stage.
+
+    Returns:
+        The owner of each tensor by plain name, the plain names of tensors in no stage, and the stages of each parameter
+        that is in several stages, by its name in `task.named_parameters()`.
     """
     stages: dict[int, list[int]] = {}
     for stage, module in enumerate(modules):

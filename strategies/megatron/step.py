@@ -28,7 +28,7 @@ class PipelineStep(AutomaticStep):
     """Step that runs the forward and backward of its micro-batches in the stages of a pipeline.
 
     Args:
-        parts: Parts of the engine.
+        parts: See `StepParts`.
         runner: Runner of the task's pipeline.
         num_parts: Number of micro-batches into which each batch is divided along its first dimension.
     """
@@ -83,7 +83,7 @@ class PipelineStep(AutomaticStep):
         return total
 
     def _divide(self, group: Group, batches: list[Any]) -> None:
-        """Divide batches into micro-batches, and compute their weights."""
+        """Divide batches into micro-batches, and compute the weights of their losses."""
         self._batches, self._batch_indices, self._shares, full, weights, of_ranks = [], [], [], [], [], []
         for i, batch in enumerate(batches):
             weight = 1 / len(batches) if group.weights is None else group.weights[i]
@@ -102,7 +102,7 @@ class PipelineStep(AutomaticStep):
             self._weights = [each * share for each, share in zip(self._weights, of_ranks, strict=True)]
 
     def _call(self, i: int, is_last: bool) -> Any:
-        """Run the training step on a micro-batch. Logged values are used only in the last stage."""
+        """Run the training step on a micro-batch. Keep logged values only in the last stage."""
         self.sink.batch, self.sink.diverted = self._batches[i], self._logged[i] if is_last else []
         with self._context or nullcontext():
             return self._training_step(self._batches[i], self._first_idx + self._batch_indices[i])
@@ -159,8 +159,8 @@ def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -
             the device. Default: None, which counts rows.
 
     Returns:
-        For each part: the part, the part's weight in the loss of the batch, and this weight divided by the part's
-        fraction of the rows.
+        For each part: the part, its weight in the mean loss of the batch, and the weight of one row relative to the
+        weight of a row in the full batch.
     """
     if num == 1:
         return [(batch, 1.0, 1.0)]

@@ -98,7 +98,7 @@ class MegatronStrategy(FSDPStrategy):
         tensor_parallel_plan: See `FSDPStrategy`.
         auto_wrap_policy: Units that are sharded separately; see `FSDPStrategy`.
         weights_after_stage, state_dict_type: See `FSDPStrategy`.
-        timeout, hang_timeout, process_group_backend: See `DDPStrategy`.
+        timeout, hang_timeout, process_group_backend: See `DataParallel`.
 
     Raises:
         ConfigurationError: A size or the schedule is invalid. At the start of a run: the product of the sizes is not
@@ -396,7 +396,7 @@ class PipelineEngine(FSDPEngine):
         return super()._state_of(module, optimizers, names, make)
 
     def begin_evaluation(self) -> None:
-        """Broadcast buffers over data-parallel ranks, and buffers of no stage from the last stage. Collective."""
+        """Broadcast buffers over data-parallel ranks, and buffers in no stage from the rank of the last stage."""
         group = self.data_ranks.group
         if group is not None:
             for buffer in self.task.buffers():
@@ -442,7 +442,7 @@ class PipelineEngine(FSDPEngine):
 
 
 def _plan(sequence_parallel: bool | str, tp: int, given: GivenPlan | None) -> GivenPlan | None:
-    """Return the argument `tensor_parallel_plan` of FSDPStrategy."""
+    """Return the plan for `FSDPStrategy`: the user's (`given`), or built-in plans for `sequence_parallel`."""
     if not sequence_parallel:
         return given
     if tp == 1 or given is not None:

@@ -30,7 +30,7 @@ _madvise = _find_madvise()
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Map pages, from the address of a page. Return False if the system cannot do so or the file is too short."""
+    """Read pages of a mapped file from `address` on. Return False if the system cannot or the file is too short."""
     return _madvise is not None and _madvise(address, num_bytes, _POPULATE_READ) == 0
 
 

@@ -32,7 +32,8 @@ class PinnedBuffers:
     """Host buffers for copies to a device. Each buffer is reused once its last copy is complete.
 
     Args:
-        pinned: Use pinned memory. Copies from pageable memory block. Default: True.
+        num_bytes: Size of each buffer.
+        pinned: Use pinned memory. False uses pageable memory, from which copies block. Default: True.
     """
 
     def __init__(self, num_bytes: int = _BUFFER_BYTES, *, pinned: bool = True) -> None:
@@ -88,7 +89,7 @@ class CopyStream:
         self.num_queued = 0
 
     def mark(self) -> Any:
-        """Return an event after all work that is queued on the computation stream."""
+        """Return an event that follows all work queued so far on the computation stream. None without a copy stream."""
         return None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
 
     def queue(self, copy: Callable[[], Any], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
@@ -112,7 +113,7 @@ class CopyStream:
         return self._last
 
     def copy_in(self, weights: Iterable[Weight]) -> Fetched:
-        """Copy tensors from the host or the device into new device memory; see `fill`."""
+        """Start to copy tensors from host or device into new device memory. May wait for a buffer; see `fill`."""
         if self._stream is None:
             return Fetched({name: tensor.to(self._device, dtype) for name, tensor, dtype, _ in weights})
         with self._stream:
@@ -202,7 +203,7 @@ class Fetched:
         tensors: Tensors for one use, by their names in the module.
         copies: The stream of the copies. None if they are complete.
         ready: Event that marks the end of the copies.
-        free: Frees memory that `tensors` does not own.
+        free: Function that frees further memory of the weights. None if `tensors` owns all of it.
     """
 
     tensors: dict[str, torch.Tensor]

@@ -45,11 +45,11 @@ class Fetchable(Protocol):
         """True if the unit is used in host memory: prefetching then only reads files into the page cache."""
 
     def fetch(self) -> Fetched:
-        """Return the unit. Fetch it first if it is not present. May be called from any thread."""
+        """Copy or read the unit's weights, unless this was done, and return them. May be called from any thread."""
 
 
 class _Fetch:
-    """A prefetch of one unit."""
+    """A fetch of one unit, before or at its use."""
 
     def __init__(self, unit: Fetchable) -> None:
         self.unit, self.num_bytes = unit, unit.num_bytes
@@ -71,8 +71,8 @@ class _Fetch:
 class Prefetcher:
     """Prefetcher that provides units, and fetches the units that will probably be used next.
 
-    Call `acquire` before the use of a unit and `release` afterwards. Call `follow` to record its position in the
-    learned order. With `num_units`, the calling thread starts asynchronous copies. Otherwise a background thread
+    Call `acquire` before the use of a unit and `release` afterwards. Call `follow` at each use, from which the order of
+    units is learned. With `num_units`, the calling thread starts asynchronous copies. Otherwise a background thread
     fetches the units. The thread starts with the first prediction, and ends a second after the last use.
 
     Args:
@@ -194,12 +194,12 @@ class Prefetcher:
     # Prefetching
 
     def begin(self) -> None:
-        """Prefetch the first units of a new pass over the model."""
+        """Start a new pass over the model, and prefetch its first units."""
         self._last.clear()
         self.prefetch(self.first())
 
     def first(self) -> list[int]:
-        """Return the predicted first `num_units` units of a pass."""
+        """Return the numbers of the first `num_units` units that a pass will probably use."""
         return list(itertools.islice(self._expected((_NOBODY, _NOBODY)), self._num_units))
 
     def follow(self, number: int, *, backward: bool = False) -> None:
@@ -290,7 +290,7 @@ class Prefetcher:
             self._condition.notify_all()
 
     def _wait(self) -> _Fetch | None:
-        """Return the next fetch, or None to end the thread after a time without fetches."""
+        """Wait for the next fetch. Return None, which ends the thread, after a second without fetches and use."""
         with self._condition:
             idle = False
             while not _ending.is_set():

@@ -37,10 +37,10 @@ class OffloadStep(AutomaticStep):
     """A step with weights, gradients and optimizer state on host or disk.
 
     Args:
-        parts: The parts of the step.
+        parts: See `StepParts`.
         stream: Copies units to the device. None computes with the weights in host storage.
-        state_storage: Storage of the optimizer state of units that are not being stepped. None keeps the state in
-            memory.
+        state_storage: Storage of optimizer state on disk, which is in memory only for the unit that steps. None keeps
+            all state in memory.
     """
 
     def __init__(self, parts: StepParts, stream: WeightStream | None, state_storage: HostStorage | None) -> None:
@@ -251,7 +251,7 @@ def can_be_split(optimizer: Optimizer) -> bool:
 
 
 def portions_of(optimizer: Optimizer, units: Sequence[Unit] | None) -> list[Portion]:
-    """Divide an optimizer's parameters with gradients into one portion per unit, or parameter outside of units."""
+    """Divide an optimizer's parameters with gradients: one portion for each unit and each parameter in no unit."""
     left = dict.fromkeys(p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     found = []
     for unit in units or ():
@@ -271,7 +271,7 @@ def step_in_portions(
     after: Callable[[Portion], Any],
     step: Callable[[], Any] | None = None,
 ) -> None:
-    """Step portion by portion. In each step, other gradients are None, so that the optimizer skips them.
+    """Step portion by portion. Meanwhile, the gradients of all other parameters are None, so that they are skipped.
 
     All gradients are restored afterwards, also after an exception.
 

@@ -43,7 +43,7 @@ class Unit:
     Attributes:
         num_bytes: Size of the device copy.
         number: The unit's number in the prefetcher.
-        arrived: Order in which the gradients of units reach the host. Units are stepped in this order.
+        arrived: Number of gradient copies of all units up to this unit's last one. Units step in ascending order.
     """
 
     stays_on_host = False
@@ -195,7 +195,7 @@ class Unit:
             total.add_(gradient)
 
     def add_gradients(self) -> None:
-        """Wait until copied gradients of earlier units arrive. Accumulate them to free host memory."""
+        """Accumulate gradients of this unit that are still being copied, to free host memory. Waits for the copies."""
         if self._to_add:
             self.wait_for_gradients()
 
@@ -286,11 +286,11 @@ def _differentiable(values: object) -> list[Any]:
 
 
 class WeightStream:
-    """All units of a model. The next units are copied while the current one computes.
+    """All units of a model. While one unit computes, the next units are copied to the device.
 
     Args:
         modules: Modules of the units, without shared parameters.
-        others: All other parameters, which are on the device during a full step.
+        others: Further parameters. They form the root unit, which is on the device during a full step.
         device: Device of the computation.
         weights: Host storage of weights.
         gradients: Host storage of gradients.
@@ -415,7 +415,7 @@ class WeightStream:
         return sorted(self.all_units, key=lambda unit: unit.arrived)
 
     def copy_early(self, units: Iterable[Unit]) -> None:
-        """Queue copies for the next forward, for as many units as the device holds at a time."""
+        """Queue copies of given units that the next forward uses first, or of all given units if copies stay."""
         early = {self.root.number, *self._prefetcher.first()}
         self._prefetcher.prefetch([unit.number for unit in units if self.stays or unit.number in early])
 

@@ -43,9 +43,9 @@ class OffloadStrategy(Strategy):
 
     Args:
         parameters: Storage of weights: `"cpu"`, `"disk"`, or `"device"`, which keeps a copy on the device and offloads
-            only gradients and optimizer state.
+            only gradients and optimizer state. Default: `"cpu"`.
         optimizer_state: Storage of optimizer state and gradients: `"cpu"` or `"disk"`. With `"disk"` the optimizer
-            steps unit by unit, so that the state of one unit is in memory at a time.
+            steps unit by unit, so that the state of one unit is in memory at a time. Default: `"cpu"`.
         auto_wrap_policy: Modules that are units: classes, their names, or a function. Default: the result of
             `TaskModule.shard_units`, or else modules with a sixteenth of the parameters.
         min_num_params: Alternative to `auto_wrap_policy`. Modules with at least this number of parameters are units.

@@ -51,7 +51,7 @@ def _closure_is_required(optimizer: Optimizer) -> bool:
 
 
 def defines_itself(owner: object, name: str) -> bool:
-    """Return whether a data module overrides the transfer hook."""
+    """Return whether the class of a data module, or a base class outside of this package, defines the hook `name`."""
     for cls in type(owner).__mro__:
         if name in vars(cls):
             return not cls.__module__.startswith("trainwright.")
@@ -81,7 +81,7 @@ class ScaledOptimizer:
         raise AttributeError("the class of a wrapped optimizer cannot be changed")
 
     def step(self, closure: Callable[[], Any] | None = None, **own: object) -> Any:
-        """Step unless a gradient is not finite. Return the closure's loss."""
+        """Step unless a gradient is not finite. Return the closure's loss, or None without a closure."""
         self._scaler.step(self.optimizer, **own)
         return None if closure is None else closure()
 

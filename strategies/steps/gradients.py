@@ -107,7 +107,7 @@ def clip_shards(
 
 
 def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the same bits as `nn.utils.get_total_norm`. Norms of gradients on the host are computed by all threads.
+    """Compute `nn.utils.get_total_norm`, with bitwise the same result, by all threads for gradients on the host.
 
     Torch computes the norm of a CPU tensor in one thread.
     """
@@ -133,7 +133,7 @@ def _by_kind(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
 
 
 class Gradients:
-    """The gradients of an engine's models. Every rank holds full gradients in `p.grad`.
+    """Access to the gradients of an engine's models. Here, every rank holds full gradients in `p.grad`.
 
     Engines that store gradients in another way use a subclass.
 
@@ -141,7 +141,7 @@ class Gradients:
         device: Device of the gradients.
 
     Attributes:
-        averaged: The ranks average gradients in the last backward of an optimizer step. Default: True.
+        averaged: The last backward of an optimizer step averages gradients over ranks. Default: True.
         scales_sums: True if `scale` also works on accumulated gradients before the last backward.
     """
 
@@ -160,7 +160,7 @@ class Gradients:
         return torch.amp.GradScaler(self.device.type, **options)
 
     def complete(self) -> None:
-        """Complete the gradients of an optimizer step after its last backward. Collective where ranks hold shards."""
+        """Reduce gradients that the last backward of an optimizer step has not reduced. Collective in subclasses."""
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         """Clip the gradients of parameters in place. Return their norm before clipping, or None for `"value"`.

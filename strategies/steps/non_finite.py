@@ -58,9 +58,9 @@ def reading_waits(device: torch.device) -> bool:
 
 
 class FirstNonFinite:
-    """Record on the device of the first step that was not finite: the step's number, loss and parameters.
+    """Record of the first step whose loss or gradients were not finite: number, loss, and one flag per parameter.
 
-    `note` does not wait for the device or for other ranks. The record has one flag per parameter.
+    The record is stored on the device, so that `note` does not wait for the device or for other ranks.
 
     Args:
         step: The step whose loss and gradients are checked.

@@ -42,7 +42,7 @@ from trainwright.strategies.steps.transfer import make_transfer
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """The parts of a step that a strategy has prepared, and the hooks.
+    """Everything that a step uses: what the engine has prepared, the run and its hooks.
 
     Attributes:
         task: The prepared task.
@@ -93,11 +93,11 @@ class Step(ABC):
     """Runner of the training and evaluation steps of a task.
 
     Args:
-        parts: The parts of the step.
+        parts: See `StepParts`.
 
     Attributes:
         scaler: Loss scaler, or None.
-        stepped: With manual optimization, an optimizer has stepped in the current or last group.
+        stepped: The last group counts as a step without a loss. With manual optimization: an optimizer has stepped.
         begun: With manual optimization, an optimizer has stepped or started a step in this group.
     """
 
@@ -218,7 +218,7 @@ class Step(ABC):
 
     @abstractmethod
     def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        """Return the loss of a group without its skipped micro-batches."""
+        """Correct loss and gradients of a group for its skipped micro-batches. Return the loss."""
 
     @abstractmethod
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
@@ -408,7 +408,7 @@ class ManualStep(Step):
     """A step with manual optimization: `training_step` runs backward and steps the optimizers itself.
 
     Args:
-        parts: The parts of the step.
+        parts: See `StepParts`.
         average: Averages gradients over ranks after each backward. Default: None, which calls `Gradients.complete`.
     """
 

@@ -105,7 +105,7 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
 @dataclass(frozen=True)
 class TransformerEnginePrecision(Precision):
-    """The precision fp8 with transformer_engine. All other computation is that of `bf16-mixed`.
+    """Precision with matrix products in fp8 by transformer_engine. All other computation is as in `bf16-mixed`.
 
     During a stage, layers of transformer_engine replace layer norms, and linear layers whose sizes are multiples of 16.
     The new layers use the same parameter objects.

@@ -83,7 +83,7 @@ class LiveReplicas:
         self.received = state
 
     def join(self) -> None:
-        """Determine the members of the next step with the other live replicas, unless this was done. Blocks.
+        """Agree with the other live replicas on who takes part in the next step, unless this was done. Blocks.
 
         If another replica has completed more steps, `received` is set to its state.
         """
@@ -99,7 +99,7 @@ class LiveReplicas:
             weight: Weight of this replica's gradients.
 
         Returns:
-            False if a replica has failed. The gradients are then unchanged. Call `join` and repeat the average.
+            False if a replica has failed. The gradients are then unchanged. Call `join`, and call `average` again.
         """
         flats = flat_gradients(parameters, weight)
         total = torch.tensor([weight], dtype=torch.float64, device=self._device)

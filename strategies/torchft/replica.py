@@ -34,7 +34,7 @@ def no_own_loops() -> ConfigurationError:
 
 
 class Replica:
-    """This replica of a run.
+    """This process's replica, which is one of several replicas that train the same model together.
 
     Args:
         strategy: The options of the replica.
@@ -56,7 +56,8 @@ class Replica:
     def data_ranks(self, own: DataRanks) -> DataRanks:
         """Return the data-parallel ranks of all replicas, given those of this replica.
 
-        Each replica is a separate run. Collectives over all replicas use this replica's value for the other replicas.
+        Only the ranks of this replica can communicate. `gather` and `sum` use their values for all other replicas, too.
+        `all_gather` returns only their tensors.
         """
         self._own_ranks = own
         replica, max_replicas, _ = self.strategy.replica_settings()
@@ -122,7 +123,7 @@ class TorchFTStep(AutomaticStep):
         self._weight = 0.0
 
     def state_to_send(self) -> dict[str, Any]:
-        """Return this rank's shards, which the same rank of a rejoining replica receives."""
+        """Return the state that a rejoining replica receives: progress, and this rank's shards for its same rank."""
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.task.named_parameters()}
         return {
             "model": {name: local_part(tensor) for name, tensor in _tensors_of(self.task)},
@@ -132,7 +133,7 @@ class TorchFTStep(AutomaticStep):
         }
 
     def catch_up(self) -> bool:
-        """Load a received state if this replica is at the same position in the data. Return False at earlier positions.
+        """Load a received state, if any. Return False if this replica is at an earlier position in the data than it.
 
         Raises:
             TrainwrightError: This replica is at a later position than the state.

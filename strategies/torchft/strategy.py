@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TorchFTStrategy(Strategy):
     """Strategy with replicas that may die and rejoin during a run. Each replica is started separately.
 
-    Gradients are averaged over the replicas that are alive, in every step. A restarted replica receives weights,
+    Every step averages gradients over the replicas that are alive. A restarted replica receives weights,
     optimizer states, schedules and progress from a live replica, and continues with the next step of that replica.
     Replica r reads shard r of `max_replicas` of the data; the samples of a dead replica are not read. Replica 0 writes
     checkpoints and logs. The library torchft detects failures. It needs a running `torchft_lighthouse` that all

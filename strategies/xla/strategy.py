@@ -51,8 +51,8 @@ class XLAStrategy(DataParallel):
     Args:
         spmd: `"ddp"`: one process uses all devices of this machine, and batches are divided over the devices along the
             first dimension. `"fsdp"`: parameters, gradients and optimizer states are divided, too. Losses and metrics
-            are those of the full batch. A process cannot switch back from this mode. Default: None, which uses one
-            device.
+            are those of the full batch. Later runs of the process cannot use None. Default: None, which uses one device
+            per process.
         downcast_bf16: Store float32 and float64 tensors as bfloat16 on the device. This affects all later runs of the
             process. Default: False.
         timeout, hang_timeout: See `DataParallel`.
@@ -129,7 +129,7 @@ class XLAEngine(ParallelEngine):
         self.state = XLAState(task, self.optimizers, self.device, is_main=self.is_main)
 
     def _equalize(self, model: nn.Module) -> None:
-        """Copy rank 0's weights to all ranks, and set up the average of the gradients."""
+        """Copy rank 0's weights to all ranks, and register the parameters whose gradients are averaged."""
         if isinstance(self.gradients, AveragedGradients):
             broadcast_from_main(model)
             self.gradients.parameters += model.parameters()

@@ -27,14 +27,14 @@ from trainwright.strategies.fsdp.layers.styles import (
 
 @dataclass(frozen=True)
 class Family:
-    """Tensor-parallel rules of one family of models. Names of modules are the last parts of full names.
+    """Tensor-parallel rules of one family of models. A module is named by the end of its name: `"mlp.up_proj"`.
 
     Attributes:
         counts: Values of the model's configuration that must be divisible by the number of ranks.
         styles: Name of a module → its style.
         embeddings: Names of the token embeddings.
         head: Name of the layer that computes logits.
-        along_sequence: Styles of sequence parallelism, which override `styles`. None: not supported.
+        along_sequence: Styles that override `styles` for sequence parallelism. None if it is not supported.
     """
 
     counts: tuple[str, ...]
@@ -169,7 +169,7 @@ class PlansLayers(Protocol):
 
 
 def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Plan:
-    """Return a tensor-parallel plan: the given plan, the task's plan, or a built-in plan. Not collective."""
+    """Return the first plan that exists: the strategy's (`given`), the task's, or a built-in one. Not collective."""
     plan = given(task, mesh) if callable(given) else given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
@@ -185,10 +185,10 @@ def find_plan(task: nn.Module, given: GivenPlan | None, mesh: DeviceMesh) -> Pla
 
 
 def sequence_parallel_plan(task: nn.Module, mesh: DeviceMesh, *, strict: bool) -> Plan | None:
-    """Return the built-in plans with sequence parallelism; see `ready_plan`.
+    """Return built-in plans with sequence parallelism for the transformers models in a task. None if there are none.
 
     Args:
-        strict: Raise an error for models without support for sequence parallelism. False splits only their layers.
+        strict: Raise an error for a model without sequence parallelism. False splits its layers, but no sequences.
     """
     return find_ready_plan(task, mesh["tp"].size(), sequence_parallel=True if strict else None)
 
@@ -197,7 +197,7 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
     """Return the built-in plans for all transformers models in a task. None if no model is supported.
 
     Args:
-        sequence_parallel: See `ready_plan`. None: True for models that support it.
+        sequence_parallel: See `ready_plan`. None means True for models that support it, and False for others.
     """
     found: dict[str, Any] = {}
     inside: list[str] = []
@@ -214,7 +214,7 @@ def find_ready_plan(task: nn.Module, tp: int, *, sequence_parallel: bool | None 
 
 
 class PlannedMesh:
-    """Sizes of a `DeviceMesh` that does not exist yet."""
+    """Replacement for a `DeviceMesh` that does not exist yet. It has the names and sizes of the axes, but no ranks."""
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
         self.mesh_dim_names = tuple(lengths)

@@ -63,14 +63,13 @@ class SplitLayers:
 
     Args:
         task: The task, whose model is built. The constructor only checks it.
-        plan: See `Plan`. Patterns match the full names of `named_modules`. `*` matches one part between dots, or
-            characters of it.
+        plan: See `Plan`. Patterns match the full names of `named_modules`. `*` matches any characters except dots.
         mesh: The axis over which layers are split, 1-D.
         root: The part of the task whose layers this rank splits. A tied weight outside of `root` belongs to another
             pipeline stage. Default: the task.
 
     Attributes:
-        splits_loss: Logits stay sharded (see `LossParallel`).
+        splits_loss: The plan has a style that leaves logits sharded; see `LossParallel`.
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh, root: nn.Module | None = None) -> None:
@@ -91,7 +90,7 @@ class SplitLayers:
         self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
 
     def split(self, part: nn.Module) -> None:
-        """Split the layers of a part that have not been split yet. Not collective.
+        """Split those layers in a module that have not been split yet. Not collective.
 
         The weights must be full and equal on every rank. Tied weights remain tied.
         """
@@ -111,7 +110,7 @@ class SplitLayers:
         self._tie_again()
 
     def narrow(self) -> None:
-        """Replace parameters by uninitialized ones of a shard's shape, to estimate a rank's memory. Not collective."""
+        """Replace parameters by uninitialized tensors of a shard's shape, to estimate the memory of a rank."""
         narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
 
         def narrow(module: nn.Module, name: str, dim: int) -> None:
@@ -249,7 +248,7 @@ def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int)
 
 
 def _may_be_uneven(style: ParallelStyle) -> bool:
-    """Return whether ranks may hold different numbers of rows. True for vocabularies with unsharded outputs."""
+    """Return whether ranks may hold different numbers of rows, as in a vocabulary whose outputs are gathered."""
     gathers = isinstance(style, ColwiseParallel) and style.output_layouts == (Replicate(),)
     return gathers or isinstance(style, (SplitEmbedding, SplitParameters))
 

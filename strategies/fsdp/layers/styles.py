@@ -108,10 +108,9 @@ class Conv1DRowwise(ParallelStyle):
 
 
 class SplitEmbedding(ParallelStyle):
-    """Style that splits an embedding by entries. Each rank looks up its entries. The outputs are summed over the ranks.
+    """Style that splits an embedding by rows. Each rank looks up its own rows. The outputs are summed over the ranks.
 
-    Here, a rank allocates the gradient of its own entries only. Torch's `RowwiseParallel` allocates the gradient of all
-    entries on every rank.
+    Unlike torch's `RowwiseParallel`, it allocates on each rank the gradient of this rank's rows, not of all rows.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -133,7 +132,7 @@ class SplitEmbedding(ParallelStyle):
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    """Return whether a module only looks up entries, without further options or a forward of its own."""
+    """Return whether a module is an embedding with torch's forward and default options for lookups and gradients."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
