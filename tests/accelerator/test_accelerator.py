@@ -260,14 +260,6 @@ def test_an_evaluation_within_a_pass_leaves_its_groups_alone() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
 
 
-def test_a_loop_that_was_left_does_not_weigh_on_the_next() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    loader = accelerator.prepare(DataLoader(_data(8), batch_size=1))
-    for _ in loader:
-        break
-    assert accelerator._accumulation.place is None
-
-
 @pytest.mark.slow
 def test_freed_objects_are_forgotten() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DistributedType, MegatronStrategy
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import TokenFileWriter
-from trainwright.processes.partial_state import PartialState
 from trainwright.utils import (
     BertTrainStep,
     GPTTrainStep,
@@ -33,13 +32,6 @@ from trainwright.utils import (
 
 transformers = pytest.importorskip("transformers")
 _STEPS, _BATCH = 6, 4
-
-
-@pytest.fixture(autouse=True)
-def _no_state() -> Iterator[None]:
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
 
 
 def _gpt2() -> Any:

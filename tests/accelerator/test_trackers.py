@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.tasks import regression_loader
 from tests.loggers.wandb_file import read_run
 from trainwright import Accelerator, ConfigurationError
 from trainwright.core.errors import MissingPackageError, TrainwrightWarning
@@ -231,31 +230,3 @@ def test_the_first_process_logs(tmp_path: Path) -> None:
     events = _events(tmp_path / "project")
     assert [one.value for one in events.Scalars("rank")] == [0.0]
     assert [one.value for one in events.Scalars("own")] == [0.0]
-
-
-def test_a_whole_loop_logs_its_loss(tmp_path: Path) -> None:
-    accelerator = Accelerator(log_with=["wandb", LoggerType.TENSORBOARD], project_dir=tmp_path, cpu=True)
-    config = {"num_iterations": 2, "learning_rate": 1e-2, "loss_function": str(torch.nn.functional.mse_loss)}
-    options = {"wandb": {"mode": "offline", "dir": str(tmp_path)}}
-    accelerator.init_trackers("example_project", config=config, init_kwargs=options)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["learning_rate"])
-    model, optimizer, loader = accelerator.prepare(model, optimizer, regression_loader(32, batch_size=8))
-    losses = []
-    for _ in range(config["num_iterations"]):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-            accelerator.log({"training_loss": loss}, step=len(losses))
-            losses.append(loss.item())
-    wandb_tracker = accelerator.get_tracker("wandb", unwrap=True)
-    if accelerator.is_main_process:
-        wandb_tracker.summary["best"] = min(losses)
-    accelerator.end_training()
-    scalars = _events(tmp_path / "example_project").Scalars("training_loss")
-    assert [(one.step, one.value) for one in scalars] == list(enumerate(losses))
-    found = read_run(tmp_path)
-    assert [row["training_loss"] for row in found["history"]] == losses
-    assert found["config"]["loss_function"] == config["loss_function"]
