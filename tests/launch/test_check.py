@@ -67,10 +67,7 @@ def test_a_failure_of_one_rank_is_a_failure() -> None:
         ),
     ],
 )
-def test_wrong_options_start_nothing(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_wrong_options_start_nothing(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments]) == 2
     assert text in capsys.readouterr().err
 
@@ -147,7 +144,7 @@ def test_an_error_is_a_failure_and_the_next_part_runs(one: Check) -> None:
 
 def _command(*arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "trainwright", "check", "--cpu", *map(str, arguments)]
-    return {"args": command, "text": True, "env": {**os.environ, "XDG_CACHE_HOME": "/nonexistent"}}
+    return {"args": command, "text": True, "env": dict(os.environ)}
 
 
 def _check(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:

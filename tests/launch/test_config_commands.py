@@ -17,9 +17,7 @@ from trainwright.launch.reading import read_file
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HOME", raising=False)
+def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.launch.config_file.device_count", lambda: 0)
 
 
@@ -157,7 +155,13 @@ def test_update_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["check", "--help"], ["config", "--help"], ["config", "show"], ["env", "--help"], ["launch", "--help"]),
+        *(
+            ["check", "--help"],
+            ["config", "--help"],
+            ["config", "show"],
+            ["env", "--help"],
+            ["launch", "--num_processes", "2", "--help"],
+        ),
         ["to-fsdp2", "--help"],
         pytest.param(["env"], marks=pytest.mark.skipif(not has_no_devices(), reason="torch names the devices")),
     ],

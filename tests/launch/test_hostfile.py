@@ -18,6 +18,7 @@ from trainwright.launch import hostfile
 from trainwright.launch.hostfile import read_hosts, start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
+from trainwright.processes.launcher import free_port
 
 _HOSTS = "# machines\nnode-1 slots=4\n\nnode-2 slots=4\nnode-3 slots=4\n"
 _needs_pdsh = pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is missing: apt-get install pdsh")
@@ -180,13 +181,10 @@ def _start(tmp_path: Path, *words: str, launcher: str, **variables: str) -> subp
     (tmp_path / "script.py").write_text(_SCRIPT)
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     (tmp_path / ".deepspeed_env").write_text("GREETING=it's 100%\n")
-    with socket.socket() as one:
-        one.bind(("", 0))
-        port = one.getsockname()[1]
-    options = ["--cpu", "--main_process_port", str(port) if launcher == "pdsh" else "29713"]
+    options = ["--cpu", "--main_process_port", str(free_port()) if launcher == "pdsh" else "29713"]
     options += ["--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", launcher]
     command = [sys.executable, "-m", "trainwright", "launch", *options, *words]
-    environment = {**os.environ, "XDG_CACHE_HOME": "/nonexistent", "PDSH_RCMD_TYPE": "exec", **variables}
+    environment = {**os.environ, "PDSH_RCMD_TYPE": "exec", **variables}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
 

@@ -36,8 +36,7 @@ def script(tmp_path: Path) -> Path:
 
 def _launch(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainwright", "launch", *map(str, arguments)]
-    environment = {**os.environ, "XDG_CACHE_HOME": "/nonexistent", **options.pop("env", {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 def test_one_process_gets_the_options(script: Path) -> None:
@@ -125,11 +124,3 @@ def test_two_machines_meet(script: Path) -> None:
     ]
     found = [run.communicate(timeout=120)[0].split() for run in runs]
     assert [words[:2] for words in found] == [["0", "2"], ["1", "2"]]
-
-
-def test_help_is_fast() -> None:
-    command = "['launch', '--num_processes', '2', '--help']"
-    code = f"import sys, trainwright.cli.main as m; m.main({command}); assert 'torch' not in sys.modules"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    assert "--num_processes" in found.stdout

@@ -12,12 +12,6 @@ from trainwright.cli.main import main
 _START = ["compute", "tpus", "tpu-vm", "ssh"]
 
 
-@pytest.fixture(autouse=True)
-def _no_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HOME", raising=False)
-
-
 @pytest.mark.parametrize(
     ("options", "start", "pod", "commands"),
     [
