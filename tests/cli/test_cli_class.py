@@ -187,13 +187,6 @@ def test_a_configured_optimizer_replaces_the_tasks_with_a_warning() -> None:
     assert type(made.trainer.optimizers[0]) is torch.optim.SGD
 
 
-def test_an_optimizer_of_the_task_does_not_inherit_the_arguments_of_the_default() -> None:
-    made = cli("fit", "--model.optimizer=SGD", model=OwnOptimizer)
-    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
-    assert made.trainer.optimizers[0].param_groups[0]["lr"] == 1e-3
-    assert cli("fit", model=OwnOptimizer).trainer.optimizers[0].param_groups[0]["lr"] == 0.5
-
-
 def test_the_configuration_selects_the_class_of_the_model() -> None:
     made = cli(f"--model={__name__}.OwnOptimizer", "--model.width=3", model=Net, subclass_mode_model=True, run=False)
     assert type(made.model) is OwnOptimizer

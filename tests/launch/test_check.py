@@ -224,18 +224,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     script, results = tmp_path / "script.py", tmp_path / "results"
     script.write_text(_ONE_FAILS)
     results.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "trainwright",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        script,
-        tmp_path,
-        results,
-    ]
+    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes=2", script, tmp_path, results]
     start_s = time.monotonic()
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
