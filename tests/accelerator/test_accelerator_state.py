@@ -196,16 +196,11 @@ def _go_on(folder: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-def test_two_processes_go_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_two_processes_go_on_to_the_last_bit_and_one_takes_over(tmp_path: Path) -> None:
     found = run_distributed(_go_on, 2, str(tmp_path), init=False, timeout=120)
     assert [rank for _, _, rank in found] == [0, 1]
     for wanted, again, _ in found:
         assert torch.equal(wanted, again)
-
-
-@pytest.mark.distributed
-def test_one_process_takes_over_from_two(tmp_path: Path) -> None:
-    run_distributed(_go_on, 2, str(tmp_path), init=False, timeout=120)
     alone = Loop()
     alone.accelerator.load_state(tmp_path / "state")
     for _ in alone.loader:

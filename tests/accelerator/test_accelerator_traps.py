@@ -220,7 +220,7 @@ def _gather_mixed() -> list[Any]:
     accelerator = Accelerator(cpu=True)
     rank = torch.tensor([accelerator.process_index])
     whole = accelerator.gather_for_metrics(UserDict({"a": rank, "nothing": None}))
-    with pytest.raises(ConfigurationError, match="a str beside them"):
+    with pytest.raises(ConfigurationError, match="got tensors and a str"):
         accelerator.gather_for_metrics({"a": rank, "ids": ["x"]})
     return [whole["a"].tolist(), whole["nothing"]]
 

@@ -11,9 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import IterableDataset
 
-from tests.accelerator.tiny_llama import GROUP, LR, STEPS, WORDS, Sentences, language_model, loss_of, train_by_hand
+from tests.accelerator.tiny_llama import (
+    GROUP,
+    STEPS,
+    WORDS,
+    Sentences,
+    arguments_of,
+    in_order,
+    language_model,
+    loss_of,
+    losses_of,
+    train_by_hand,
+)
 from tests.helpers.distributed import run_distributed
 
 pytestmark = [
@@ -109,24 +120,8 @@ def _train_adapters(folder: Path, bits: int | None, resume: str | None, options:
     from peft import PeftModel
     from transformers import Trainer, TrainingArguments
 
-    class InOrder(Trainer):  # type: ignore[misc]  # it has no types
-        def _get_train_sampler(self, *args: object) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    arguments = TrainingArguments(
-        output_dir=str(folder / "run"),
-        num_train_epochs=2,
-        per_device_train_batch_size=GROUP // (2 * dist.get_world_size()),
-        gradient_accumulation_steps=2,
-        learning_rate=LR,
-        logging_steps=1,
-        save_steps=2,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = InOrder(model=_adapted(folder, bits), args=arguments, train_dataset=Sentences())
+    arguments = TrainingArguments(**arguments_of(folder / "run", num_train_epochs=2, **options))
+    trainer = in_order(Trainer)(model=_adapted(folder, bits), args=arguments, train_dataset=Sentences())
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "adapters"))
     dist.barrier()
@@ -136,7 +131,7 @@ def _train_adapters(folder: Path, bits: int | None, resume: str | None, options:
         with torch.no_grad():
             value = float(loss_of(loaded, [Sentences()[index] for index in range(8)]))
     return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": losses_of(trainer),
         "loaded": value,
         "units": sum(isinstance(module, FSDPModule) for module in trainer.model.modules()),
     }
@@ -213,29 +208,11 @@ def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    class InOrder(SFTTrainer):  # type: ignore[misc]  # it has no types
-        def _get_train_sampler(self, *args: object) -> Any:
-            return SequentialSampler(self.train_dataset)
-
     disable_caching()
     words = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
-    arguments = SFTConfig(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=GROUP // (2 * dist.get_world_size()),
-        gradient_accumulation_steps=2,
-        learning_rate=LR,
-        logging_steps=1,
-        save_steps=2,
-        max_length=8 if packed else 16,
-        packing=packed,
-        packing_strategy="wrapped",
-        bf16=False,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    trainer = InOrder(
+    packing = {"max_length": 8 if packed else 16, "packing": packed, "packing_strategy": "wrapped"}
+    arguments = SFTConfig(**arguments_of(folder, max_steps=STEPS, bf16=False, **packing))
+    trainer = in_order(SFTTrainer)(
         model=_adapted(folder) if adapters else language_model(),
         args=arguments,
         train_dataset=Dataset.from_list([{"input_ids": sentence} for sentence in _ragged()]),
@@ -285,7 +262,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "split_batches": {"accelerator_config": {"split_batches": True}},
     "even_batches": {"accelerator_config": {"even_batches": False, "use_seedable_sampler": False}},
     "stream": {"max_steps": STEPS},
-    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
 }
 
 
@@ -296,39 +273,27 @@ def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
     trainwright.as_accelerate()
     from transformers import Trainer, TrainingArguments
 
-    class InOrder(Trainer):  # type: ignore[misc]  # it has no types
-        def _get_train_sampler(self, *args: object) -> Any:
-            return None if kind == "stream" else SequentialSampler(self.train_dataset)
-
+    class Watched(Trainer if kind == "stream" else in_order(Trainer)):  # type: ignore[misc]  # it has no types
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             if kind == "auto_find_batch_size" and self._train_batch_size > GROUP:
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(*args, **kwargs)
 
-    size = (
-        23 if kind == "auto_find_batch_size" else GROUP // dist.get_world_size()
-    )  # a smaller batch is 0.9 of it, then 0.9 of that
+    # A smaller batch is 0.9 of it, then 0.9 of that.
+    size = 23 if kind == "auto_find_batch_size" else GROUP // dist.get_world_size()
     options = {"save_strategy": "no", "num_train_epochs": 2, **_EXTRAS[kind]}
     if kind == "best model":
         options["save_strategy"] = "steps"
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=size,
-        learning_rate=LR,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
+    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
+    arguments = TrainingArguments(**arguments_of(folder, **sizes, **options))
     data: Any = _Stream() if kind == "stream" else Sentences()
-    trainer = InOrder(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
+    trainer = Watched(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
     trainer.train()
     if kind == "best model":
         assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{trainer.state.best_global_step}")
     found = trainer.predict(Sentences())
     return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": losses_of(trainer),
         "predictions": torch.from_numpy(found.predictions),
         "size": trainer._train_batch_size,
     }
