@@ -140,7 +140,6 @@ class Overflows(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
     def forward(self, factor: float) -> torch.Tensor:
-        """Return a loss."""
         return (self.weight * factor).sum()
 
 

@@ -114,7 +114,6 @@ def _compare_loops() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def loops() -> list[dict[str, Any]]:
-    """What both ranks found."""
     return run_distributed(_compare_loops, 2, init=False, timeout=120)
 
 

@@ -22,8 +22,6 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Data(Dataset[torch.Tensor]):
-    """Counts what is fetched."""
-
     def __init__(self, num: int = 22) -> None:
         self.fetched: list[int] = []
         self.rows = torch.randn(num, 4, generator=torch.Generator().manual_seed(3))
@@ -43,17 +41,13 @@ class Tally:
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count."""
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the count back."""
         self.count = state["count"]
 
 
 class Loop:
-    """A script's objects, and its loop."""
-
     def __init__(self, precision: str = "no", num_models: int = 1, **options: Any) -> None:
         torch.manual_seed(6)
         self.accelerator = Accelerator(

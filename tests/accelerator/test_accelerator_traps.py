@@ -94,7 +94,6 @@ class Scores(nn.Module):
         self.layer = _net()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the scores."""
         return self.layer(x)
 
     def compute_loss(self, x: torch.Tensor) -> torch.Tensor:

@@ -191,8 +191,6 @@ def test_an_error_of_the_first_process_ends_all() -> None:
 
 
 class _Resumable(Stream):
-    """A stream that keeps its position."""
-
     def __init__(self, n: int) -> None:
         super().__init__(n)
         self.at = 0

@@ -85,7 +85,6 @@ def _everything() -> tuple[dict[int, list[int]], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[int, list[int]], dict[str, str]]]:
-    """What both ranks found."""
     return run_distributed(_everything, 2, init=False, timeout=120)
 
 

@@ -35,7 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from tests.accelerator.programs import autoregressive, classification, gan, language_model, saving, seedable_sampler
+from tests.accelerator.programs import autoregressive, classification, gan, language_model, seedable_sampler
 from tests.accelerator.programs.synthetic import Record, classifier, rows
 from tests.helpers.distributed import run_distributed
 from tests.helpers.sources import ROOT
@@ -46,7 +46,8 @@ from trainwright.utils import set_seed
 on_two_ranks = [pytest.mark.distributed, pytest.mark.slow]
 Program = Callable[..., dict[str, Any]]
 Loss = Callable[[Any, Any], torch.Tensor]
-_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model, saving)]
+_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model)]
+_OF_TRANSFORMERS.append(language_model.save_for_transformers)
 _ENGINES = ["ddp", "fsdp", "zero2"]
 _TOLERANCES = {"ddp": 1e-6, "fsdp": 1e-6, "zero2": 2e-5}
 
@@ -456,7 +457,9 @@ def test_a_schedule_free_optimizer_is_an_error_at_stage_3() -> None:
 
 @all_engines
 def test_a_trained_model_is_saved_for_transformers(engine: str | None, tmp_path: Path) -> None:
-    found = _find(saving.training_function, engine, {"lr": 1e-2, "seed": 1, "output_dir": str(tmp_path / "saved")})
+    found = _find(
+        language_model.save_for_transformers, engine, {"lr": 1e-2, "seed": 1, "output_dir": str(tmp_path / "saved")}
+    )
     set_seed(1)
     model: Any = language_model.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

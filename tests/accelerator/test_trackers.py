@@ -141,6 +141,10 @@ def test_a_tracker_that_failed_is_replaced_by_an_object_that_does_nothing() -> N
 def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     recorder = Recorder()
     accelerator = Accelerator(cpu=True, log_with=[recorder, "tensorboard"], project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"init_trackers\('project'\) first"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigurationError, match=r"init_kwargs='tensorbord'.*Did you mean 'tensorboard'"):
+        accelerator.init_trackers("project", init_kwargs={"tensorbord": {}})
     with pytest.raises(ConfigurationError, match=r"no option 'flush_sec'\. Did you mean 'flush_secs'"):
         accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_sec": 1}})
     with pytest.raises(ConfigurationError, match=r"init_kwargs=\{'mlflow'.* is wrong: .*'uri'"):
@@ -150,6 +154,10 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
         accelerator.log([1, 2])  # type: ignore[arg-type]  # it is wrong on purpose
     with pytest.raises(ConfigurationError, match="step='a'"):
         accelerator.log({"a": 1}, step="a")  # type: ignore[arg-type]  # it is wrong on purpose
+    with pytest.raises(ConfigurationError, match=r"log_kwargs=.* is not supported"):
+        accelerator.log({"loss": 1.0}, log_kwargs={"tensorboard": {"commit": True}})
+    with pytest.raises(ConfigurationError, match="get_tracker='wandb'"):
+        accelerator.get_tracker("wandb")
     with pytest.warns(TrainwrightWarning, match="cannot log 'a', an object; it is skipped") as caught:
         accelerator.log({"a": object(), "b": [1]}, step=0)
     assert len(caught) == 1
@@ -189,20 +197,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.accelerator.trackers.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="pip install wandb"):
         Accelerator(cpu=True, log_with="wandb")
-
-
-def test_wrong_calls_are_errors(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match=r"init_trackers\('project'\) first"):
-        accelerator.log({"loss": 1.0})
-    with pytest.raises(ConfigurationError, match=r"init_kwargs='tensorbord'.*Did you mean 'tensorboard'"):
-        accelerator.init_trackers("project", init_kwargs={"tensorbord": {}})
-    accelerator.init_trackers("project")
-    with pytest.raises(ConfigurationError, match=r"log_kwargs=.* is not supported"):
-        accelerator.log({"loss": 1.0}, log_kwargs={"tensorboard": {"commit": True}})
-    with pytest.raises(ConfigurationError, match="get_tracker='wandb'"):
-        accelerator.get_tracker("wandb")
-    accelerator.end_training()
 
 
 def test_without_trackers_nothing_is_logged() -> None:

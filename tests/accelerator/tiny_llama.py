@@ -30,7 +30,6 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def language_model(**options: Any) -> Any:
-    """Return a Llama with seeded weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -48,7 +48,6 @@ class Normed(RegressionTask):
         self.norm = nn.BatchNorm1d(4)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Normalize first."""
         return super().forward(self.norm(inputs))
 
 
@@ -56,7 +55,6 @@ class Drifting(RegressionTask):
     """Task whose rank 1 changes the last bias before the third step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Change a parameter on one rank."""
         if self.trainer.state.step == 2 and self.global_rank == 1:
             with torch.no_grad():
                 self.net[3].bias += 1.0
@@ -89,12 +87,10 @@ def record(
 
 
 def compared(first: Tape, second: Tape, tolerance: Tolerance = _EXACT) -> Comparison:
-    """Compare two tapes."""
     return compare(first, second, tolerance)
 
 
 def kinds(result: Comparison) -> list[str]:
-    """Return the kinds of the differences, each once, in order."""
     return list(dict.fromkeys(difference.kind for difference in result.found))
 
 
@@ -170,8 +166,6 @@ def test_infinities_and_nans_are_equal_to_themselves_only(tmp_path: Path) -> Non
 
 def test_gradients_that_are_rounding_noise_are_reported_and_not_compared(tmp_path: Path) -> None:
     class Noisy(RegressionTask):
-        """Task that adds rounding noise to a gradient of zero."""
-
         noise = 1e-9
 
         def __init__(self) -> None:
@@ -383,7 +377,6 @@ def test_a_loss_that_depends_on_the_rank_is_found_at_its_step_and_tensor(
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run strategies in this process."""
     monkeypatch.setattr(launcher, "run_module", lambda _, arguments: parity_command.run_plan(Path(arguments[0])))
 
 

@@ -99,7 +99,6 @@ class _Job:
     started: list[subprocess.Popen[str]]
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        """Start the launcher of one machine."""
         self.started.append(
             subprocess.Popen(
                 [*self.command, *options, *self.script],
@@ -111,7 +110,6 @@ class _Job:
         return self.started[-1]
 
     def wait_until_reachable(self) -> None:
-        """Wait until the first launcher accepts connections."""
         deadline = time.monotonic() + 60
         while True:
             with socket.socket() as one:
@@ -130,7 +128,6 @@ class _Job:
             time.sleep(0.05)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the last weights."""
         found: dict[str, torch.Tensor] = torch.load(self.folder / "last.pt")
         return found
 
