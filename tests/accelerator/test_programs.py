@@ -27,7 +27,6 @@ from docs.examples import (
     deepspeed_zero,
     early_stopping,
     fsdp,
-    local_sgd,
     multi_process_metrics,
     schedule_free,
 )
@@ -35,7 +34,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from tests.accelerator.programs import autoregressive, classification, gan, language_model, seedable_sampler
+from tests.accelerator.programs import autoregressive, classification, gan, language_model
 from tests.accelerator.programs.synthetic import Record, classifier, rows
 from tests.helpers.distributed import run_distributed
 from tests.helpers.sources import ROOT
@@ -286,34 +285,6 @@ def test_early_stopping_stops_all_ranks_in_the_same_step(engine: str | None) -> 
     _check(found, _train_rows(found), engine)
 
 
-@one_and_two_ranks
-def test_local_sgd_averages_models_of_ranks(engine: str | None) -> None:
-    config = {**_SMALL, "accumulate": 2, "local_sgd_steps": 2}
-    found = _find(local_sgd.training_function, engine, config)
-    models, optimizers, losses = [], [], [[] for _ in found]  # type: ignore[var-annotated]
-    for _ in found:
-        set_seed(3)
-        models.append(classifier())
-        optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=0.02))
-    num = len(found[0]["batches"])
-    for index in range(num):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            loss = _cross_entropy(model, found[rank]["batches"][index])
-            losses[rank].append(loss.item())
-            (loss / 2).backward()
-            if index % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        if index % 4 == 3 or index == num // 2 - 1:
-            for weights in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([weight.data for weight in weights]).mean(0)
-                for weight in weights:
-                    weight.data.copy_(mean)
-    _check(found, losses, engine)
-    assert [metric["num"] for metric in found[0]["metrics"]] == [11, 11]
-    assert all(rank["metrics"] == found[0]["metrics"] for rank in found)
-
-
 @all_engines
 def test_a_batch_size_is_found_and_accumulates_to_the_wanted_one(engine: str | None) -> None:
     found = _find(batch_size.training_function, engine, {**_SMALL, "batch_size": 16, "fits": 4})
@@ -356,22 +327,6 @@ def test_a_schedule_free_optimizer_has_weights_of_its_own_for_evaluation(engine:
     tolerance = 0.0 if engine is None else 1e-5
     for rank in found:
         torch.testing.assert_close(torch.tensor(rank["evaluations"]), torch.stack(evaluations), atol=tolerance, rtol=0)
-
-
-@all_engines
-@pytest.mark.parametrize("sampler", [False, True])
-def test_shuffled_data_has_the_order_of_a_seed(engine: str | None, sampler: bool) -> None:
-    found = _find(seedable_sampler.training_function, engine, {**_SMALL, "sampler": sampler})
-    _check(found, _train_rows(found), engine)
-    again = seedable_sampler.training_function({**_SMALL, "sampler": sampler})
-    for epoch in range(2):
-        num = len(found[0]["batches"]) // 2
-        read = [batch[0] for rank in found for batch in rank["batches"][epoch * num :][:num]]
-        assert sorted(torch.cat(read)[:, 0].tolist()) == sorted(rows(32).tensors[0][:, 0].tolist())
-    first, second = (torch.cat([batch[0] for batch in again["batches"][i : i + 8]]) for i in (0, 8))
-    assert not torch.equal(first, second)
-    interleaved = [batch[0] for one in zip(*(rank["batches"] for rank in found), strict=True) for batch in one]
-    torch.testing.assert_close(torch.cat(interleaved), torch.cat([first, second]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
