@@ -341,10 +341,6 @@ def test_what_it_does_not_take_is_said_with_what_to_do(arguments: dict[str, Any]
     assert not PartialState._shared_state  # nothing was joined
 
 
-def test_arguments_that_say_nothing_are_accepted() -> None:
-    Accelerator(cpu=True, log_with=None, project_dir=None, deepspeed_plugin=None)
-
-
 def test_an_attribute_that_is_not_there_names_the_nearest() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(AttributeError, match="Did you mean 'gather'"):

@@ -87,13 +87,6 @@ def id_of(x: torch.Tensor) -> float:
     return float(x[0, 0])
 
 
-def test_short_group_mean_divides_by_the_length_of_the_group() -> None:
-    plugin = GradientAccumulationPlugin(num_steps=4, short_group="mean")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
-    assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / len(group)))
-
-
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor: bool) -> None:

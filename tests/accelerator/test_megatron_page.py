@@ -34,19 +34,9 @@ _STEPS, _BATCH = 6, 4
 
 def _gpt2() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=4,
-        n_embd=16,
-        n_head=2,
-        vocab_size=32,
-        n_positions=8,
-        bos_token_id=1,
-        eos_token_id=1,
-        attn_pdrop=0,
-        resid_pdrop=0,
-        embd_pdrop=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    no_dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, bos_token_id=1, eos_token_id=1))
 
 
 def _rows(num: int) -> list[dict[str, torch.Tensor]]:

@@ -52,11 +52,7 @@ _FSDP: dict[str, tuple[dict[str, Any], dict[str, str], FSDPStrategy]] = {
         FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
     ),
     "version 1's": ({"reshard_after_forward": "NO_SHARD"}, {}, FSDPStrategy(sharding_strategy="NO_SHARD")),
-    "version 2's": (
-        {"fsdp_version": 2, "reshard_after_forward": False},
-        {},
-        FSDPStrategy(reshard_after_forward=False),
-    ),
+    "version 2's": ({"fsdp_version": 2, "reshard_after_forward": False}, {}, FSDPStrategy(reshard_after_forward=False)),
     "classes": (
         {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
         {},

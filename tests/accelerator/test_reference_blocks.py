@@ -23,10 +23,7 @@ from trainwright import (
     gather_object,
 )
 from trainwright.state import GradientState
-from trainwright.utils import (
-    GradientAccumulationPlugin,
-    wait_for_everyone,
-)
+from trainwright.utils import GradientAccumulationPlugin, wait_for_everyone
 
 _ROWS = 16
 

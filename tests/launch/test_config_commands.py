@@ -84,10 +84,7 @@ def test_to_fsdp2_writes_another_file_or_replaces_one(tmp_path: Path, capsys: py
     assert main([*command, "--output_file", str(after)]) == 0
     assert "Omitted, because FSDP2 does not have them: fsdp_use_orig_params" in capsys.readouterr().out
     assert before.read_text() == text
-    assert yaml.safe_load(after.read_text())["fsdp_config"] == {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": False,
-    }
+    assert yaml.safe_load(after.read_text())["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
     _fails([*command, "--output_file", str(after)], "exists. Pass --overwrite", capsys)
     assert main([*command, "--overwrite"]) == 0
     assert before.read_text() == after.read_text()

@@ -101,10 +101,7 @@ class _Job:
     def start(self, *options: str) -> subprocess.Popen[str]:
         self.started.append(
             subprocess.Popen(
-                [*self.command, *options, *self.script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
+                [*self.command, *options, *self.script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
         return self.started[-1]
