@@ -447,6 +447,13 @@ def test_handlers_reach_a_sharded_model() -> None:
     accelerator.end_training()
 
 
+def test_options_of_the_process_group_reach_the_strategy() -> None:
+    options = InitProcessGroupKwargs(timeout=timedelta(seconds=77), backend="gloo")
+    accelerator = Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=[options])
+    assert accelerator.strategy == FSDPStrategy(timeout=77, process_group_backend="gloo")
+    accelerator.end_training()
+
+
 # Compiling
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +24,7 @@ from trainwright import (
     gather_object,
 )
 from trainwright.state import GradientState
-from trainwright.utils import GradientAccumulationPlugin, wait_for_everyone
+from trainwright.utils import GradientAccumulationPlugin, load, save, wait_for_everyone
 
 _ROWS = 16
 
@@ -108,6 +109,22 @@ def execution_page(folder: Path) -> None:
     wait_for_everyone()
 
 
+def saving_page(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(_net())
+    optimizer = accelerator.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    plain = accelerator.unwrap_model(model)
+    accelerator.save(plain.state_dict(), folder / "weights.pth")
+    save(plain.state_dict(), folder / "weights.safetensors", safe_serialization=True)
+    accelerator.save_model(model, folder / "model", max_shard_size="1GB", safe_serialization=True)
+    accelerator.wait_for_everyone()
+    for found in (load(folder / "weights.pth"), *map(load_file, folder.rglob("*.safetensors"))):
+        torch.testing.assert_close(dict(found), dict(plain.state_dict()), rtol=0, atol=0)
+    assert len(list(folder.rglob("*.safetensors"))) == 2
+
+
 def inference_page(folder: Path) -> None:
     state = PartialState()
     ranks = state.num_processes
@@ -125,7 +142,7 @@ def inference_page(folder: Path) -> None:
         print(results)
 
 
-_PAGES: list[Callable[[Path], None]] = [state_page, execution_page, inference_page]
+_PAGES: list[Callable[[Path], None]] = [state_page, execution_page, saving_page, inference_page]
 
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.__name__)
