@@ -140,7 +140,6 @@ class Overflows(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
     def forward(self, factor: float) -> torch.Tensor:
-        """Return a loss."""
         return (self.weight * factor).sum()
 
 
@@ -260,14 +259,6 @@ def test_an_evaluation_within_a_pass_leaves_its_groups_alone() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
 
 
-def test_a_loop_that_was_left_does_not_weigh_on_the_next() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    loader = accelerator.prepare(DataLoader(_data(8), batch_size=1))
-    for _ in loader:
-        break
-    assert accelerator._accumulation.place is None
-
-
 @pytest.mark.slow
 def test_freed_objects_are_forgotten() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -348,10 +339,6 @@ def test_what_it_does_not_take_is_said_with_what_to_do(arguments: dict[str, Any]
     with pytest.raises(ConfigurationError, match=text):
         Accelerator(cpu=True, **arguments)
     assert not PartialState._shared_state  # nothing was joined
-
-
-def test_arguments_that_say_nothing_are_accepted() -> None:
-    Accelerator(cpu=True, log_with=None, project_dir=None, deepspeed_plugin=None)
 
 
 def test_an_attribute_that_is_not_there_names_the_nearest() -> None:

@@ -114,7 +114,6 @@ def _compare_loops() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def loops() -> list[dict[str, Any]]:
-    """What both ranks found."""
     return run_distributed(_compare_loops, 2, init=False, timeout=120)
 
 
@@ -208,21 +207,21 @@ def _rates(schedule_steps: Any, split: bool, as_accelerate: bool) -> tuple[list[
     return rates, [str(one.message) for one in caught if "a schedule advances" in str(one.message)]
 
 
-@pytest.mark.parametrize(
-    ("schedule_steps", "split", "as_accelerate", "per_step", "warns"),
-    [
-        (None, False, False, 1, True),
-        ("once", False, False, 1, False),
-        ("per_process", False, False, 2, False),
-        ("per_process", True, False, 1, False),
-        (None, True, False, 1, False),
-        (None, False, True, 2, False),
-        ("once", False, True, 1, False),
-    ],
-)
-def test_a_schedule_advances_once_or_for_each_process(
-    schedule_steps: str | None, split: bool, as_accelerate: bool, per_step: int, warns: bool
-) -> None:
-    found = run_distributed(_rates, 2, schedule_steps, split, as_accelerate)
-    assert [rates for rates, _ in found] == [[0.5 ** (per_step * step) for step in range(1, 5)]] * 2
-    assert [len(texts) for _, texts in found] == [int(warns), 0]
+# (schedule_steps, split_batches, as accelerate) → advances of a step, whether it warns
+_SCHEDULES = {
+    ("once", False, False): (1, False),
+    ("per_process", False, False): (2, False),
+    ("per_process", True, False): (1, False),
+    (None, True, False): (1, False),
+    (None, False, True): (2, False),
+    ("once", False, True): (1, False),
+    (None, False, False): (1, True),
+}
+
+
+def test_a_schedule_advances_once_or_for_each_process() -> None:
+    ranks = run_distributed(lambda: [_rates(*case) for case in _SCHEDULES], 2)
+    for number, (case, (per_step, warns)) in enumerate(_SCHEDULES.items()):
+        found = [of_rank[number] for of_rank in ranks]
+        assert [rates for rates, _ in found] == [[0.5 ** (per_step * step) for step in range(1, 5)]] * 2, case
+        assert [len(texts) for _, texts in found] == [int(warns), 0], case

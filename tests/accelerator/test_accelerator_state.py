@@ -22,8 +22,6 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Data(Dataset[torch.Tensor]):
-    """Counts what is fetched."""
-
     def __init__(self, num: int = 22) -> None:
         self.fetched: list[int] = []
         self.rows = torch.randn(num, 4, generator=torch.Generator().manual_seed(3))
@@ -43,17 +41,13 @@ class Tally:
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count."""
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the count back."""
         self.count = state["count"]
 
 
 class Loop:
-    """A script's objects, and its loop."""
-
     def __init__(self, precision: str = "no", num_models: int = 1, **options: Any) -> None:
         torch.manual_seed(6)
         self.accelerator = Accelerator(
@@ -196,16 +190,11 @@ def _go_on(folder: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-def test_two_processes_go_on_to_the_last_bit(tmp_path: Path) -> None:
+def test_two_processes_go_on_to_the_last_bit_and_one_takes_over(tmp_path: Path) -> None:
     found = run_distributed(_go_on, 2, str(tmp_path), init=False, timeout=120)
     assert [rank for _, _, rank in found] == [0, 1]
     for wanted, again, _ in found:
         assert torch.equal(wanted, again)
-
-
-@pytest.mark.distributed
-def test_one_process_takes_over_from_two(tmp_path: Path) -> None:
-    run_distributed(_go_on, 2, str(tmp_path), init=False, timeout=120)
     alone = Loop()
     alone.accelerator.load_state(tmp_path / "state")
     for _ in alone.loader:

@@ -10,11 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.utils.data import SequentialSampler
 
-from tests.accelerator.tiny_llama import GROUP, LR, STEPS, Sentences, language_model, train_by_hand
+from tests.accelerator.tiny_llama import (
+    STEPS,
+    Sentences,
+    arguments_of,
+    in_order,
+    language_model,
+    losses_of,
+    train_by_hand,
+)
 from tests.helpers.distributed import run_distributed
 
 _SCRIPT = """
@@ -79,33 +85,15 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
     trainwright.as_accelerate()
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-    class InOrder(Trainer):  # type: ignore[misc]  # it has no types
-        def _get_train_sampler(self, *args: object) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=2,
-        per_device_train_batch_size=GROUP // (2 * dist.get_world_size()),
-        gradient_accumulation_steps=2,
-        learning_rate=LR,
-        logging_steps=1,
-        save_steps=2,
-        eval_strategy="epoch",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
+    arguments = TrainingArguments(**arguments_of(folder, num_train_epochs=2, eval_strategy="epoch", **options))
     # Built in shards at ZeRO stage 3, and read by rank 0 alone with cpu_ram_efficient_loading.
     model = LlamaForCausalLM.from_pretrained(folder / "start") if resume is None else language_model()
-    trainer = InOrder(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences())
+    trainer = in_order(Trainer)(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences())
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "last"))
-    history = trainer.state.log_history
     return {
-        "losses": [entry["loss"] for entry in history if "loss" in entry],
-        "evaluated": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "losses": losses_of(trainer),
+        "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
         "accelerator": type(trainer.accelerator).__module__,
     }
 

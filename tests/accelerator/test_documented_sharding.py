@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification
 
 from tests.contracts.test_own_loop import Net
 from tests.helpers.distributed import run_distributed
@@ -23,7 +22,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 loss_function = nn.MSELoss()
-_CONFIG = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
 _FIELDS: dict[str, dict[str, Any]] = {
     "version 1": {
         "sharding_strategy": "FULL_SHARD",
@@ -172,92 +170,13 @@ def test_configurations_of_states_select_their_type() -> None:
         FullyShardedDataParallelPlugin(state_dict_config={}).strategy(2)
 
 
-# save_pretrained
-
-
-def _save_pretrained(output_dir: str) -> dict[str, torch.Tensor]:
-    accelerator = Accelerator(
-        fsdp_plugin=FullyShardedDataParallelPlugin(
-            auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap="BertLayer"
-        )
-    )
-    torch.manual_seed(0)
-    model: Any = BertForSequenceClassification(_CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    tokens = torch.arange(12).view(2, 6)
-    accelerator.backward(model(input_ids=tokens, labels=torch.tensor([0, 1])).loss)
-    optimizer.step()
-    unwrapped_model: Any = accelerator.unwrap_model(model)
-    unwrapped_model.save_pretrained(
-        output_dir,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )
-    full = _full(unwrapped_model)
-    accelerator.end_training()
-    return full
-
-
-def test_a_model_of_transformers_is_saved_by_its_own_method(tmp_path: Path) -> None:
-    full, _ = run_distributed(_save_pretrained, 2, str(tmp_path), init=False, timeout=240)
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
-    torch.testing.assert_close(dict(loaded.state_dict()), full, rtol=0, atol=0)
-
-
-# Several models
-
-
-def _two_models(folder: str) -> Any:
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(**_FIELDS["version 2"]))
-    nets = [Net(), Net()]
-    nn.init.constant_(nets[1].head.bias, 3.0)
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in nets]
-    model_1, model_2, optimizer_1, optimizer_2, dataloader = accelerator.prepare(
-        *nets, *optimizers, DataLoader(_data(8), batch_size=2)
-    )
-    batches: Batches = []
-    for inputs, targets in dataloader:
-        batches.append((inputs, targets))
-        for model, optimizer in ((model_1, optimizer_1), (model_2, optimizer_2)):
-            accelerator.backward(loss_function(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-    accelerator.save_state(f"{folder}/ckpt")
-    saved = [_full(model_1), _full(model_2)]
-    for model in (model_1, model_2):
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-    accelerator.load_state(f"{folder}/ckpt")
-    torch.testing.assert_close([_full(model_1), _full(model_2)], saved, rtol=0, atol=0)
-    nets = [Net(), Net()]
-    nn.init.constant_(nets[1].head.bias, 3.0)
-    for net in nets:
-        for block in (*net.blocks, net):
-            fully_shard(block)
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-        for inputs, targets in batches:
-            loss_function(net(inputs), targets).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    by_hand = [_full(net) for net in nets]
-    accelerator.end_training()
-    return saved, by_hand
-
-
-def test_the_fsdp_page_s_several_models_are_saved_in_their_order(tmp_path: Path) -> None:
-    for saved, by_hand in run_distributed(_two_models, 2, str(tmp_path), init=False, timeout=240):
-        torch.testing.assert_close(saved, by_hand, rtol=0, atol=0)
-
-
 # FSDP against DeepSpeed
 
 
 def _engine(framework: str, mixed_precision: str, torch_dtype: torch.dtype, stage: int) -> Any:
     """Train under one framework, and return the losses, the weights and the dtypes of the page's table."""
     if framework == "FSDP":
-        strategy = {3: "FULL_SHARD", 2: "SHARD_GRAD_OP", 0: "NO_SHARD"}[stage]
+        strategy = {3: "FULL_SHARD", 0: "NO_SHARD"}[stage]
         plugin = FullyShardedDataParallelPlugin(sharding_strategy=strategy)
         accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed_precision, seed=0)
     else:
@@ -287,7 +206,7 @@ def _engine(framework: str, mixed_precision: str, torch_dtype: torch.dtype, stag
 
 
 @pytest.mark.parametrize("framework", ["FSDP", "DeepSpeed"])
-@pytest.mark.parametrize(("mixed_precision", "stage"), [("no", 3), ("no", 2), ("no", 0), ("bf16", 3)])
+@pytest.mark.parametrize(("mixed_precision", "stage"), [("no", 0), ("bf16", 3)])
 def test_both_frameworks_train_as_by_hand(framework: str, mixed_precision: str, stage: int) -> None:
     found = run_distributed(_engine, 2, framework, mixed_precision, torch.float32, stage, init=False, timeout=240)
     rounds = mixed_precision == "bf16" and framework == "DeepSpeed"  # to bfloat16, at other places than torch

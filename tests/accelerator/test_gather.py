@@ -10,7 +10,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, PartialState, gather, gather_object, pad_across_processes, reduce
+from trainwright import (
+    Accelerator,
+    PartialState,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+)
+from trainwright.core.errors import ConfigurationError, DistributedOperationException
 
 pytestmark = pytest.mark.distributed
 
@@ -75,7 +85,6 @@ def _everything() -> tuple[dict[int, list[int]], dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[int, list[int]], dict[str, str]]]:
-    """What both ranks found."""
     return run_distributed(_everything, 2, init=False, timeout=120)
 
 
@@ -94,3 +103,64 @@ def test_calls_that_differ_between_ranks_are_errors_on_every_rank(ranks: list[An
         assert "gather_for_metrics" in raised["rows"]
         assert "process 1: gather of [((3,), 'float32')]" in raised["rows"]
         assert "dtype" in raised["metric dtype"]
+
+
+def _different_calls() -> dict[str, str]:
+    accelerator = Accelerator(cpu=True)
+    rank, zeros = accelerator.process_index, torch.zeros
+    assert accelerator.state.debug
+    calls: dict[str, Callable[[], Any]] = {
+        "shape": lambda: gather({"a": zeros(2), "b": [zeros(2), zeros(2 + rank)]}),
+        "dimensions": lambda: broadcast({"x": zeros(1, 5) if rank == 0 else zeros(1, 2, 5)}),
+        "key": lambda: gather({"a": zeros(2)} | ({"b": zeros(1)} if rank else {})),
+        "order": lambda: gather({"a": zeros(2), "b": zeros(2)} if rank else {"b": zeros(2), "a": zeros(2)}),
+        "length": lambda: reduce([zeros(1)] * (1 + rank), "sum"),
+        "reduction": lambda: reduce(zeros(1), ("sum", "mean")[rank]),
+        "sender": lambda: broadcast(zeros(1), rank),
+        "padding": lambda: pad_across_processes({"x": zeros(3) if rank == 0 else zeros(3, 1)}),
+        "dtype": lambda: pad_across_processes({"x": zeros(3) if rank == 0 else zeros(3).long()}),
+        "columns": lambda: accelerator.gather_for_metrics({"p": zeros(2, 3 + rank)}),
+        "metric dtype": lambda: accelerator.gather_for_metrics({"p": zeros(2) if rank == 0 else zeros(2).long()}),
+        "metric key": lambda: accelerator.gather_for_metrics({("p", "q")[rank]: zeros(2)}),
+        "metric kind": lambda: accelerator.gather_for_metrics(zeros(2) if rank else ["text"]),
+        "objects": lambda: gather_object([1]) if rank else gather(zeros(2)),
+        "list": lambda: broadcast_object_list([1]) if rank else gather_object([1]),
+        "value": lambda: gather({"a": zeros(1) if rank == 0 else "text"}),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises((ConfigurationError, TypeError)) as caught:
+            call()
+        expected = TypeError if name == "value" and rank else DistributedOperationException
+        assert isinstance(caught.value, expected), name
+        found[name] = str(caught.value)
+    assert gather_object([rank]) == [0, 1]  # the processes still meet
+    return found
+
+
+_TEXTS = {
+    "shape": ["In gather, ['b'][1] is (2,), float32 on process 0, and (3,), float32 on process 1."],
+    "dimensions": ["broadcast(…, 0)", "['x'] is (1, 5), float32 on process 0, and (1, 2, 5), float32 on process 1"],
+    "key": ["In gather, process 1 has a tensor at ['b'], and process 0 has none."],
+    "order": ["process 1 has the keys in another order than process 0"],
+    "length": ["In reduce(…, 'sum'), process 1 has a tensor at [1], and process 0 has none."],
+    "reduction": ["process 0: reduce(…, 'sum')", "process 1: reduce(…, 'mean')"],
+    "sender": ["process 0: broadcast(…, 0)", "process 1: broadcast(…, 1)"],
+    "padding": ["pad_across_processes", "['x'] is 1 dimensions, float32 on process 0, and 2 dimensions"],
+    "dtype": ["pad_across_processes", "['x'] is 1 dimensions, float32 on process 0, and 1 dimensions, int64 on"],
+    "columns": ["gather_for_metrics: ['p'] has rows of different shapes: (3,) on process 0, (4,) on process 1."],
+    "metric dtype": ["gather_for_metrics: ['p'] has different dtypes: torch.float32 on process 0, torch.int64 on"],
+    "metric key": ["In gather_for_metrics, process 0 has a tensor at ['p'], and process 1 has none."],
+    "metric kind": ["gather_for_metrics of other objects", "process 1: gather_for_metrics"],
+    "objects": ["process 0: gather of", "process 1: gather_object of objects"],
+    "list": ["process 0: gather_object", "process 1: broadcast_object_list"],
+    "value": [],
+}
+
+
+def test_calls_that_differ_are_named_with_rank_key_and_shape_in_debug_mode() -> None:
+    for found in run_distributed(_different_calls, 2, init=False, env={"ACCELERATE_DEBUG_MODE": "1"}):
+        assert found.keys() == _TEXTS.keys()
+        for name, texts in _TEXTS.items():
+            for text in texts:
+                assert text in found[name], (name, found[name])

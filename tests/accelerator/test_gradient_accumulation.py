@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from tests.accelerator.test_accelerator_distributed import Exchanges
+from tests.accelerator.test_accelerator_distributed import Exchanges, _net, _weights
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 LENGTHS = (3, 7, 2, 5, 1, 6, 4, 8, 2, 9)  # items of each micro-batch
 
 
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
 def _batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(length, 4, generator=generator) for length in LENGTHS]
@@ -38,10 +33,6 @@ def _batches() -> list[torch.Tensor]:
 
 def _losses(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net(x).square().sum(1)
-
-
-def _weights(net: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
 def _ours(accelerator: Accelerator, backward: Callable[[Any, torch.Tensor], None]) -> torch.Tensor:
@@ -75,18 +66,10 @@ def _by_hand(steps: int, loss_of: Callable[[Any, torch.Tensor, list[torch.Tensor
 
 def test_a_loss_is_divided_by_the_accumulation_steps_in_a_short_group_too() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    with pytest.warns(TrainwrightWarning, match=r"2 .* of 4, .*short_group='mean'.*num_items="):
-        ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
+    with pytest.warns(TrainwrightWarning, match=r"2 .* of 4, .*short_group='mean'.*num_items=") as caught:
+        ours, _ = [_ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean())) for _ in range(2)]
+    assert len(caught) == 1
     assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / 4))
-
-
-def test_a_short_group_is_a_warning_once() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
-    assert len([one for one in caught if one.category is TrainwrightWarning]) == 1
 
 
 def test_weighting_by_counted_items_is_exact_in_a_short_group() -> None:
@@ -102,13 +85,6 @@ def test_weighting_by_counted_items_is_exact_in_a_short_group() -> None:
 def id_of(x: torch.Tensor) -> float:
     """Return what tells a micro-batch from the others."""
     return float(x[0, 0])
-
-
-def test_short_group_mean_divides_by_the_length_of_the_group() -> None:
-    plugin = GradientAccumulationPlugin(num_steps=4, short_group="mean")
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean()))
-    assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / len(group)))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
@@ -308,21 +284,54 @@ def test_zero_grad_between_two_passes_ends_an_interrupted_group() -> None:
     assert net.weight.grad.item() == 0.5
 
 
-def _exchanges_and_weights(accelerator: Accelerator, *, hold_back: bool = False) -> tuple[int, torch.Tensor]:
+@pytest.mark.parametrize(
+    "options", [{"sync_with_dataloader": False}, {"adjust_scheduler": False, "short_group": "steps"}]
+)
+def test_a_group_continues_in_the_next_pass_without_sync_with_dataloader(options: dict[str, Any]) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, **options)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    net = nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=1.0)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, schedule, loader = accelerator.prepare(net, optimizer, schedule, DataLoader(torch.ones(3, 1)))
+    state, steps = accelerator.gradient_state, []
+    for _ in range(2):
+        assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (False, False, -1)
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            assert (state.active_dataloader, state.remainder) == (loader, 0)
+            assert state.end_of_dataloader == (len(steps) % 3 == 2)
+            steps.append(state.sync_gradients)
+    assert steps == ([False, True] * 3 if "sync_with_dataloader" in options else [False, True, True] * 2)
+    assert schedule.get_last_lr() == [0.5 ** sum(steps)]
+
+
+def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tuple[int, torch.Tensor]:
     """Train two steps of three micro-batches; returns the exchanges of gradients, and the weights."""
     torch.manual_seed(0)
     net = nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     generator = torch.Generator().manual_seed(accelerator.process_index)
+    held_back = model.no_sync if hold_back == "model" else partial(accelerator.no_sync, model)
     with Exchanges() as exchanges:
         for number in range(6):
             x = torch.randn(2, 3, generator=generator)
-            if hold_back and number % 3 < 2:
-                with accelerator.no_sync(model):
+            if not hold_back:
+                with accelerator.accumulate(model):
                     accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
                 continue
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).square().mean())
+            last = number % 3 == 2
+            with contextlib.nullcontext() if last or hold_back == "backward" else held_back():
+                loss = model(x).square().mean() / 3
+                with contextlib.nullcontext() if last else held_back():
+                    accelerator.backward(loss)
+            if last:
                 optimizer.step()
                 optimizer.zero_grad()
     return exchanges.counts["c10d.allreduce_.default"], torch.cat([p.detach().flatten() for p in net.parameters()])
@@ -337,17 +346,18 @@ def _loops_that_sync_each_batch() -> dict[str, Any]:
         "plugin": _exchanges_and_weights(
             Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))
         ),
-        "no_sync": _exchanges_and_weights(
-            Accelerator(cpu=True, strategy=DDPStrategy(sync_each_batch=True)), hold_back=True
-        ),
+        "no_sync": _exchanges_and_weights(Accelerator(cpu=True, strategy=DDPStrategy(sync_each_batch=True)), "both"),
+        "no_sync of the model": _exchanges_and_weights(Accelerator(cpu=True), "model"),
+        "no_sync of backward alone": _exchanges_and_weights(Accelerator(cpu=True), "backward"),
     }
 
 
 @pytest.mark.distributed
-def test_gradients_cross_in_every_micro_batch_and_train_the_same() -> None:
+def test_gradients_cross_once_per_step_or_micro_batch_and_train_the_same() -> None:
     for found in run_distributed(_loops_that_sync_each_batch, 2, init=False, timeout=120):
         assert {name: count for name, (count, _) in found.items()} == {
-            "held back": 2, "strategy": 6, "plugin": 6, "no_sync": 2,
+            "held back": 2, "strategy": 6, "plugin": 6, "no_sync": 2, "no_sync of the model": 2,
+            "no_sync of backward alone": 6,
         }  # fmt: skip
-        for name in ("strategy", "plugin"):
-            torch.testing.assert_close(found[name][1], found["held back"][1])
+        for _, weights in found.values():
+            torch.testing.assert_close(weights, found["held back"][1])

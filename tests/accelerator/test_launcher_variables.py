@@ -21,9 +21,7 @@ def _warnings_of(**arguments: Any) -> tuple[Accelerator, list[str]]:
     return accelerator, [text for text in found if "has an Accelerator with" not in text]  # those of other tests
 
 
-def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     accelerator, found = _warnings_of()

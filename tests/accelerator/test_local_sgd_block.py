@@ -98,10 +98,7 @@ def _cases() -> dict[str, Any]:
     num = 4 * _NUM_STEPS
     Accelerator()  # joins the processes
     found["by hand"] = _by_hand(1, num, counts=False), _by_hand(2, 2 * num, counts=True)
-    found["block"] = (
-        _loop("ddp", 1, num, counts=False, block=True),
-        _loop("ddp", 2, 2 * num, counts=True, block=True),
-    )
+    found["block"] = (_loop("ddp", 1, num, counts=False, block=True), _loop("ddp", 2, 2 * num, counts=True, block=True))
     strategy = LocalSGDStrategy(_PERIOD)
     found["strategy"] = (
         _loop(strategy, 1, num, counts=False, block=False),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,6 @@ from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DistributedType, MegatronStrategy
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import TokenFileWriter
-from trainwright.processes.partial_state import PartialState
 from trainwright.utils import (
     BertTrainStep,
     GPTTrainStep,
@@ -35,28 +32,11 @@ transformers = pytest.importorskip("transformers")
 _STEPS, _BATCH = 6, 4
 
 
-@pytest.fixture(autouse=True)
-def _no_state() -> Iterator[None]:
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
-
-
 def _gpt2() -> Any:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=4,
-        n_embd=16,
-        n_head=2,
-        vocab_size=32,
-        n_positions=8,
-        bos_token_id=1,
-        eos_token_id=1,
-        attn_pdrop=0,
-        resid_pdrop=0,
-        embd_pdrop=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"n_layer": 4, "n_embd": 16, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    no_dropout = {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **no_dropout, bos_token_id=1, eos_token_id=1))
 
 
 def _rows(num: int) -> list[dict[str, torch.Tensor]]:
@@ -356,23 +336,3 @@ def test_values_of_data_parallel_ranks_are_gathered() -> None:
         assert gathered["a"].tolist() == [0.0, 1.0]
         assert gathered["b"].flatten().tolist() == [0.0, 0.0, 1.0, 1.0]
         assert means.tolist() == [0.5, 1.5]
-
-
-@pytest.mark.distributed
-def test_a_file_of_the_page_starts_a_script_on_two_stages(tmp_path: Path) -> None:
-    (tmp_path / "megatron.yaml").write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MEGATRON_LM\ndowncast_bf16: 'no'\nfsdp_config: {}\n"
-        "megatron_lm_config:\n  megatron_lm_gradient_clipping: 0.25\n  megatron_lm_num_micro_batches: 2\n"
-        "  megatron_lm_pp_degree: 2\n  megatron_lm_recompute_activations: true\n"
-        "  megatron_lm_sequence_parallelism: true\n  megatron_lm_tp_degree: 1\n"
-        "  megatron_lm_use_distributed_optimizer: true\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
-    )
-    (tmp_path / "script.py").write_text(
-        "from trainwright import Accelerator\naccelerator = Accelerator()\n"
-        "plugin = accelerator.state.megatron_lm_plugin\n"
-        "accelerator.print(accelerator.distributed_type.value, accelerator.strategy.pp, plugin.num_micro_batches, "
-        "plugin.gradient_clipping)\n"
-    )
-    command = [sys.executable, "-m", "trainwright", "launch", "--config_file", "megatron.yaml", "script.py"]
-    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
-    assert "MEGATRON_LM 2 2 0.25" in found.stdout, found.stderr

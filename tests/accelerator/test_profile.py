@@ -115,11 +115,6 @@ def _check(path: Path) -> None:
     assert "aten::linear" in names
 
 
-def test_the_trace_is_written(tmp_path: Path) -> None:
-    _write(str(tmp_path))
-    _check(tmp_path / "profile_0.json")
-
-
 @pytest.mark.distributed
 def test_each_process_writes_its_trace(tmp_path: Path) -> None:
     run_distributed(_write, 2, str(tmp_path))

@@ -21,29 +21,20 @@ from docs.examples import (
     accumulation_by_items,
     batch_size,
     big_model,
+    checkpointing,
     comparing_set_ups,
     cross_validation,
     deepspeed_zero,
     early_stopping,
     fsdp,
-    local_sgd,
     multi_process_metrics,
     schedule_free,
 )
-from docs.examples import checkpointing as checkpointing_example
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from tests.accelerator.programs import (
-    autoregressive,
-    checkpointing,
-    classification,
-    gan,
-    language_model,
-    saving,
-    seedable_sampler,
-)
+from tests.accelerator.programs import autoregressive, classification, gan, language_model
 from tests.accelerator.programs.synthetic import Record, classifier, rows
 from tests.helpers.distributed import run_distributed
 from tests.helpers.sources import ROOT
@@ -54,7 +45,8 @@ from trainwright.utils import set_seed
 on_two_ranks = [pytest.mark.distributed, pytest.mark.slow]
 Program = Callable[..., dict[str, Any]]
 Loss = Callable[[Any, Any], torch.Tensor]
-_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model, saving)]
+_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model)]
+_OF_TRANSFORMERS.append(language_model.save_for_transformers)
 _ENGINES = ["ddp", "fsdp", "zero2"]
 _TOLERANCES = {"ddp": 1e-6, "fsdp": 1e-6, "zero2": 2e-5}
 
@@ -96,16 +88,7 @@ def _by_hand(
 ) -> list[list[float]]:
     """Train on the micro-batches of all ranks of a program, and return each rank's losses.
 
-    Args:
-        found: The result of each rank.
-        model: Trained by `optimizer`.
-        optimizer: Steps after `accumulate` micro-batches of each rank.
-        loss_of: Returns the loss of the model for a batch.
-        scheduler: Of the optimizer. Default: None.
-        accumulate: Micro-batches of a step.
-        num_items: Returns the items of a batch: the loss is a sum, which is divided by those of a step. Default: None,
-            where the loss is a mean.
-        weight_of: Returns the weight of a rank's micro-batch, by its index.
+    With `num_items` the loss of a batch is a sum, which is divided by the items of a step; without it, a mean.
     """
     losses: list[list[float]] = [[] for _ in found]
     num = len(found[0]["batches"])
@@ -139,6 +122,16 @@ def _check(found: list[dict[str, Any]], by_hand: list[list[float]], engine: str 
 _GLUE = {"lr": 1e-2, "num_epochs": 2, "seed": 42, "batch_size": 4, "num": 42}
 
 
+def _find(program: Program, engine: str | None, *arguments: Any) -> list[dict[str, Any]]:
+    return [_call(program, *arguments)] if engine is None else _run(program, engine, *arguments)
+
+
+all_engines = pytest.mark.parametrize(
+    "engine", [None, *(pytest.param(engine, marks=on_two_ranks) for engine in _ENGINES)]
+)
+one_and_two_ranks = pytest.mark.parametrize("engine", [None, pytest.param("ddp", marks=on_two_ranks)])
+
+
 def _classify(found: list[dict[str, Any]]) -> list[list[float]]:
     set_seed(42)
     model = classification.make_model()
@@ -147,20 +140,12 @@ def _classify(found: list[dict[str, Any]]) -> list[list[float]]:
     return _by_hand(found, model, optimizer, lambda model, batch: model(**batch).loss, scheduler=scheduler)
 
 
-def test_classification_trains_and_evaluates() -> None:
-    found = classification.training_function(_GLUE)
-    _check([found], _classify([found]))
-    assert [metric["num"] for metric in found["metrics"]] == [11, 11]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", _ENGINES)
-def test_classification_trains_and_evaluates_on_two_ranks(engine: str) -> None:
-    found = _run(classification.training_function, engine, _GLUE)
+@all_engines
+def test_classification_trains_and_evaluates(engine: str | None) -> None:
+    found = _find(classification.training_function, engine, _GLUE)
     _check(found, _classify(found), engine)
     assert [metric["num"] for metric in found[0]["metrics"]] == [11, 11]
-    assert found[0]["metrics"] == found[1]["metrics"]
+    assert found[0]["metrics"] == found[-1]["metrics"]
 
 
 # Language models
@@ -187,18 +172,11 @@ def _model_language(found: list[dict[str, Any]]) -> list[list[float]]:
     )
 
 
-def test_a_language_model_trains_on_packed_blocks() -> None:
-    found = language_model.training_function(_LM)
-    _check([found], _model_language([found]))
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", _ENGINES)
-def test_a_language_model_trains_on_packed_blocks_on_two_ranks(engine: str) -> None:
-    found = _run(language_model.training_function, engine, _LM)
+@all_engines
+def test_a_language_model_trains_on_packed_blocks(engine: str | None) -> None:
+    found = _find(language_model.training_function, engine, _LM)
     _check(found, _model_language(found), engine)
-    assert found[0]["perplexities"] == found[1]["perplexities"]
+    assert found[0]["perplexities"] == found[-1]["perplexities"]
 
 
 _AUTOREGRESSIVE = {"lr": 1e-2, "num_epochs": 2, "seed": 1, "gradient_accumulation_steps": 2, "num": 24}
@@ -220,16 +198,9 @@ def _accumulate(found: list[dict[str, Any]], weight_of: Any = lambda rank, index
     return _by_hand(found, model, optimizer, loss_of, accumulate=2, num_items=tokens, weight_of=weight_of)
 
 
-def test_samples_of_variable_length_are_weighted_by_their_tokens() -> None:
-    found = autoregressive.training_function(_AUTOREGRESSIVE)
-    _check([found], _accumulate([found]))
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", _ENGINES)
-def test_samples_of_variable_length_are_weighted_by_their_tokens_on_two_ranks(engine: str) -> None:
-    found = _run(autoregressive.training_function, engine, _AUTOREGRESSIVE)
+@all_engines
+def test_samples_of_variable_length_are_weighted_by_their_tokens(engine: str | None) -> None:
+    found = _find(autoregressive.training_function, engine, _AUTOREGRESSIVE)
     _check(found, _accumulate(found), engine)
 
 
@@ -266,16 +237,6 @@ def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def _find(program: Program, engine: str | None, *arguments: Any) -> list[dict[str, Any]]:
-    return [_call(program, *arguments)] if engine is None else _run(program, engine, *arguments)
-
-
-all_engines = pytest.mark.parametrize(
-    "engine", [None, *(pytest.param(engine, marks=on_two_ranks) for engine in _ENGINES)]
-)
-one_and_two_ranks = pytest.mark.parametrize("engine", [None, pytest.param("ddp", marks=on_two_ranks)])
-
-
 @all_engines
 def test_cross_validation_trains_a_model_for_each_fold(engine: str | None) -> None:
     found = _find(cross_validation.training_function, engine, {**_SMALL, "batch_size": 4})
@@ -293,10 +254,10 @@ def test_cross_validation_trains_a_model_for_each_fold(engine: str | None) -> No
 @pytest.mark.parametrize(
     ("checkpointing_steps", "path"), [("epoch", "epoch_0"), ("epoch", "newest"), ("3", "step_3"), ("3", "newest")]
 )
-@pytest.mark.parametrize("program", [checkpointing.training_function, checkpointing_example.training_function])
 def test_a_program_resumes_by_epoch_and_by_step(
-    program: Program, checkpointing_steps: str, path: str, engine: str | None, tmp_path: Path
+    checkpointing_steps: str, path: str, engine: str | None, tmp_path: Path
 ) -> None:
+    program = checkpointing.training_function
     config = {**_SMALL, "num_epochs": 2, "output_dir": str(tmp_path), "checkpointing_steps": checkpointing_steps}
     found = _find(program, engine, {**config, "resume_from_checkpoint": None})
     _check(found, _train_rows(found, warms_up=12), engine)
@@ -322,34 +283,6 @@ def test_early_stopping_stops_all_ranks_in_the_same_step(engine: str | None) -> 
     assert all(rank["stopped"] for rank in found)
     assert len({len(rank["losses"]) for rank in found}) == 1
     _check(found, _train_rows(found), engine)
-
-
-@one_and_two_ranks
-def test_local_sgd_averages_models_of_ranks(engine: str | None) -> None:
-    config = {**_SMALL, "accumulate": 2, "local_sgd_steps": 2}
-    found = _find(local_sgd.training_function, engine, config)
-    models, optimizers, losses = [], [], [[] for _ in found]  # type: ignore[var-annotated]
-    for _ in found:
-        set_seed(3)
-        models.append(classifier())
-        optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=0.02))
-    num = len(found[0]["batches"])
-    for index in range(num):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            loss = _cross_entropy(model, found[rank]["batches"][index])
-            losses[rank].append(loss.item())
-            (loss / 2).backward()
-            if index % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        if index % 4 == 3 or index == num // 2 - 1:
-            for weights in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([weight.data for weight in weights]).mean(0)
-                for weight in weights:
-                    weight.data.copy_(mean)
-    _check(found, losses, engine)
-    assert [metric["num"] for metric in found[0]["metrics"]] == [11, 11]
-    assert all(rank["metrics"] == found[0]["metrics"] for rank in found)
 
 
 @all_engines
@@ -394,22 +327,6 @@ def test_a_schedule_free_optimizer_has_weights_of_its_own_for_evaluation(engine:
     tolerance = 0.0 if engine is None else 1e-5
     for rank in found:
         torch.testing.assert_close(torch.tensor(rank["evaluations"]), torch.stack(evaluations), atol=tolerance, rtol=0)
-
-
-@all_engines
-@pytest.mark.parametrize("sampler", [False, True])
-def test_shuffled_data_has_the_order_of_a_seed(engine: str | None, sampler: bool) -> None:
-    found = _find(seedable_sampler.training_function, engine, {**_SMALL, "sampler": sampler})
-    _check(found, _train_rows(found), engine)
-    again = seedable_sampler.training_function({**_SMALL, "sampler": sampler})
-    for epoch in range(2):
-        num = len(found[0]["batches"]) // 2
-        read = [batch[0] for rank in found for batch in rank["batches"][epoch * num :][:num]]
-        assert sorted(torch.cat(read)[:, 0].tolist()) == sorted(rows(32).tensors[0][:, 0].tolist())
-    first, second = (torch.cat([batch[0] for batch in again["batches"][i : i + 8]]) for i in (0, 8))
-    assert not torch.equal(first, second)
-    interleaved = [batch[0] for one in zip(*(rank["batches"] for rank in found), strict=True) for batch in one]
-    torch.testing.assert_close(torch.cat(interleaved), torch.cat([first, second]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +412,9 @@ def test_a_schedule_free_optimizer_is_an_error_at_stage_3() -> None:
 
 @all_engines
 def test_a_trained_model_is_saved_for_transformers(engine: str | None, tmp_path: Path) -> None:
-    found = _find(saving.training_function, engine, {"lr": 1e-2, "seed": 1, "output_dir": str(tmp_path / "saved")})
+    found = _find(
+        language_model.save_for_transformers, engine, {"lr": 1e-2, "seed": 1, "output_dir": str(tmp_path / "saved")}
+    )
     set_seed(1)
     model: Any = language_model.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -543,11 +462,7 @@ def test_accumulation_by_items_is_a_mean_over_tokens(engine: str | None) -> None
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=on_two_ranks)])
 def test_two_set_ups_reach_the_loss_of_the_page(ranks: int) -> None:
     config = {"lr": 0.02, "num_epochs": 4, "seed": 0}
-    found = (
-        [_call(comparing_set_ups.training_function, config)]
-        if ranks == 1
-        else _run(comparing_set_ups.training_function, "ddp", config)
-    )
+    found = _find(comparing_set_ups.training_function, "ddp" if ranks == 2 else None, config)
     assert [rank["loss"] for rank in found] == pytest.approx([0.6138] * ranks, abs=2e-4)
     assert {rank["steps"] for rank in found} == {32}
 

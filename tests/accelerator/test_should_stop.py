@@ -29,13 +29,7 @@ STEPS = 40
 
 
 def _train(folder: str, signals: dict[tuple[int, int], int], *, load: bool = False) -> dict[str, Any]:
-    """Train until a signal or the end.
-
-    Args:
-        folder: of the state.
-        signals: {(rank, micro-batch): signal that the process sends itself before that backward}.
-        load: continue from the state.
-    """
+    """Train until a signal, which a (rank, micro-batch) sends itself, or the end."""
     accelerator = Accelerator(
         seed=0, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, short_group="mean")
     )

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.tasks import regression_loader
 from tests.loggers.wandb_file import read_run
 from trainwright import Accelerator, ConfigurationError
 from trainwright.core.errors import MissingPackageError, TrainwrightWarning
@@ -142,6 +141,10 @@ def test_a_tracker_that_failed_is_replaced_by_an_object_that_does_nothing() -> N
 def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     recorder = Recorder()
     accelerator = Accelerator(cpu=True, log_with=[recorder, "tensorboard"], project_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"init_trackers\('project'\) first"):
+        accelerator.log({"loss": 1.0})
+    with pytest.raises(ConfigurationError, match=r"init_kwargs='tensorbord'.*Did you mean 'tensorboard'"):
+        accelerator.init_trackers("project", init_kwargs={"tensorbord": {}})
     with pytest.raises(ConfigurationError, match=r"no option 'flush_sec'\. Did you mean 'flush_secs'"):
         accelerator.init_trackers("project", init_kwargs={"tensorboard": {"flush_sec": 1}})
     with pytest.raises(ConfigurationError, match=r"init_kwargs=\{'mlflow'.* is wrong: .*'uri'"):
@@ -151,6 +154,10 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
         accelerator.log([1, 2])  # type: ignore[arg-type]  # it is wrong on purpose
     with pytest.raises(ConfigurationError, match="step='a'"):
         accelerator.log({"a": 1}, step="a")  # type: ignore[arg-type]  # it is wrong on purpose
+    with pytest.raises(ConfigurationError, match=r"log_kwargs=.* is not supported"):
+        accelerator.log({"loss": 1.0}, log_kwargs={"tensorboard": {"commit": True}})
+    with pytest.raises(ConfigurationError, match="get_tracker='wandb'"):
+        accelerator.get_tracker("wandb")
     with pytest.warns(TrainwrightWarning, match="cannot log 'a', an object; it is skipped") as caught:
         accelerator.log({"a": object(), "b": [1]}, step=0)
     assert len(caught) == 1
@@ -192,20 +199,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Accelerator(cpu=True, log_with="wandb")
 
 
-def test_wrong_calls_are_errors(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match=r"init_trackers\('project'\) first"):
-        accelerator.log({"loss": 1.0})
-    with pytest.raises(ConfigurationError, match=r"init_kwargs='tensorbord'.*Did you mean 'tensorboard'"):
-        accelerator.init_trackers("project", init_kwargs={"tensorbord": {}})
-    accelerator.init_trackers("project")
-    with pytest.raises(ConfigurationError, match=r"log_kwargs=.* is not supported"):
-        accelerator.log({"loss": 1.0}, log_kwargs={"tensorboard": {"commit": True}})
-    with pytest.raises(ConfigurationError, match="get_tracker='wandb'"):
-        accelerator.get_tracker("wandb")
-    accelerator.end_training()
-
-
 def test_without_trackers_nothing_is_logged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -231,31 +224,3 @@ def test_the_first_process_logs(tmp_path: Path) -> None:
     events = _events(tmp_path / "project")
     assert [one.value for one in events.Scalars("rank")] == [0.0]
     assert [one.value for one in events.Scalars("own")] == [0.0]
-
-
-def test_a_whole_loop_logs_its_loss(tmp_path: Path) -> None:
-    accelerator = Accelerator(log_with=["wandb", LoggerType.TENSORBOARD], project_dir=tmp_path, cpu=True)
-    config = {"num_iterations": 2, "learning_rate": 1e-2, "loss_function": str(torch.nn.functional.mse_loss)}
-    options = {"wandb": {"mode": "offline", "dir": str(tmp_path)}}
-    accelerator.init_trackers("example_project", config=config, init_kwargs=options)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["learning_rate"])
-    model, optimizer, loader = accelerator.prepare(model, optimizer, regression_loader(32, batch_size=8))
-    losses = []
-    for _ in range(config["num_iterations"]):
-        for inputs, targets in loader:
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(inputs), targets)
-            accelerator.backward(loss)
-            optimizer.step()
-            accelerator.log({"training_loss": loss}, step=len(losses))
-            losses.append(loss.item())
-    wandb_tracker = accelerator.get_tracker("wandb", unwrap=True)
-    if accelerator.is_main_process:
-        wandb_tracker.summary["best"] = min(losses)
-    accelerator.end_training()
-    scalars = _events(tmp_path / "example_project").Scalars("training_loss")
-    assert [(one.step, one.value) for one in scalars] == list(enumerate(losses))
-    found = read_run(tmp_path)
-    assert [row["training_loss"] for row in found["history"]] == losses
-    assert found["config"]["loss_function"] == config["loss_function"]

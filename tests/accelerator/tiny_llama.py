@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SequentialSampler
 
 STEPS, GROUP, LR = 6, 16, 1e-3  # of two epochs; samples of an optimizer step
 WORDS = 64
@@ -28,12 +30,34 @@ class Sentences(Dataset[dict[str, torch.Tensor]]):
 
 
 def language_model(**options: Any) -> Any:
-    """Return a Llama with seeded weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **{**sizes, **options}))
+
+
+def in_order(trainer: type[Any]) -> type[Any]:
+    """Return a sub-class of a Trainer of transformers that does not shuffle its data."""
+
+    class InOrder(trainer):  # type: ignore[misc]  # a variable
+        def _get_train_sampler(self, *args: object) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    return InOrder
+
+
+def arguments_of(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return the arguments of `TrainingArguments` for steps of `GROUP` samples in two micro-batches."""
+    size = GROUP // (2 * dist.get_world_size())
+    quiet = {"logging_steps": 1, "save_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    steps = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 2, "learning_rate": LR}
+    return {"output_dir": str(folder), **steps, **quiet, **options}
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """Return the losses that a Trainer of transformers has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def loss_of(model: Any, rows: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -44,13 +68,7 @@ def loss_of(model: Any, rows: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor
 
 
 def train_by_hand(model: Any, loss: Callable[[int], torch.Tensor] | None = None, steps: int = STEPS) -> list[float]:
-    """Train a model as transformers' Trainer does, in order, and return the losses of all steps.
-
-    Args:
-        model: Only parameters that require gradients are trained.
-        loss: Returns the loss of a step. Default: that of the step's sentences.
-        steps: The number of optimizer steps.
-    """
+    """Train a model as transformers' Trainer does, in order, and return the losses of all steps."""
     data, losses = Sentences(), []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)

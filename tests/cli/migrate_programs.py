@@ -15,7 +15,8 @@ QUIET = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=Fa
 class Steps:
     """What all of these have in common."""
 
-    def make(self):
+    def __init__(self):
+        super().__init__()
         self.layer = nn.Linear(2, 1)
 
     def training_step(self, batch, batch_idx):
@@ -31,10 +32,7 @@ SETTLED = {
     "one_alias": '''"""Uses lightning as L; a LightningModule in words stays."""
 import lightning as L
 
-class Net(Steps, L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, L.LightningModule): ...
 
 L.seed_everything(1)
 L.Trainer(**QUIET).fit(Net(), DataLoader(POINTS))
@@ -45,10 +43,7 @@ from pytorch_lightning.callbacks import (
     ModelCheckpoint,
 )
 
-class Net(Steps, pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, pl.LightningModule): ...
 
 trainer = pl.Trainer(**{**QUIET, "enable_checkpointing": True},
                      callbacks=[ModelCheckpoint("kept"), EarlyStopping("train_loss", check_on_train_epoch_end=True)])
@@ -58,10 +53,7 @@ trainer.fit(Net(), DataLoader(POINTS))
 import lightning.pytorch
 import lightning.pytorch.callbacks
 
-class Net(Steps, lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, lightning.LightningModule): ...
 
 class Says(lightning.pytorch.callbacks.Callback):
     def on_train_end(self, trainer, module):
@@ -76,10 +68,7 @@ class Data(LightningDataModule):
     def train_dataloader(self):
         return DataLoader(POINTS)
 
-class Net(Steps, LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, LightningModule): ...
 
 def build() -> LightningModule:
     return Net()
@@ -88,10 +77,7 @@ Trainer(**{**QUIET, "logger": CSVLogger("logs")}).fit(build(), datamodule=Data()
 """,
     "renamed_by_its_author": """from lightning import LightningModule as Base, Trainer as Runner
 
-class Net(Steps, Base):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, Base): ...
 
 Runner(**QUIET).fit(Net(), DataLoader(POINTS))
 """,
@@ -102,10 +88,7 @@ except ImportError:
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import Callback
 
-class Net(Steps, pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, pl.LightningModule): ...
 
 pl.Trainer(callbacks=Callback(), **QUIET).fit(Net(), DataLoader(POINTS))
 """,
@@ -117,10 +100,6 @@ def unrelated(LightningModule):
 
 class Net(Steps, LightningModule):
     TaskModule = None
-
-    def __init__(self):
-        super().__init__()
-        self.make()
 
 assert unrelated(1) == 2
 Trainer(**QUIET).fit(Net(), DataLoader(POINTS))
@@ -136,10 +115,7 @@ except MisconfigurationException:
     "strategies": """import lightning.pytorch as pl
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-class Net(Steps, pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.make()
+class Net(Steps, pl.LightningModule): ...
 
 pl.Trainer(**QUIET, strategy="auto").fit(Net(), train_dataloaders=DataLoader(POINTS))
 assert pl.strategies.SingleDeviceStrategy is SingleDeviceStrategy
@@ -147,10 +123,7 @@ assert pl.strategies.SingleDeviceStrategy is SingleDeviceStrategy
     "imported_where_it_is_used": """def main():
     import os, lightning.pytorch as pl; from lightning.pytorch.callbacks import Timer
 
-    class Net(Steps, pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.make()
+    class Net(Steps, pl.LightningModule): ...
 
     pl.Trainer(callbacks=[Timer()], **QUIET).fit(Net(), DataLoader(POINTS))
     return os.sep
@@ -164,7 +137,6 @@ from lightning.pytorch import LightningModule, LightningDataModule
 class Net(Steps, LightningModule):
     def __init__(self, width: int = 1):
         super().__init__()
-        self.make()
 
 class Data(LightningDataModule):
     def __init__(self, batch_size: int = 4):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -389,20 +387,6 @@ def test_a_command_line_that_means_nothing_exits_with_2(
 ) -> None:
     assert _run(*arguments) == 2
     assert "usage: trainwright checkpoint" in capsys.readouterr().err
-
-
-@pytest.mark.distributed
-def test_its_help_needs_no_torch() -> None:
-    script = (
-        "import sys\n"
-        "from trainwright.cli.main import main\n"
-        "main(['checkpoint', '--help'])\n"
-        "sys.exit('imported torch' if 'torch' in sys.modules else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    for name in ("ls", "show", "verify", "diff", "merge", "export", "convert", "exit codes"):
-        assert name in done.stdout
 
 
 # Words

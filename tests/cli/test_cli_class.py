@@ -18,25 +18,20 @@ from trainwright.cli import OptimizerCallable, ReduceLROnPlateau, SaveConfigCall
 
 
 class Net(TaskModule):
-    """A line through points."""
-
     def __init__(self, width: int = 2, lr: float = 0.1, batch_size: int = 1, tag: str = "") -> None:
         super().__init__()
         self.width, self.lr, self.batch_size, self.tag = width, lr, batch_size, tag
         self.layer = torch.nn.Linear(width, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
         return self.layer(batch[0]).square().mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log one."""
         self.log("val_loss", self.layer(batch[0]).square().mean())
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return what comes out."""
         return self.layer(batch[0])
 
 
@@ -48,20 +43,16 @@ class OwnOptimizer(Net):
         self.make = optimizer
 
     def configure_optimizers(self) -> Any:
-        """Make it."""
         return self.make(self.parameters())
 
 
 class Points(DataModule):
-    """A few points."""
-
     def __init__(self, batch_size: int = 4, num_features: int = 2) -> None:
         super().__init__()
         self.batch_size = batch_size
         self.num_columns = num_features
 
     def train_dataloader(self) -> Any:
-        """Return them."""
         return DataLoader(TensorDataset(torch.ones(8, self.num_columns)), batch_size=self.batch_size)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
@@ -185,13 +176,6 @@ def test_a_configured_optimizer_replaces_the_tasks_with_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="configure_optimizers is not called"):
         made = cli("fit", "--optimizer=SGD", "--optimizer.lr=0.5", model=OwnOptimizer)
     assert type(made.trainer.optimizers[0]) is torch.optim.SGD
-
-
-def test_an_optimizer_of_the_task_does_not_inherit_the_arguments_of_the_default() -> None:
-    made = cli("fit", "--model.optimizer=SGD", model=OwnOptimizer)
-    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
-    assert made.trainer.optimizers[0].param_groups[0]["lr"] == 1e-3
-    assert cli("fit", model=OwnOptimizer).trainer.optimizers[0].param_groups[0]["lr"] == 0.5
 
 
 def test_the_configuration_selects_the_class_of_the_model() -> None:

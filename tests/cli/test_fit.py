@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 import trainwright
 from trainwright.callbacks import Callback
-from trainwright.cli.fit import build_parser, save_config
+from trainwright.cli.fit import build_parser, save_config, write_predictions
 from trainwright.cli.main import main
+from trainwright.core.errors import TaskError
 from trainwright.loggers import Logger
 
 INTERRUPTED = False
@@ -192,47 +193,30 @@ def test_the_seed_makes_equal_weights() -> None:
     assert not first.equal(third)
 
 
-@pytest.mark.usefixtures("project")
-def test_an_optimizer_factory_is_built_from_class_path_and_arguments() -> None:
-    optimizer = optimizer_of(run("--config", "config.yaml")[1]["task"])
-    assert type(optimizer).__name__ == "AdamW"
-    assert optimizer.param_groups[0]["lr"] == 0.3
-    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+_SGD = {"lr": 1e-3, "weight_decay": 0.0}  # SGD's own defaults; neither those of the file nor of the task
 
 
 @pytest.mark.usefixtures("project")
-def test_an_optimizer_s_arguments_can_be_overridden() -> None:
-    optimizer = optimizer_of(run("--config", "config.yaml", "task.optimizer.lr=0.9")[1]["task"])
-    assert optimizer.param_groups[0]["lr"] == 0.9
-    assert optimizer.param_groups[0]["weight_decay"] == 0.25
-
-
-@pytest.mark.usefixtures("project")
-@pytest.mark.parametrize("name", ["torch.optim.SGD", "SGD"])
-def test_another_optimizer_does_not_inherit_the_old_one_s_arguments(
-    name: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "name", "expected"),
+    [
+        ("--config config.yaml", "AdamW", {"lr": 0.3, "weight_decay": 0.25}),
+        ("--config config.yaml task.optimizer.lr=0.9", "AdamW", {"lr": 0.9, "weight_decay": 0.25}),
+        ("--config config.yaml task.optimizer=torch.optim.SGD", "SGD", _SGD),
+        ("--config config.yaml task.optimizer=SGD", "SGD", _SGD),
+        ("--config config.yaml task.optimizer=SGD task.optimizer.momentum=0.5", "SGD", {**_SGD, "momentum": 0.5}),
+        ("--config config.yaml task.optimizer=SGD task.optimizer.lr=0.125", "SGD", {**_SGD, "lr": 0.125}),
+        ("--task=cli_project.Mine task.init_args.optimizer=torch.optim.SGD", "SGD", _SGD),
+        ("--task=cli_project.Mine task.init_args.optimizer=SGD", "SGD", _SGD),
+    ],
+)
+def test_an_optimizer_has_its_own_arguments_and_inherits_none_of_another_class(
+    words: str, name: str, expected: dict[str, float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    optimizer = optimizer_of(run("--config", "config.yaml", f"task.optimizer={name}")[1]["task"])
-    assert type(optimizer).__name__ == "SGD"
-    assert optimizer.param_groups[0]["lr"] == 1e-3  # SGD's own default; neither the file's 0.3 nor the task's 0.5
-    assert optimizer.param_groups[0]["weight_decay"] == 0.0
-    assert "weight_decay=0.25" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("project")
-def test_arguments_given_beside_another_optimizer_are_its_own() -> None:
-    words = ("task.optimizer=SGD", "task.optimizer.momentum=0.5", "task.optimizer.lr=0.125")
-    optimizer = optimizer_of(run("--config", "config.yaml", *words)[1]["task"])
-    assert optimizer.param_groups[0]["momentum"] == 0.5
-    assert optimizer.param_groups[0]["lr"] == 0.125
-
-
-@pytest.mark.usefixtures("project")
-@pytest.mark.parametrize("name", ["torch.optim.SGD", "SGD"])
-def test_an_optimizer_on_the_command_line_does_not_inherit_the_arguments_of_the_task_s_default(name: str) -> None:
-    task = run("--task=cli_project.Mine", f"task.init_args.optimizer={name}")[1]["task"]
-    assert type(optimizer_of(task)).__name__ == "SGD"
-    assert optimizer_of(task).param_groups[0]["lr"] == 1e-3
+    optimizer = optimizer_of(run(*words.split())[1]["task"])
+    assert type(optimizer).__name__ == name
+    assert expected.items() <= optimizer.param_groups[0].items()
+    assert ("weight_decay=0.25" in capsys.readouterr().err) == ("config.yaml" in words and name == "SGD")
 
 
 @pytest.mark.usefixtures("project")
@@ -322,13 +306,12 @@ def test_a_later_run_replaces_the_configuration_of_an_earlier_one(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
-def test_predictions_are_written_into_the_run_s_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_are_written_into_the_run_s_folder_or_elsewhere(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("--config", "config.yaml", stage="predict")
     assert load_file(project / "runs" / "predictions.safetensors")["predictions"].tolist() == [1, 2, 3]
     assert f"predictions: {Path('runs/predictions.safetensors')} (predictions (3,))" in capsys.readouterr().out
-
-
-def test_predictions_can_go_elsewhere(project: Path) -> None:
     run("--config", "config.yaml", "--output", "elsewhere.safetensors", stage="predict")
     assert (project / "elsewhere.safetensors").is_file()
 
@@ -425,3 +408,29 @@ def test_the_real_trainer_s_arguments_are_read_with_the_type_that_they_mean(word
     found = build_parser("fit").parse_args([f"--trainer.{word}"]).trainer[name]
     assert found == value
     assert type(found) is type(value)
+
+
+def test_tensors_of_all_batches_are_joined_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "p.safetensors"
+    shapes = write_predictions([torch.tensor([1, 2]), torch.tensor([3])], path)
+    assert shapes == {"predictions": (3,)}
+    assert load_file(path)["predictions"].tolist() == [1, 2, 3]
+    assert [found.name for found in path.parent.iterdir()] == ["p.safetensors"]
+
+
+def test_mappings_are_joined_name_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    write_predictions([{"label": torch.ones(2), "logits": torch.zeros(2, 3)}] * 2, path)
+    assert {name: tuple(tensor.shape) for name, tensor in load_file(path).items()} == {"label": (4,), "logits": (4, 3)}
+
+
+@pytest.mark.parametrize("output", ["text", torch.tensor(1.0), {"a": [1, 2]}, {1: torch.ones(2)}])
+def test_what_cannot_be_joined_is_refused_and_nothing_is_written(tmp_path: Path, output: Any) -> None:
+    with pytest.raises(TaskError, match="--output none"):
+        write_predictions([output], tmp_path / "p.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_batches_with_different_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="different names"):
+        write_predictions([{"a": torch.ones(1)}, {"b": torch.ones(1)}], tmp_path / "p.safetensors")

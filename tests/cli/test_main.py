@@ -69,29 +69,24 @@ def test_every_command_of_the_table_can_be_imported() -> None:
 def test_help_lists_every_command_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
+    assert main([]) == 0
+    assert capsys.readouterr().out == printed
     for name, command in COMMANDS.items():
         assert f"  {name}" in printed
         assert command.help in printed
 
 
-def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert "commands:" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("word", "says"), [("validat", "unknown command 'validat'. Did you mean 'validate'?"), ("--versoin", "--versoin")]
+)
+def test_an_unknown_command_or_option_is_an_error(word: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"trainwright {__version__}\n"
-
-
-def test_an_unknown_command_is_an_error_that_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["validat"]) == 2
-    assert "unknown command 'validat'. Did you mean 'validate'?" in capsys.readouterr().err
-
-
-def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--versoin"]) == 2
-    assert "--versoin" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("commands")
@@ -101,9 +96,20 @@ def test_a_command_gets_what_follows_its_name_and_its_code_is_returned(capsys: p
 
 
 @pytest.mark.usefixtures("commands")
-def test_an_error_of_ours_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fail"]) == 2
-    assert capsys.readouterr().err == "trainwright: error: batch_size=0 is not positive\n"
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("fail", 2, "trainwright: error: batch_size=0 is not positive\n"),
+        ("interrupted", 130, "trainwright: interrupted\n"),
+        ("exit-143", 143, ""),
+        ("exit-message", 1, "no space left\n"),
+    ],
+)
+def test_the_end_of_a_command_is_an_exit_code_without_a_traceback(
+    name: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name]) == code
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.usefixtures("commands")
@@ -139,25 +145,8 @@ def test_an_error_that_is_not_ours_passes_through() -> None:
         main(["bug"])
 
 
-@pytest.mark.usefixtures("commands")
-def test_ctrl_c_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["interrupted"]) == 130
-    assert "interrupted" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("commands")
-def test_the_exit_code_of_a_run_that_was_asked_to_end_is_kept() -> None:
-    assert main(["exit-143"]) == 143
-
-
-@pytest.mark.usefixtures("commands")
-def test_an_exit_with_a_message_prints_it_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["exit-message"]) == 1
-    assert capsys.readouterr().err == "no space left\n"
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nosuch"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nosuch"], ["checkpoint", "--help"]])
 def test_help_imports_neither_torch_nor_anything_else_that_is_slow(arguments: list[str]) -> None:
     script = (
         "import sys\n"

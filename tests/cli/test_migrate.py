@@ -55,10 +55,7 @@ def test_a_program_is_rewritten_completely_and_runs(
         ("from lightning import pytorch as pl\npl.Trainer\n", "import trainwright as pl\npl.Trainer\n"),
         ("import lightning\nlightning.pytorch.LightningModule\n", "import trainwright\ntrainwright.TaskModule\n"),
         ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import trainwright as L\nL.callbacks.Timer()\n"),
-        (
-            "import accelerate\naccelerate.utils.set_seed(1)\n",
-            "import trainwright\ntrainwright.utils.set_seed(1)\n",
-        ),
+        ("import accelerate\naccelerate.utils.set_seed(1)\n", "import trainwright\ntrainwright.utils.set_seed(1)\n"),
         (
             "from lightning.pytorch.callbacks.early_stopping import EarlyStopping\n",
             "from trainwright.callbacks import EarlyStopping\n",

@@ -48,7 +48,6 @@ class Normed(RegressionTask):
         self.norm = nn.BatchNorm1d(4)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Normalize first."""
         return super().forward(self.norm(inputs))
 
 
@@ -56,7 +55,6 @@ class Drifting(RegressionTask):
     """Task whose rank 1 changes the last bias before the third step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Change a parameter on one rank."""
         if self.trainer.state.step == 2 and self.global_rank == 1:
             with torch.no_grad():
                 self.net[3].bias += 1.0
@@ -88,13 +86,11 @@ def record(
     return Tape.read(strategy, folder)
 
 
-def compared(first: Tape, second: Tape, tolerance: Tolerance = _EXACT) -> Comparison:
-    """Compare two tapes."""
-    return compare(first, second, tolerance)
+def compared(first: Tape, second: Tape) -> Comparison:
+    return compare(first, second, _EXACT)
 
 
 def kinds(result: Comparison) -> list[str]:
-    """Return the kinds of the differences, each once, in order."""
     return list(dict.fromkeys(difference.kind for difference in result.found))
 
 
@@ -110,16 +106,10 @@ def test_a_run_equals_itself(tmp_path: Path) -> None:
     assert result.notes() == []
 
 
-def test_the_initial_weights_are_compared_first(tmp_path: Path) -> None:
-    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", RegressionTask(seed=1)))
-    assert kinds(result) == [PARAMETER]
-    assert result.step == 0
-
-
-def test_another_optimizer_step_is_a_difference_of_parameters(tmp_path: Path) -> None:
-    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", RegressionTask(lr=0.06)))
-    assert kinds(result) == [PARAMETER]
-    assert result.step == 1
+@pytest.mark.parametrize(("changed", "step"), [({"seed": 1}, 0), ({"lr": 0.06}, 1)])
+def test_initial_weights_and_optimizer_steps_are_compared(changed: dict[str, Any], step: int, tmp_path: Path) -> None:
+    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", RegressionTask(**changed)))
+    assert (kinds(result), result.step) == ([PARAMETER], step)
 
 
 def test_the_first_different_gradient_is_reported_with_its_values_and_index(tmp_path: Path) -> None:
@@ -170,8 +160,6 @@ def test_infinities_and_nans_are_equal_to_themselves_only(tmp_path: Path) -> Non
 
 def test_gradients_that_are_rounding_noise_are_reported_and_not_compared(tmp_path: Path) -> None:
     class Noisy(RegressionTask):
-        """Task that adds rounding noise to a gradient of zero."""
-
         noise = 1e-9
 
         def __init__(self) -> None:
@@ -345,16 +333,8 @@ def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: p
 @pytest.mark.slow
 def test_meshes_with_a_pipeline_equal_one_process(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     meshes = ["single", "megatron:pp=2", "megatron:pp=2:tp=2", "megatron:pp=2:dp_shard=2"]
-    arguments = [
-        "--strategies",
-        ",".join(meshes),
-        "--devices",
-        "4",
-        "--steps",
-        "2",
-        "trainer.accumulate_grad_batches=1",
-    ]
-    code = main(["parity", "config.yaml", *arguments])
+    arguments = ["--devices", "4", "--steps", "2", "trainer.accumulate_grad_batches=1", "--strategies"]
+    code = main(["parity", "config.yaml", *arguments, ",".join(meshes)])
     printed, told = capfd.readouterr()
     assert code == 0, printed + told
     rows = [line.split() for line in printed.splitlines()[2 : 2 + len(meshes)]]
@@ -383,7 +363,6 @@ def test_a_loss_that_depends_on_the_rank_is_found_at_its_step_and_tensor(
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run strategies in this process."""
     monkeypatch.setattr(launcher, "run_module", lambda _, arguments: parity_command.run_plan(Path(arguments[0])))
 
 

@@ -234,35 +234,32 @@ _FACTS = {
 }
 
 
-def _advice(part: str, ms: float = 7.0, **facts: Any) -> str:
-    parts = {**dict.fromkeys((*PARTS, OTHER), 0.0), part: ms}
-    result = {"step_ms": 10.0, "parts": parts, "callbacks": {}, "longest_wait_ms": facts.pop("longest", ms)}
-    return advice(result, {**_FACTS, **facts})[0]
+def _advice(part: str, ms: float = 7.0, step_ms: float = 10.0, **facts: Any) -> list[str]:
+    result = {
+        "step_ms": step_ms,
+        "parts": {**dict.fromkeys((*PARTS, OTHER), 0.0), part: ms},
+        "callbacks": {"Slow": ms},
+        "longest_wait_ms": facts.pop("longest", ms),
+    }
+    return advice(result, {**_FACTS, **facts})
 
 
 def test_advice_depends_on_what_is_set_and_measured() -> None:
-    assert "precision" in _advice("forward", compile=False)
-    assert "precision" not in _advice("forward", compile=False, is_32=False)
-    assert _advice("backward", is_32=False).endswith("which is computation")
-    assert "pin_memory" in _advice("host to device")
-    assert "transfer_batch_to_device" in _advice("host to device", is_cpu=True)
-    assert "num_workers" not in _advice("data wait", 0.4, num_workers=0)
-    assert "num_workers=" in _advice("data wait", num_workers=0)
-    assert "less work per sample" in _advice("data wait")
-    assert "prefetch_factor" not in _advice("data wait")
-    assert "prefetch_factor=4" in _advice("data wait", longest=70.0)
+    assert "precision" in _advice("forward", compile=False)[0]
+    assert "precision" not in _advice("forward", compile=False, is_32=False)[0]
+    assert _advice("backward", is_32=False)[0].endswith("which is computation")
+    assert "pin_memory" in _advice("host to device")[0]
+    assert "transfer_batch_to_device" in _advice("host to device", is_cpu=True)[0]
+    assert "num_workers" not in _advice("data wait", 0.4, num_workers=0)[0]
+    assert "num_workers=" in _advice("data wait", num_workers=0)[0]
+    assert "less work per sample" in _advice("data wait")[0]
+    assert "prefetch_factor" not in _advice("data wait")[0]
+    assert "prefetch_factor=4" in _advice("data wait", longest=70.0)[0]
 
 
 @pytest.mark.parametrize("part", [*PARTS, OTHER])
 def test_each_part_has_advice_with_its_number(part: str) -> None:
-    facts = _FACTS
-    result = {
-        "longest_wait_ms": 7.0,
-        "step_ms": 10.0,
-        "parts": {**dict.fromkeys((*PARTS, OTHER), 0.0), part: 7.0},
-        "callbacks": {"Slow": 7.0},
-    }
-    (text,) = advice(result, facts)
+    (text,) = _advice(part)
     assert text.startswith(f"{part} is 70 % of a step")
-    short = {**result, "step_ms": 1.0, "parts": {**result["parts"], part: 0.7}}  # type: ignore[dict-item]  # a dict
-    assert "a step takes 1 ms with batch_size=4, little work" in advice(short, facts)[-1]
+    short = _advice(part, 0.7, step_ms=1.0)
+    assert "a step takes 1 ms with batch_size=4, little work" in short[-1]

@@ -67,10 +67,7 @@ def test_a_failure_of_one_rank_is_a_failure() -> None:
         ),
     ],
 )
-def test_wrong_options_start_nothing(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_wrong_options_start_nothing(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *arguments]) == 2
     assert text in capsys.readouterr().err
 
@@ -147,7 +144,7 @@ def test_an_error_is_a_failure_and_the_next_part_runs(one: Check) -> None:
 
 def _command(*arguments: object) -> dict[str, Any]:
     command = [sys.executable, "-m", "trainwright", "check", "--cpu", *map(str, arguments)]
-    return {"args": command, "text": True, "env": {**os.environ, "XDG_CACHE_HOME": "/nonexistent"}}
+    return {"args": command, "text": True, "env": dict(os.environ)}
 
 
 def _check(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
@@ -227,18 +224,7 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     script, results = tmp_path / "script.py", tmp_path / "results"
     script.write_text(_ONE_FAILS)
     results.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "trainwright",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        script,
-        tmp_path,
-        results,
-    ]
+    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes=2", script, tmp_path, results]
     start_s = time.monotonic()
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0

@@ -1,9 +1,10 @@
-"""`trainwright config default`, `update`, `show`, `to-fsdp2`, and what `env` shows of a configuration."""
+"""`trainwright config default`, `update`, `show`, `to-fsdp2`, and what `env` shows of it; `tpu-config`."""
 
 from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,7 @@ from trainwright.launch.reading import read_file
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HOME", raising=False)
+def _no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.launch.config_file.device_count", lambda: 0)
 
 
@@ -85,10 +84,7 @@ def test_to_fsdp2_writes_another_file_or_replaces_one(tmp_path: Path, capsys: py
     assert main([*command, "--output_file", str(after)]) == 0
     assert "Omitted, because FSDP2 does not have them: fsdp_use_orig_params" in capsys.readouterr().out
     assert before.read_text() == text
-    assert yaml.safe_load(after.read_text())["fsdp_config"] == {
-        "fsdp_version": 2,
-        "fsdp_reshard_after_forward": False,
-    }
+    assert yaml.safe_load(after.read_text())["fsdp_config"] == {"fsdp_version": 2, "fsdp_reshard_after_forward": False}
     _fails([*command, "--output_file", str(after)], "exists. Pass --overwrite", capsys)
     assert main([*command, "--overwrite"]) == 0
     assert before.read_text() == after.read_text()
@@ -157,7 +153,13 @@ def test_update_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(["check", "--help"], ["config", "--help"], ["config", "show"], ["env", "--help"], ["launch", "--help"]),
+        *(
+            ["check", "--help"],
+            ["config", "--help"],
+            ["config", "show"],
+            ["env", "--help"],
+            ["launch", "--num_processes", "2", "--help"],
+        ),
         ["to-fsdp2", "--help"],
         pytest.param(["env"], marks=pytest.mark.skipif(not has_no_devices(), reason="torch names the devices")),
     ],
@@ -176,3 +178,54 @@ def test_these_commands_start_fast_and_import_no_torch(arguments: list[str]) -> 
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
     assert min(seconds) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "pod", "commands"),
+    [
+        (["--tpu_name", "a", "--tpu_zone", "z", "--command", "echo 1", "--command", "echo 2"], ["gcloud"], "a",
+         "echo 1; echo 2"),
+        (["--config_file", "{file}", "--use_alpha"], ["gcloud", "alpha"], "pod", "ls; pwd"),
+        (["--config_file", "{file}", "--command_file", "{commands}", "--install_accelerate"], ["gcloud"], "pod",
+         "pip install -U accelerate; make; make test"),
+        (["--config_file", "{file}", "--install_accelerate", "--accelerate_version", "1.2"], ["gcloud"], "pod",
+         "pip install accelerate==1.2; ls; pwd"),
+        (["--config_file", "{file}", "--install_accelerate", "--accelerate_version", "dev", "--command", "a"],
+         ["gcloud"], "pod", "pip install git+https://github.com/huggingface/accelerate.git; a"),
+    ],
+)  # fmt: skip
+def test_tpu_config_prints_its_command(
+    options: list[str], start: list[str], pod: str, commands: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("tpu_name: pod\ntpu_zone: z\ncommands: [ls, pwd]\ncommand_file: null\n")
+    (tmp_path / "commands").write_text("make\nmake test\n")
+    names = {"{file}": str(tmp_path / "a.yaml"), "{commands}": str(tmp_path / "commands")}
+    assert main(["tpu-config", "--debug", *(names.get(word, word) for word in options)]) == 0
+    last = ["--zone", "z", "--command", f"cd /usr/share; {commands}", "--worker", "all"]
+    assert shlex.split(capsys.readouterr().out) == [*start, "compute", "tpus", "tpu-vm", "ssh", pod, *last]
+
+
+def test_gcloud_is_run_or_its_absence_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = ["tpu-config", "--tpu_name", "a", "--tpu_zone", "z", "--command", "ls"]
+    assert main(command) == 2
+    assert "gcloud is missing" in capfd.readouterr().err
+    (tmp_path / "gcloud").write_text('#!/bin/sh\necho "$@"\nexit 3\n')
+    (tmp_path / "gcloud").chmod(0o755)
+    assert main(command) == 3
+    assert capfd.readouterr().out == "compute tpus tpu-vm ssh a --zone z --command cd /usr/share; ls --worker all\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--command", "ls"], "needs --tpu_name and --tpu_zone"),
+        (["--tpu_name", "a", "--tpu_zone", "z"], "no command was given"),
+        (["--tpu_name", "a", "--tpu_zone", "z", "--command_file", "/no/such"], "cannot be read"),
+    ],
+)
+def test_tpu_config_names_what_is_missing(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tpu-config", *options]) == 2
+    assert text in capsys.readouterr().err

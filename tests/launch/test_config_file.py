@@ -18,12 +18,6 @@ from trainwright.launch.reading import options_of, read_file
 from trainwright.utils import write_basic_config
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HOME", raising=False)
-
-
 def _values(option: Option) -> st.SearchStrategy[Any]:
     if option.choices:
         return st.sampled_from([option.parse(choice, "choice") for choice in option.choices])

@@ -17,6 +17,7 @@ from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch import check_options
 from trainwright.launch.launch_config import LaunchConfig
+from trainwright.processes.launcher import free_port
 
 _ROOT = Path(__file__).parents[2]
 _VARIABLES = {**os.environ, "PYTHONPATH": f"{_ROOT}:{_ROOT}/src"}
@@ -46,13 +47,6 @@ if __name__ == "__main__":
         torch.save(task.state_dict(), "weights.pt")
         Path("sizes").write_text(f"{trainer.world_size} {trainer.accumulate_grad_batches}")
 """
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _start(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:
@@ -87,7 +81,7 @@ def test_a_run_continues_without_a_machine_and_takes_it_back(returns: bool, tmp_
     (tmp_path / "script.py").write_text(_SCRIPT)
     if returns:
         (tmp_path / "returns").touch()
-    port = _free_port()
+    port = free_port()
     launchers = [_start(tmp_path, port, "first")]
     try:
         deadline = time.monotonic() + 60

@@ -18,6 +18,7 @@ from trainwright.launch import hostfile
 from trainwright.launch.hostfile import read_hosts, start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
+from trainwright.processes.launcher import free_port
 
 _HOSTS = "# machines\nnode-1 slots=4\n\nnode-2 slots=4\nnode-3 slots=4\n"
 _needs_pdsh = pytest.mark.skipif(shutil.which("pdsh") is None, reason="pdsh is missing: apt-get install pdsh")
@@ -73,23 +74,18 @@ def test_what_is_wrong_is_an_error(text: str, include: str, exclude: str, expect
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("own", [f"{socket.gethostname()} slots=2"])
-def test_options_follow_from_the_hostfile_and_the_own_name(own: str, tmp_path: Path) -> None:
-    text = f"192.0.2.77 slots=4\n{own}\n"
-    command, machines = with_hostfile(
-        _command(text, tmp_path, deepspeed_inclusion_filter=f"192.0.2.77:1,3@{own.split()[0]}", num_processes=9)
-    )
+def test_options_follow_from_the_hostfile_and_the_own_name(tmp_path: Path) -> None:
+    own = socket.gethostname()
+    text = f"192.0.2.77 slots=4\n{own} slots=2\n"
+    filters = {"deepspeed_inclusion_filter": f"192.0.2.77:1,3@{own}"}
+    command, machines = with_hostfile(_command(text, tmp_path, **filters, num_processes=9))
     assert machines is None
     assert command.notes == [f"num_processes=4 of {tmp_path / 'hosts'} is used, not 9."]
     found = command.config
     assert (found.num_machines, found.machine_rank, found.num_processes, found.gpu_ids) == (2, 1, 4, "0,1")
     assert (found.main_process_ip, found.main_process_port) == ("192.0.2.77", 29500)
-    assert (
-        with_hostfile(_command(text, tmp_path, machine_rank=0, deepspeed_exclusion_filter="192.0.2.77:0,1"))[
-            0
-        ].config.gpu_ids
-        == "2,3"
-    )
+    command, _ = with_hostfile(_command(text, tmp_path, machine_rank=0, deepspeed_exclusion_filter="192.0.2.77:0,1"))
+    assert command.config.gpu_ids == "2,3"
 
 
 @pytest.mark.parametrize(
@@ -180,13 +176,10 @@ def _start(tmp_path: Path, *words: str, launcher: str, **variables: str) -> subp
     (tmp_path / "script.py").write_text(_SCRIPT)
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     (tmp_path / ".deepspeed_env").write_text("GREETING=it's 100%\n")
-    with socket.socket() as one:
-        one.bind(("", 0))
-        port = one.getsockname()[1]
-    options = ["--cpu", "--main_process_port", str(port) if launcher == "pdsh" else "29713"]
+    options = ["--cpu", "--main_process_port", str(free_port()) if launcher == "pdsh" else "29713"]
     options += ["--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", launcher]
     command = [sys.executable, "-m", "trainwright", "launch", *options, *words]
-    environment = {**os.environ, "XDG_CACHE_HOME": "/nonexistent", "PDSH_RCMD_TYPE": "exec", **variables}
+    environment = {**os.environ, "PDSH_RCMD_TYPE": "exec", **variables}
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
 

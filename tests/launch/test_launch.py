@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -36,29 +35,12 @@ def script(tmp_path: Path) -> Path:
 
 def _launch(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainwright", "launch", *map(str, arguments)]
-    environment = {**os.environ, "XDG_CACHE_HOME": "/nonexistent", **options.pop("env", {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
 
 
 def test_one_process_gets_the_options(script: Path) -> None:
     found = _launch("--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 3, script, "x", "--flag")
     assert (found.stdout.split(), found.returncode) == (["0", "1", "bf16", "3", "NO", "x", "--flag"], 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ([], "MULTI_CPU"),
-        (["--use_fsdp", "--fsdp_offload_params", "false"], "FSDP"),
-        (["--use_deepspeed", "--zero_stage", "1"], "DEEPSPEED"),
-        (["--use_parallelism_config", "--parallelism_config_tp_size", "2"], "MULTI_CPU"),
-    ],
-)
-def test_several_processes_get_them_too(options: list[str], kind: str, script: Path) -> None:
-    found = _launch("--cpu", "--num_processes", 2, *options, script)
-    assert found.returncode == 0, found.stderr
-    lines = [line for line in found.stdout.splitlines() if " 2 no 1 " in line]
-    assert sorted(lines) == sorted([f"0 2 no 1 {kind}", f"[rank 1] 1 2 no 1 {kind}"])
 
 
 def test_a_trainer_gets_them_too(tmp_path: Path) -> None:
@@ -72,13 +54,6 @@ def test_a_trainer_gets_them_too(tmp_path: Path) -> None:
     options = ["--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 3]
     found = _launch("--cpu", "--num_processes", 2, *options, script)
     assert "FSDPStrategy 2 bf16-mixed 3" in found.stdout.splitlines(), found.stderr
-
-
-def test_modules_and_programs_run(script: Path) -> None:
-    found = _launch("--cpu", "-m", "script", "x", cwd=script.parent)
-    assert found.stdout.split() == ["0", "1", "no", "1", "NO", "x"]
-    found = _launch("--cpu", "--num_processes", 2, "--no_python", sys.executable, "-c", "print('hello')")
-    assert sorted(found.stdout.split("\n")) == ["", "[rank 1] hello", "hello"]
 
 
 def test_a_failure_names_the_rank_and_the_error_last(script: Path) -> None:
@@ -113,23 +88,3 @@ def test_the_end_of_the_launcher_ends_the_processes(number: int, script: Path) -
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_two_machines_meet(script: Path) -> None:
-    port = 29000 + os.getpid() % 1000
-    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", "--num_machines", "2"]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port)]
-    runs = [
-        subprocess.Popen([*command, "--machine_rank", str(rank), str(script)], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    found = [run.communicate(timeout=120)[0].split() for run in runs]
-    assert [words[:2] for words in found] == [["0", "2"], ["1", "2"]]
-
-
-def test_help_is_fast() -> None:
-    command = "['launch', '--num_processes', '2', '--help']"
-    code = f"import sys, trainwright.cli.main as m; m.main({command}); assert 'torch' not in sys.modules"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stderr
-    assert "--num_processes" in found.stdout

@@ -1,8 +1,7 @@
-"""Jobs of two machines: two launchers on this one, of which one is killed."""
+"""Restarts: processes and launchers are killed, and the job resumes from its newest state."""
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -14,19 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainwright.processes.launcher import free_port
+
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
-# On the second machine, the first attempt kills its launcher at step 7.
+# "launcher": on the second machine, the first attempt kills its launcher at step 7.
+# "rank": in the first two attempts, a random rank kills itself at a random step.
 _SCRIPT = """
-import os, signal, sys, time
+import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from trainwright import Accelerator
-from trainwright.utils import ProjectConfiguration, set_seed
+from trainwright.utils import ProjectConfiguration, broadcast_object_list, set_seed
 
 torch.set_num_threads(1)
-folder, kills = Path(sys.argv[1]), sys.argv[2] == "kill"
+folder, mode = Path(sys.argv[1]), sys.argv[2]
 (folder / f"pid-{os.getpid()}").touch()
 accelerator = Accelerator(cpu=True, seed=0, project_config=ProjectConfiguration(
     project_dir=str(folder), automatic_checkpoint_naming=True, total_limit=2))
@@ -52,10 +54,17 @@ progress = Progress()
 accelerator.register_for_checkpointing(progress)
 if any((folder / "checkpoints").glob("checkpoint_*")):
     accelerator.load_state()
-start = progress.step
+start, attempt, choice = progress.step, int(os.environ["TORCHELASTIC_RESTART_COUNT"]), [(None, None)]
+if mode == "rank" and attempt < 2:
+    generator = random.Random(os.urandom(8))
+    choice = [(generator.randrange(2), start + generator.randrange(8))]
+    broadcast_object_list(choice)
 while progress.epoch < 2:
     for x, y in loader:
-        if kills and progress.step == 7 and int(os.environ["GROUP_RANK"]) == 1 and not (folder / "killed").exists():
+        if choice[0] == (accelerator.process_index, progress.step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        second = os.environ["GROUP_RANK"] == "1"
+        if mode == "launcher" and progress.step == 7 and second and not (folder / "killed").exists():
             (folder / "killed").touch()
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)
@@ -69,45 +78,35 @@ while progress.epoch < 2:
     progress.epoch += 1
 if accelerator.is_main_process:
     torch.save(accelerator.get_state_dict(model), folder / "last.pt")
-    print("from step", start, "to", progress.step, flush=True)
+    print("from step", start, "to", progress.step, "in attempt", attempt, flush=True)
 """
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 class _Job:
-    """A job of two machines whose launchers are started one by one."""
+    """A job of two machines whose launchers are started one by one; in the mode "rank", of one."""
 
     def __init__(self, folder: Path, mode: str, *options: str) -> None:
         folder.mkdir()
-        self.folder, self.port, self.started = folder, _free_port(), []
+        self.folder, self.port, self.started = folder, free_port(), []
         (folder / "script.py").write_text(_SCRIPT)
         self.command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2"]
-        self.command += ["--num_machines", "2", "--main_process_ip", "127.0.0.1"]
-        self.command += ["--main_process_port", str(self.port), *options]
+        if mode != "rank":
+            self.command += ["--num_machines", "2", "--main_process_ip", "127.0.0.1"]
+            self.command += ["--main_process_port", str(self.port)]
+        self.command += options
         self.script = [str(folder / "script.py"), str(folder), mode]
 
     started: list[subprocess.Popen[str]]
 
     def start(self, *options: str) -> subprocess.Popen[str]:
-        """Start the launcher of one machine."""
         self.started.append(
             subprocess.Popen(
-                [*self.command, *options, *self.script],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "XDG_CACHE_HOME": "/nonexistent"},
+                [*self.command, *options, *self.script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
         return self.started[-1]
 
     def wait_until_reachable(self) -> None:
-        """Wait until the first launcher accepts connections."""
         deadline = time.monotonic() + 60
         while True:
             with socket.socket() as one:
@@ -126,7 +125,6 @@ class _Job:
             time.sleep(0.05)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the last weights."""
         found: dict[str, torch.Tensor] = torch.load(self.folder / "last.pt")
         return found
 
@@ -146,27 +144,33 @@ def _ends(launcher: subprocess.Popen[str], seconds: float = 120) -> tuple[int, s
     return launcher.returncode, out, err
 
 
-def test_a_machine_that_is_started_again_resumes_the_job_bit_for_bit(tmp_path: Path, jobs: list[_Job]) -> None:
+def test_a_machine_or_rank_that_is_started_again_resumes_the_job_bit_for_bit(tmp_path: Path, jobs: list[_Job]) -> None:
     options = ("--rdzv_backend", "c10d", "--rdzv_id", "job", "--max_restarts", "1")
-    for mode in ("plain", "kill"):
-        jobs.append(_Job(tmp_path / mode, mode, *options))
+    for mode in ("plain", "launcher", "rank"):
+        jobs.append(_Job(tmp_path / mode, mode, *(("--max_restarts", "2") if mode == "rank" else options)))
         first = jobs[-1].start()
+        if mode == "rank":
+            code, output, errors = _ends(first)
+            assert code == 0, errors
+            assert "to 20 in attempt 2" in output
+            break
         jobs[-1].wait_until_reachable()  # the first launcher stores the rendezvous, and is not the one that is killed
         second = jobs[-1].start()
-        if mode == "kill":
+        if mode == "launcher":
             assert _ends(second)[0] == -signal.SIGKILL
             second = jobs[-1].start()
         found = [_ends(launcher) for launcher in (first, second)]
         assert [code for code, _, _ in found] == [0, 0], found
         output = "".join(out for _, out, _ in found)
-        assert ("from step 6 to 20" if mode == "kill" else "from step 0 to 20") in output
-    expected, resumed = (job.weights() for job in jobs)
-    assert all(torch.equal(resumed[name], value) for name, value in expected.items())
+        assert ("from step 6 to 20" if mode == "launcher" else "from step 0 to 20") in output
+    expected, *resumed = (job.weights() for job in jobs)
+    for weights in resumed:
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_with_the_static_rendezvous_the_other_machine_ends(restarts: str, tmp_path: Path, jobs: list[_Job]) -> None:
-    jobs.append(_Job(tmp_path / "kill", "kill", "--rdzv_backend", "static", "--max_restarts", restarts))
+    jobs.append(_Job(tmp_path / "launcher", "launcher", "--rdzv_backend", "static", "--max_restarts", restarts))
     first, second = (jobs[-1].start("--machine_rank", str(rank)) for rank in range(2))
     assert _ends(second)[0] == -signal.SIGKILL
     start_s = time.monotonic()

@@ -9,22 +9,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, Dataset
 
 from tests.processes.test_launchers import environment
 from trainwright import Accelerator, ConfigurationError, debug_launcher, notebook_launcher
 from trainwright.core.errors import TrainwrightWarning, WorkerError
 from trainwright.launch import notebook
 from trainwright.processes.partial_state import PartialState
-from trainwright.utils import set_seed
 
 _PORTS = 27000 + os.getpid() % 1000
 
@@ -60,11 +53,6 @@ def _lock() -> object:
     return threading.Lock()
 
 
-@pytest.fixture(autouse=True)
-def _no_state() -> None:
-    PartialState._reset_state()
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_processes_share_topology_and_precision_and_the_first_ones_result_returns() -> None:
@@ -95,69 +83,6 @@ def test_an_error_is_raised_once_and_ends_the_others(how: str, told: str, capfd:
     assert time.monotonic() - start_s < 45
     assert str(caught.value).count("Traceback") == (how == "raised")
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_classifier_of_pictures_trains_its_head_on_two_processes(tmp_path: Path) -> None:
-    """The program of Accelerate's notebook page, with small pictures and a small network."""
-    generator = np.random.default_rng(0)
-    for number in range(24):
-        name, color = ("beagle", 60) if number % 2 else ("boxer", 190)
-        pixels = generator.integers(color - 40, color + 40, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{name}_{number}.jpg")
-    files = sorted(tmp_path.glob("*.jpg"))
-    labels = {name: index for index, name in enumerate(sorted({file.stem.partition("_")[0] for file in files}))}
-
-    class Pictures(Dataset[dict[str, object]]):
-        def __init__(self, chosen: list[Path]) -> None:
-            self.chosen = chosen
-
-        def __len__(self) -> int:
-            return len(self.chosen)
-
-        def __getitem__(self, index: int) -> dict[str, object]:
-            file = self.chosen[index]
-            pixels = torch.from_numpy(np.array(Image.open(file).convert("RGB"))).float() / 255
-            return {"image": pixels, "label": labels[file.stem.partition("_")[0]]}
-
-    def training_loop(mixed_precision: str = "no", seed: int = 42, batch_size: int = 4) -> tuple[float, bool, bool]:
-        set_seed(seed)
-        accelerator = Accelerator(mixed_precision=mixed_precision)
-        order = [files[index] for index in np.random.permutation(len(files))]
-        train: Any = DataLoader(Pictures(order[:18]), batch_size, shuffle=True, num_workers=1)
-        evaluation: Any = DataLoader(Pictures(order[18:]), 2 * batch_size, num_workers=1)
-        body, head = nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.ReLU()), nn.Linear(16, len(labels))
-        body.requires_grad_(False)
-        before = body[1].weight.clone(), head.weight.detach().clone()
-        mean = torch.tensor([0.5, 0.5, 0.5], device=accelerator.device)
-        model: Any = nn.Sequential(body, head)
-        optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.3 / 25)
-        schedule: Any = OneCycleLR(optimizer, max_lr=0.3, epochs=5, steps_per_epoch=len(train))
-        model, optimizer, train, evaluation, schedule = accelerator.prepare(
-            model, optimizer, train, evaluation, schedule
-        )
-        for _ in range(5):
-            model.train()
-            for batch in train:
-                loss = nn.functional.cross_entropy(model(batch["image"] - mean), batch["label"])
-                accelerator.backward(loss)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
-            model.eval()
-            right = number = 0
-            for batch in evaluation:
-                with torch.no_grad():
-                    predictions = model(batch["image"] - mean).argmax(-1)
-                good = accelerator.gather(predictions) == accelerator.gather(batch["label"])
-                number += len(good)
-                right += int(good.sum())
-        same = [torch.equal(one, two) for one, two in zip(before, (body[1].weight, head.weight), strict=True)]
-        return right / number, same[0], same[1]
-
-    args = ("bf16", 42, 4)
-    assert notebook_launcher(training_loop, args, num_processes=2, max_restarts=3) == (1.0, True, False)
 
 
 @pytest.mark.slow

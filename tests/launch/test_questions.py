@@ -118,11 +118,6 @@ def test_a_wrong_answer_is_refused(
     assert (problem in found[0]) if problem else found == [True]
 
 
-def test_ctrl_c_ends_the_questions() -> None:
-    with _typed("\r\x03"), pytest.raises(KeyboardInterrupt):
-        ask(0)
-
-
 class _Terminal:
     """`trainwright config` in a pseudo-terminal."""
 

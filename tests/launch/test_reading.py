@@ -17,12 +17,6 @@ from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.reading import default_file, options_of, read_command
 
 
-@pytest.fixture(autouse=True)
-def _no_default_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("HF_HOME", raising=False)
-
-
 def _set(config: LaunchConfig) -> dict[str, Any]:
     return {option.name: value for option in options() if (value := getattr(config, option.name)) is not None}
 

@@ -75,13 +75,11 @@ class _Host:
         _ip("netns", "add", name)
 
     def connect(self) -> None:
-        """Give this end of the link its address."""
         _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "link0")
         for device in ("lo", "link0"):
             _ip("-n", self.name, "link", "set", device, "up")
 
     def launch(self, folder: Path, strategy: str, *options: str) -> subprocess.Popen[str]:
-        """Start the launcher of this host."""
         command = ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
         command += [f"host-{self.number}", sys.executable, "-m", "trainwright", "launch", "--cpu"]
         command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(self.number)]
@@ -99,13 +97,12 @@ class _Host:
         return self.launchers[-1]
 
     def kill(self) -> None:
-        """Kill all processes of this host."""
         for pid in _ip("netns", "pids", self.name).split():
             os.kill(int(pid), signal.SIGKILL)
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": "/nonexistent"}
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

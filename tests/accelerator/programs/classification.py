@@ -17,7 +17,6 @@ MAX_GPU_BATCH_SIZE, EVAL_BATCH_SIZE = 4, 4
 
 
 def make_model() -> Any:
-    """Return a tiny BERT."""
     sizes: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     config = BertConfig(vocab_size=32, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     return BertForSequenceClassification(config)
@@ -43,7 +42,6 @@ def get_dataloaders(batch_size: int, num: int) -> tuple[Any, Any]:
 
 
 def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Train and evaluate for each epoch."""
     accelerator = Accelerator(**options)
     metric, record, metrics, gradient_accumulation_steps = Accuracy(), Record(), [], 1
     num_epochs, batch_size = config["num_epochs"], config["batch_size"]

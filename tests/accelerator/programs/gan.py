@@ -14,7 +14,6 @@ from trainwright.utils import set_seed
 
 
 def make_models() -> tuple[Any, Any]:
-    """Return a generator and a discriminator."""
     generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
     return generator, nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
 
@@ -26,7 +25,6 @@ def adversarial_loss(discriminator: Any, samples: torch.Tensor, real: bool) -> t
 
 
 def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Train both models on each micro-batch."""
     accelerator = Accelerator(gradient_accumulation_steps=config["accumulate"], **options)
     set_seed(config["seed"])
     dataloader: Any = DataLoader(rows(32), shuffle=True, batch_size=4)

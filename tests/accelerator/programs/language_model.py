@@ -1,4 +1,4 @@
-"""Causal language modeling on packed blocks, with losses divided by the tokens of a step: `run_clm_no_trainer.py`."""
+"""Causal language modeling on packed blocks, and weights saved for transformers: `run_clm_no_trainer.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ BLOCK_SIZE = 8
 
 
 def make_model() -> Any:
-    """Return a tiny Llama."""
     sizes: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
 
@@ -33,7 +32,6 @@ def group_texts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def num_tokens(batch: Any) -> torch.Tensor:
-    """Return the number of predicted tokens."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
@@ -78,3 +76,33 @@ def training_function(args: dict[str, Any], **options: Any) -> dict[str, Any]:
         perplexities.append(math.exp(torch.cat(losses)[:13].mean()))
     accelerator.end_training()
     return {"batches": record.batches, "losses": record.losses, "perplexities": perplexities, "total": total}
+
+
+def save_for_transformers(args: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Train for an epoch and save the model, its configuration included."""
+    accelerator = Accelerator(**options)
+    set_seed(args["seed"])
+    with accelerator.main_process_first():
+        data: Any = group_texts(sentences(60))[:16]
+    train_dataloader: Any = DataLoader(data, shuffle=True, collate_fn=default_data_collator, batch_size=2)
+    model, record = make_model(), Record()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args["lr"])
+    model, optimizer, train_dataloader = accelerator.prepare(model, optimizer, train_dataloader)
+    for batch in train_dataloader:
+        loss = model(**batch).loss
+        record.add(batch, loss)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    unwrapped_model: Any = accelerator.unwrap_model(model)
+    unwrapped_model.save_pretrained(
+        args["output_dir"],
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return {"batches": record.batches, "losses": record.losses}

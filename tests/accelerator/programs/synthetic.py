@@ -29,7 +29,6 @@ def rows(num: int, seed: int = 0) -> TensorDataset:
 
 
 def classifier() -> nn.Sequential:
-    """Return a classifier of `rows`."""
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
@@ -41,7 +40,6 @@ class Accuracy:
         self.references: list[int] = []
 
     def add_batch(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
-        """Add the rows of a batch."""
         self.predictions += predictions.tolist()
         self.references += references.tolist()
 
@@ -60,6 +58,5 @@ class Record:
         self.losses: list[float] = []
 
     def add(self, batch: Any, loss: torch.Tensor) -> None:
-        """Add a micro-batch."""
         self.batches.append({**batch} if hasattr(batch, "keys") else tuple(batch))
         self.losses.append(loss.item())

@@ -76,11 +76,7 @@ def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
     assert _unpacked(loss["series"][0]["steps"], "<i4").tolist() == expected.steps.tolist()
     np.testing.assert_allclose(_unpacked(loss["series"][0]["values"], "<f4"), expected.values, rtol=1e-4)
     titles = [chart["title"] for chart in content["charts"]]
-    assert titles[1:] == [
-        "Learning rate",
-        "Peak memory of the main process in GiB",
-        "Throughput in samples per second",
-    ]
+    assert titles[1:] == ["Learning rate", "Peak memory of the main process in GiB", "Throughput in samples per second"]
     kinds = {event["kind"] for event in content["events"]}
     assert kinds == {"fit", "validation", "save", "end"}
     tables = {table["title"]: table["rows"] for table in content["tables"]}

@@ -1,4 +1,4 @@
-"""Loaders that only the first process reads."""
+"""Loaders that only the first process reads, and loaders whose batches are split over processes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.distributed import RankError, run_distributed
-from trainwright import Accelerator, DataLoaderConfiguration
-from trainwright.core.errors import WorkerError
+from trainwright import Accelerator, DataLoaderConfiguration, ShardedIterable
+from trainwright.core.errors import ConfigurationError, WorkerError
 
 Batches = list[list[int]]
 
@@ -34,15 +34,22 @@ class OnlyFirst(Dataset[int]):
         return index
 
 
-class Stream(IterableDataset[int]):
-    """The numbers below n, without a length, which the other ranks cannot read."""
+class Numbers(IterableDataset[int]):
+    """The numbers below n, without a length."""
 
     def __init__(self, n: int) -> None:
         self.n = n
 
     def __iter__(self) -> Iterator[int]:
-        assert os.environ["RANK"] == "0"
         return iter(range(self.n))
+
+
+class Stream(Numbers):
+    """The numbers below n, which the other ranks cannot read."""
+
+    def __iter__(self) -> Iterator[int]:
+        assert os.environ["RANK"] == "0"
+        return super().__iter__()
 
 
 def mapped(n: int, **options: Any) -> Callable[[], Any]:
@@ -79,8 +86,7 @@ def _read(accelerator: Accelerator, loader: Any) -> tuple[Batches, Batches, bool
     own, gathered = [], []
     for batch in loader:
         place = accelerator._accumulation.place
-        assert place is not None
-        if place.weight != 0:
+        if place is None or place.weight != 0:
             own.append(batch.tolist())
         gathered.append(accelerator.gather_for_metrics(batch).tolist())
     return own, gathered, loader.end_of_dataloader
@@ -191,8 +197,6 @@ def test_an_error_of_the_first_process_ends_all() -> None:
 
 
 class _Resumable(Stream):
-    """A stream that keeps its position."""
-
     def __init__(self, n: int) -> None:
         super().__init__(n)
         self.at = 0
@@ -225,3 +229,78 @@ def test_a_stream_that_keeps_its_position_is_resumed() -> None:
     first, second = run_distributed(_resumed_stream, 2, init=False, timeout=50)
     assert first == [[[4, 5], [8, 9]], [[0, 1], [4, 5], [8, 9]]]
     assert second == [[[6, 7], [10, 11]], [[2, 3], [6, 7], [10, 11]]]
+
+
+# Split batches
+
+
+def plain(n: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(range(n), batch_size=4, **options)  # type: ignore[arg-type]
+
+
+_CUSTOM = [[9, 8, 7], [1, 2], [5]]
+
+
+def custom(batches: Batches) -> DataLoader[Any]:
+    return DataLoader(range(20), batch_sampler=batches)  # type: ignore[arg-type]
+
+
+def iterable(n: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(ShardedIterable(Numbers(n)), batch_size=4, **options)
+
+
+# name → loader, the batches of both ranks without padding, what gather_for_metrics returns
+SPLIT: dict[str, tuple[Callable[[], DataLoader[Any]], list[Batches], Batches]] = {
+    "full": (lambda: plain(8), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], B[:2]),
+    "short": (lambda: plain(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
+    "one rank": (lambda: plain(6), [[[0, 1], [4, 5]], [[2, 3]]], [B[0], [4, 5]]),
+    "drop_last": (lambda: plain(7, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
+    "workers": (lambda: plain(8, num_workers=1), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], B[:2]),
+    "custom": (lambda: custom(_CUSTOM), [[[9, 8], [1], [5]], [[7], [2]]], _CUSTOM),
+    "iterable": (lambda: iterable(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
+    "iterable, drop_last": (lambda: iterable(7, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
+}
+
+
+def _every_split() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    accelerator = Accelerator(split_batches=True)
+    for name, (make, *_) in SPLIT.items():
+        loader = accelerator.prepare_data_loader(make())
+        found[name] = [_read(accelerator, loader) for _ in range(2)]
+    loader = accelerator.prepare_data_loader(plain(10))
+    found["numbers"] = (loader.total_batch_size, loader.remainder, len(loader), loader.batch_size)
+    found["skipped"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+    found["skipped custom"] = [
+        batch.tolist()
+        for batch in accelerator.skip_first_batches(custom([[0, 1], [2, 3], [4, 5]]), 1)  # type: ignore[arg-type]
+    ]
+    for _ in loader:
+        break
+    resumed = accelerator.prepare_data_loader(plain(10))
+    resumed.load_state_dict({"epoch": 0, "position": loader.prepared.position(1), "loader": None})
+    found["resumed"] = [batch.tolist() for batch in resumed]
+    wrong: dict[str, Any] = {"uneven": DataLoader(range(6), batch_size=3), "list": [torch.ones(4)]}  # type: ignore[arg-type]
+    for name, given in wrong.items():
+        with pytest.raises(ConfigurationError) as caught:
+            accelerator.prepare_data_loader(given)
+        found[name] = str(caught.value)
+    config = DataLoaderConfiguration(split_batches=True, data_seed=3)
+    shuffled = Accelerator(dataloader_config=config).prepare_data_loader(plain(16, shuffle=True))
+    found["shuffled"] = [batch.tolist() for batch in shuffled]
+    return found
+
+
+def test_two_ranks_get_the_parts_of_each_batch() -> None:
+    ranks = run_distributed(_every_split, 2, init=False, timeout=240)
+    for rank, found in enumerate(ranks):
+        for name, (_, expected, gathered) in SPLIT.items():
+            assert found[name] == [(expected[rank], gathered, True)] * 2, name
+        assert found["numbers"] == (4, 2, 3, 4)
+        assert found["skipped"] == [[[8, 9]], [[0, 1]]][rank]  # rank 1 has padding
+        assert found["skipped custom"] == [[[2], [4]], [[3], [5]]][rank]
+        assert found["resumed"][0] == [[4, 5], [6, 7]][rank]
+        assert "batch_size=3 is not divisible by num_processes=2" in found["uneven"]
+        assert "a list without a batch size" in found["list"]
+    one = Accelerator(cpu=True, seed=3, split_batches=True).prepare_data_loader(plain(16, shuffle=True))
+    assert [a + b for a, b in zip(*(found["shuffled"] for found in ranks), strict=True)] == [b.tolist() for b in one]
