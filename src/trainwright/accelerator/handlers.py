@@ -91,7 +91,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class Handlers:
-    """The handlers in `kwargs_handlers`, at most one of each kind. None for a kind that is missing."""
+    """The objects in `kwargs_handlers` by their classes. None for a class without an object."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None
@@ -106,7 +106,7 @@ _KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hin
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
-    """Return the elements of `kwargs_handlers` by kind."""
+    """Sort the objects in `kwargs_handlers` by class. Raise a ConfigurationError for other or repeated classes."""
     found: dict[str, Any] = {}
     for handler in handlers:
         name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)
