@@ -1,4 +1,4 @@
-"""Assignment of micro-batches to ranks, and resuming: arithmetic on the position in the epoch, without replay.
+"""Assignment of micro-batches to ranks, and resuming within an epoch without reading earlier samples.
 
 Micro-batch m of an epoch goes to rank m mod world. In each step `world` ranks without accumulation therefore process
 the same samples as one rank with `world` accumulation steps. No sample is visited twice. The last micro-batch may be
@@ -145,7 +145,7 @@ class Dealer(Sampler[Any], ABC):
         return next(iter(alone))
 
     def _rewind(self) -> None:
-        """Reset the anchor's position in the data."""
+        """Set the anchor's position in the data to 0."""
 
     def __len__(self) -> int:
         """Return the number of batches of the next iteration on this rank. Raises TypeError if unknown."""

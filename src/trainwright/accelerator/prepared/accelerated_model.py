@@ -125,7 +125,7 @@ class AcceleratedModel(nn.Module):
         add_BOS: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """Continue prompts. The name and arguments are Accelerate's. `options` are those of `trainwright.generation.generate`.
+        """Continue prompts, with Accelerate's arguments. `options` are those of `trainwright.generation.generate`.
 
         Args:
             inputs: Prompts.

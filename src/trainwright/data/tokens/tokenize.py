@@ -88,7 +88,7 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
 
 
 def _load(name: str) -> Any:
-    """Return a tokenizer of the library of this name."""
+    """Return a tokenizer of the library tokenizers, from a file, a folder or the hub."""
     tokenizers: Any = require_package("tokenizers", purpose=f"--tokenizer {name}")
     file = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if not file.is_file() and (Path(name).exists() or file.suffix == ".json"):
