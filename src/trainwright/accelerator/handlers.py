@@ -81,7 +81,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Attributes:
         backend: Backend of torch.distributed. With the default, `"nccl"`, gloo is used on the CPU.
         init_method: Must be None or `"env://"`. Default: None, which is `"env://"`.
-        timeout: Maximum duration of a collective. Default: None, which is torch's default.
+        timeout: Maximum duration of a collective. Default: None, which is 30 minutes.
     """
 
     backend: str | None = "nccl"
