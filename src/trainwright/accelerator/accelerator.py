@@ -100,8 +100,8 @@ class Accelerator:
         gradient_accumulation_steps: Number of micro-batches of one optimizer step. Default: 1.
         gradient_accumulation_plugin: A `GradientAccumulationPlugin` instead of the number. Default: None.
         cpu: Use the CPU even if the machine has an accelerator. Default: False.
-        step_scheduler_with_optimizer: Schedules advance with optimizer steps. False: every call of `step` advances a
-            schedule. Default: True.
+        step_scheduler_with_optimizer: Schedules advance with optimizer steps. False: schedules advance in every call of
+            their `step`. Default: True.
         schedule_steps: `"once"`: a schedule advances once per optimizer step. `"per_process"`: a schedule advances by
             the number of processes, as in Accelerate, unless `split_batches` is True. Default: None, which is
             `"per_process"` after `trainwright.as_accelerate()`. Otherwise None is `"once"`, with a warning if there are
@@ -429,8 +429,7 @@ class Accelerator:
         """Return the settings. In a run with one process, also return the prepared objects.
 
         Raises:
-            ConfigurationError: There are several processes, and prepared objects hold connections to the other
-                processes.
+            ConfigurationError: There are several processes, to which prepared objects hold connections.
         """
         state = {**vars(self), "_signal": None}
         if self.state.num_processes == 1:
@@ -868,8 +867,7 @@ class Accelerator:
         SIGTERM, the process ends with exit code 143.
 
         Warns:
-            TrainwrightWarning: The first read is outside of the main thread. Python can set handlers only in the main
-                thread.
+            TrainwrightWarning: The first read is outside of the main thread, where Python cannot set handlers.
         """
         if self._signal is None:
             self._signal = LoopSignal(self.state.joined())
@@ -929,8 +927,7 @@ class Accelerator:
 
         Args:
             model: A prepared model, a compiled prepared model, or a DistributedDataParallel or DataParallel module.
-            keep_fp32_wrapper: Accepted without effect, because `prepare` does not change the model's forward. Default:
-                True.
+            keep_fp32_wrapper: No effect, because `prepare` does not change the model's forward. Default: True.
             keep_torch_compile: If a compiled module wraps the model, return the compiled module. Default: True.
         """
         del keep_fp32_wrapper
@@ -985,8 +982,7 @@ class Accelerator:
         Args:
             obj: An object without sharded tensors, such as `get_state_dict(model)`.
             f: A path or an open file. An existing file at the path is replaced.
-            safe_serialization: Write a dict of tensors as safetensors, without a pickle. `f` must be a path. Default:
-                False.
+            safe_serialization: Write a dict of tensors as safetensors. `f` must be a path. Default: False.
 
         Raises:
             ConfigurationError: A tensor is sharded, or safetensors cannot store the object. Raised on every rank.
@@ -1020,8 +1016,7 @@ class Accelerator:
         """Call `hook(models, input_dir)` on every rank before each `load_state`.
 
         Args:
-            hook: Function of the list of unwrapped models, and the folder. If the hook removes a model from the list,
-                that model is not loaded.
+            hook: Function of the list of unwrapped models, and the folder. Models that it removes are not loaded.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -1041,8 +1036,7 @@ class Accelerator:
             output_dir: The folder, or a URL such as `s3://bucket/run/state`. An existing state at a URL is replaced
                 only if this run has uploaded it. Default: None, which requires automatic naming; see
                 `ProjectConfiguration`.
-            safe_serialization: False has no effect except for a warning. Weights are always written as safetensors.
-                Default: True.
+            safe_serialization: False only warns, because weights are always written as safetensors. Default: True.
 
         Returns:
             The folder or URL.

@@ -22,8 +22,7 @@ class AcceleratorState(PartialState):
     `end_training` removes them.
 
     Attributes:
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`: the value of the newest Accelerator. `"no"` without an
-            Accelerator.
+        mixed_precision: `"fp16"`, `"bf16"`, `"fp8"` or `"no"`: the newest Accelerator's. `"no"` without an Accelerator.
         fsdp_plugin, megatron_lm_plugin: Plugins of the newest Accelerator. None without an Accelerator.
         selected_plugin: Name of the selected DeepSpeed plugin. None without DeepSpeed plugins.
     """

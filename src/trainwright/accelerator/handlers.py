@@ -21,8 +21,7 @@ class DataLoaderConfiguration:
     """Options for preparing loaders, with Accelerate's names. Options that are always on accept both values.
 
     Args:
-        split_batches: The batch size is the total over all processes. Each process gets an equal part of each batch.
-            Default: False.
+        split_batches: The batch size is that of all processes together. Each gets an equal part. Default: False.
         dispatch_batches: The first process reads the data, and sends each other process its part. Default: None, which
             is True for iterable data sets that do not declare their division over processes.
         even_batches: All processes get the same number of batches. Repeated batches have the weight 0. False: no batch

@@ -26,8 +26,7 @@ class ItemCounts:
     Args:
         accumulation: State of the loop's gradient accumulation.
         engine: The engine, which sums counts over ranks.
-        scaled: Losses are scaled for fp16. Sums are then divided by an estimate of the count, to stay in the range of
-            float16.
+        scaled: Losses are scaled for fp16. To avoid overflow, sums are then divided by an estimate of the count.
     """
 
     def __init__(self, accumulation: Accumulation, engine: Engine, *, scaled: bool) -> None:
@@ -46,8 +45,7 @@ class ItemCounts:
 
         Args:
             loss: Mean over the items of the micro-batch.
-            num_items: A number, or a tensor of one element. A tensor on the device is used without a wait for the
-                device.
+            num_items: A number, or a tensor of one element. Does not wait for the tensor's device.
             parameters: Function that returns the parameters with accumulated gradients of this step.
         """
         accumulation = self._accumulation

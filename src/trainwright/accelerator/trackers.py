@@ -318,8 +318,7 @@ class LoopTrackers:
     def get(self, name: str, *, unwrap: bool) -> Any:
         """Return a tracker, or with `unwrap` its library's object.
 
-        On processes other than the first, and with a warning for a tracker whose start failed, return an object without
-        effect.
+        The object has no effect on processes other than the first, and (with a warning) if the tracker's start failed.
 
         Raises:
             ConfigurationError: No tracker has this name.

@@ -23,8 +23,7 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         data_source, replacement, num_samples: see `RandomSampler`.
-        generator: generator that is seeded with `data_seed + epoch` at the start of each pass. Default: a new
-            generator.
+        generator: generator that each pass seeds with `data_seed + epoch`. Default: None, a new generator.
         data_seed: seed of epoch 0, the same on every process. Default: torch's initial seed at construction.
     """
 

@@ -172,8 +172,7 @@ def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
     """Check after `batch` rounds of an evaluation that the loader returned as many batches as its length.
 
     Warns:
-        TrainwrightWarning: the loader returned fewer batches. With several ranks in lock step, a ConfigurationError is
-        raised instead.
+        TrainwrightWarning: the loader returned fewer batches. A ConfigurationError with several ranks in lock step.
     """
     counts = loader.counts
     if counts is not None:

@@ -30,8 +30,7 @@ class LoaderOptions:
             loader shuffles and there is one rank. Default: `"train"`.
         rank: this data-parallel rank. Default: 0.
         world: number of data-parallel ranks. Default: 1.
-        seed: seed of the order, the same on every rank. A `generator` of the user's DataLoader only seeds its workers.
-            Default: 0.
+        seed: seed of the order, equal on every rank. The DataLoader's `generator` only seeds workers. Default: 0.
         use_distributed_sampler: divide data over ranks. With False each rank's loader is independent. Default: True.
         uneven: `"pad"`, `"stop"` or `"error"`, for ranks with different numbers of batches; see
             `trainwright.data.prepared`. Default: `"pad"`.

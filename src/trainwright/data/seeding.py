@@ -131,9 +131,7 @@ class SeededTurn:
 
 
 def seeded(indices: object, seed: int) -> Any:
-    """Return the indices of a batch, or a single index, with a seed for the worker. Other types than lists and integers
-    are returned unchanged.
-    """
+    """Return a list of indices or an integer index with a seed for the worker, and other types unchanged."""
     if type(indices) is list:
         return SeededIndices(indices, seed)
     return SeededIndex.of(indices, seed) if type(indices) is int else indices

@@ -233,9 +233,7 @@ class HangDetector:
         self._shared.add("seen", 1)
 
     def _say_farewell(self) -> None:
-        """Record that this failed rank leaves the run. If its process serves the store, also wait until all ranks have
-        read the failure.
-        """
+        """Record that this failed rank leaves the run. If it serves the store, wait until all have read the failure."""
         if not self._told.is_set():
             self._tell()
         self._shared.set(f"left/{self._rank}", "failed")

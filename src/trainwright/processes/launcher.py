@@ -251,8 +251,7 @@ def clear_environment() -> Iterator[None]:
 def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     """Return two pickles for `trainwright.processes.worker`: the work, and definitions that it needs.
 
-    The definitions are classes and functions of modules that a new interpreter cannot import. The worker adds them to
-    their modules.
+    The definitions are classes and functions that a new interpreter cannot import. The worker adds them to modules.
 
     Args:
         work: `(before, work, sys.argv)`, which `worker.main` unpickles.

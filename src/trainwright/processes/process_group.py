@@ -139,8 +139,7 @@ class Processes:
         """From now on, send the calling thread's position to ranks that wait in `meet`. Not collective."""
 
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
-        """Run `work` on rank 0, such as reading or writing a checkpoint, and share the result with every rank.
-        Collective.
+        """Run `work`, such as writing a checkpoint, on rank 0. Return the result on every rank. Collective.
 
         Args:
             work: called on rank 0 only. The result must be picklable.

@@ -1,6 +1,4 @@
-"""Program of the processes that the Trainer or a launcher starts: `python -m trainwright.processes.worker WORK
-PARENT`.
-"""
+"""Program of started processes: `python -m trainwright.processes.worker WORK_FILE PARENT_PROCESS_ID`."""
 
 from __future__ import annotations
 

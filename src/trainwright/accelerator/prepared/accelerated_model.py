@@ -130,8 +130,7 @@ class AcceleratedModel(nn.Module):
         Args:
             inputs: Prompts.
             attention_mask: Mask of the prompts.
-            max_length: Length of a row including the prompt. Used without `max_new_tokens`. Default: None, which is
-                128.
+            max_length: Length of a row with its prompt, if `max_new_tokens` is None. Default: None, which is 128.
             top_p: Probability mass of the tokens to sample from. Default: None, which is 1.
             top_p_decay: See `trainwright.generation.generate`. 0 means no decay.
             add_BOS: Insert the BOS token of the model's configuration before each prompt.

@@ -166,8 +166,7 @@ class DataLoaderDispatcher(_Loader):
         split_batches: Divide each batch over the processes. Default: False.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part. Default:
             `slice_tensors`.
-        torch_device_mesh: A mesh. Processes that differ only in its dimensions `"tp"` and `"cp"` receive the same
-            batches.
+        torch_device_mesh: A mesh. Processes receive equal batches if they differ only along `"tp"` and `"cp"`.
         dataset, skip_batches, _drop_last, _non_blocking, iteration, **kwargs: See `DataLoaderShard`.
     """
 
