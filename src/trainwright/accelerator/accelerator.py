@@ -519,7 +519,10 @@ class Accelerator:
         return self._prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
-        """Return a schedule that advances with the steps of its optimizer. Not collective."""
+        """Return a schedule whose `step` advances it only if its optimizer has stepped. Not collective.
+
+        With `step_scheduler_with_optimizer=False`, every call of `step` advances the schedule.
+        """
         return self._prepared.scheduler(scheduler, steps_with_optimizer=self.step_scheduler_with_optimizer)
 
     def prepare_data_loader(

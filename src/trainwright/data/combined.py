@@ -283,7 +283,7 @@ class _Rounds:
         self._batches[which] = self._reopen(which, self.cycles[which])
         batch = next(self._batches[which], _END)
         if batch is _END:
-            raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled.")
+            raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled. Remove it.")
         return batch
 
 

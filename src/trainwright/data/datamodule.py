@@ -45,7 +45,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         """Restore the result of `state_dict`."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Run on each rank whose run ends with `exception`. Must not communicate."""
+        """Called on each rank whose run ends with `exception`. This hook must not communicate."""
 
     @property
     def name(self) -> str:

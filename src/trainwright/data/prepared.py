@@ -261,7 +261,7 @@ class PreparedLoader(ABC):
             self._workers.end_pass()
 
     def close(self) -> None:
-        """End persistent workers and those of interrupted passes. Takes seconds at most."""
+        """End persistent workers, and the workers of interrupted passes. Takes seconds at most."""
         self._workers.close()
         if isinstance(self._loader, DataLoader):
             vars(self._loader)["_iterator"] = None  # it would be used again

@@ -33,10 +33,10 @@ B = TypeVar("B", bound=Iterator[Any])
 
 
 class WorkerStart:
-    """Initialization of a worker, which then ignores signals that announce the end of a run.
+    """Initialization of a loader worker, which then ignores SIGUSR1 and the first SIGTERM.
 
-    Such signals are sent to all processes of a process group. The training process must finish its step and save a
-    checkpoint, and then ends the workers (see `Workers`). Workers also end when the training process is killed.
+    These signals announce the end of a run, and the system sends them to workers, too. The training process must finish
+    its step and save a checkpoint, and then ends the workers (see `Workers`). Workers also end when it is killed.
 
     Raises:
         ConfigurationError: workers cannot send tensors, because the path of the temporary folder is too long.

@@ -151,7 +151,7 @@ def gather(tensor: object) -> Any:
         Tensors `[num_processes * n, ...]` on every process. A single process gets its argument unchanged.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
+        TypeError: a leaf is not a tensor.
         ConfigurationError: shapes or dtypes differ between processes. Raised on every process.
     """
     state = PartialState()
@@ -204,7 +204,7 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
         from_process: the source of the values. Default: 0.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
+        TypeError: a leaf is not a tensor.
         ConfigurationError: the process does not exist, or shapes, dtypes or `from_process` differ between processes.
     """
     state = PartialState()
@@ -293,9 +293,9 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
         pad_first: pad at the front instead of the end. Default: False.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
-        ConfigurationError: numbers of tensors or dimensions, `dim`, or in debug mode dtypes differ between processes.
-            Raised on every process.
+        TypeError: a leaf is not a tensor.
+        ConfigurationError: numbers of tensors or dimensions, `dim`, or with `PartialState.debug` dtypes differ between
+            processes. Raised on every process.
     """
     state = PartialState()
     if state.num_processes == 1:

@@ -103,7 +103,7 @@ def check_backend(backend: str | None, kind: str, argument: str = "process_group
     """Check that a backend of torch.distributed serves this type of device. Imports nothing.
 
     Raises:
-        ConfigurationError: The backend serves another type.
+        ConfigurationError: The backend serves another device type.
         MissingPackageError: `"ccl"`, and its package is not installed.
     """
     if backend == "ccl":

@@ -45,15 +45,15 @@ class _GroupOptions:
 class PartialState:
     """State of the processes of a script, and operations across them, with Accelerate's names.
 
-    All instances share one state. The first one detects this process's rank from the launcher's variables and sets the
-    current accelerator. With several processes it also creates torch's default group, or uses the script's existing
-    group. Every process must then create a state, which blocks until all have joined. A single process creates no
+    All instances share one state. The first instance detects this process's rank from the launcher's variables and sets
+    the current accelerator. With several processes, it also creates torch's default group, or uses the script's group.
+    Every process must then create an instance, which blocks until all processes have done so. A single process has no
     group. The group stays open until the process ends, and a `Trainer` in the same script uses it.
 
     Args:
         cpu: use the CPU even if there is an accelerator. Default: False.
         kwargs: `backend` (default: gloo on the CPU, the vendor's library on accelerators), `timeout` of a collective (a
-            timedelta, seconds, or text such as `"30 min"`), and `init_method` (only `"env://"`).
+            timedelta, seconds, or text; default: `"30 min"`), and `init_method` (only `"env://"`).
 
     Attributes:
         device: device of this process. `local_process_index` is the index of its accelerator.
@@ -225,7 +225,7 @@ class PartialState:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one process only. A single process always runs it.
+        """Decorate a function so that it runs on process `process_index` only. A single process always runs it.
 
         Raises:
             ConfigurationError: the index is missing or out of range.

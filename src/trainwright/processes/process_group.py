@@ -194,7 +194,7 @@ class ProcessGroup(Processes):
 
     Args:
         topology: topology of this process.
-        timeout: time after which a collective fails. Default: None, which is `DEFAULT_TIMEOUT`.
+        timeout: time after which a collective fails. Default: None, which is 30 minutes.
         backend: torch.distributed's backend. Default: None, which is gloo for the host, and additionally the vendor's
             library for accelerators. Objects are then never sent through the device.
         hang_timeout: time without progress of a rank after which the positions of all ranks are reported. None disables

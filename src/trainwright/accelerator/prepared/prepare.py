@@ -332,7 +332,7 @@ class PreparedObjects:
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
         """Return the earlier result for an object. Without an earlier result, create and store it."""
-        if id(value) not in self._known:  # what is there holds its object: no other can have the address
+        if id(value) not in self._known:  # an entry keeps its object alive, so that no other object has its id
             self._known[id(value)] = found = make()
             kept.append(found)
         return cast(T, self._known[id(value)])

@@ -55,7 +55,7 @@ class TokenDataset(Dataset[Any]):
 
     Raises:
         ConfigurationError: A file is missing, damaged or shorter than one sample, its tokenizer differs from that of
-            the first file, its vocabulary is larger than `vocab_size`, or a weight is not positive.
+            the first file, its vocabulary is larger than `vocab_size`, or an argument such as a weight is not valid.
     """
 
     def __init__(
@@ -100,7 +100,9 @@ class TokenDataset(Dataset[Any]):
         counts = [len(source) for source in self._sources]
         for file, count in zip(self.files, counts, strict=True):
             if not count:
-                raise ConfigurationError(f"{file.path} has no sample of length={length} in split={split}.")
+                raise ConfigurationError(
+                    f"{file.path} has no sample of length={length} in split={split}. Use a shorter length or more data."
+                )
         self._orders: list[KeyedPermutation] | None = None
         if weights is not None or num_samples is not None:
             self._orders = [KeyedPermutation(count, derive_key(seed, i)) for i, count in enumerate(counts)]
