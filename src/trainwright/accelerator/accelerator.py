@@ -544,7 +544,7 @@ class Accelerator:
         return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
-        """Prepare a loader. Skip the first `num_batches` micro-batches of each pass; see `AcceleratedLoader.skip`."""
+        """Return a prepared loader that skips `num_batches` batches of each pass; see `AcceleratedLoader.skip`."""
         return self.prepare_data_loader(dataloader).skip(num_batches)
 
     # The step
@@ -801,7 +801,7 @@ class Accelerator:
         return profiled(options, self.process_index, self.wait_for_everyone, self._traces)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Divide gradients of these (None: all prepared) optimizers by the fp16 loss scale, at most once per step."""
+        """Divide the gradients of `optimizer` (None: of all prepared optimizers) by the fp16 scale, once per step."""
         if self._scale is None:
             return
         chosen = self._prepared.optimizers if optimizer is None else optimizer

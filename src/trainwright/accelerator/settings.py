@@ -299,7 +299,7 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:
-    """Raise a ConfigurationError for an argument that only Accelerate's `save_state` and `load_state` have."""
+    """Raise a ConfigurationError for an argument that `save_state` or `load_state` does not support."""
     raise ConfigurationError(
         f"{method} does not take {name}=: a state is always a folder of safetensors and JSON, and the options of "
         "other formats have no effect. Remove it."
