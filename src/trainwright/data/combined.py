@@ -47,7 +47,9 @@ class CombinedLoader:
             raise ConfigurationError("CombinedLoader has no member. Pass at least one loader.")
         for member in members:
             if not hasattr(member, "__iter__"):
-                raise ConfigurationError(f"CombinedLoader: {type(member).__name__} cannot be iterated over.")
+                raise ConfigurationError(
+                    f"CombinedLoader: {type(member).__name__} cannot be iterated over. Use a loader."
+                )
         self.iterables = iterables
         self.mode: Mode = mode
 

@@ -216,7 +216,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
         raise ConfigurationError(
             f"{message} The other ranks wait for the rest. Return the true length in __len__, or define no __len__."
         )
-    warnings.warn(message, TrainwrightWarning, stacklevel=3)
+    warnings.warn(f"{message} Return the true length in __len__.", TrainwrightWarning, stacklevel=3)
 
 
 def _looking_ahead(
@@ -265,7 +265,7 @@ class _Agreement:
         counts = [row[0] for row in told]
         more = [bool(row[1]) for row in told]
         if first == 0 and max(counts) == 0:
-            raise ConfigurationError(f"{name} is empty: no rank got a batch.")
+            raise ConfigurationError(f"{name} is empty: no rank got a batch. Check the data set.")
         if self.uneven == "stop":
             rounds = min(counts)
             return rounds, rounds * self.world, all(more)

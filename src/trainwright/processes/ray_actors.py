@@ -175,7 +175,7 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
         if not group.wait(_READY_S):
             raise ConfigurationError(
                 f"the Ray cluster did not free {bundles} within {_READY_S:g} s. Other jobs use them, or no machine has "
-                "enough."
+                "enough. Start fewer processes, or try again when the other jobs have ended."
             )
         yield group
     finally:

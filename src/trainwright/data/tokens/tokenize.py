@@ -154,7 +154,7 @@ def tokenize_files(
             writer.add(tokens)
             bar.update(size)
         if size is None:
-            raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found.")
+            raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found. Pass files with text.")
     return TokenFile(output)
 
 
@@ -172,7 +172,7 @@ def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
                     if is_text:
                         yield "".join(lines)
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{file} is not text in UTF-8: {error}.") from error
+        raise ConfigurationError(f"{file} is not text in UTF-8: {error}. Convert it to UTF-8.") from error
 
 
 def _values(lines: Iterable[str], key: str, file: Path) -> Iterator[str]:
