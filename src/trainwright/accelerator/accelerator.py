@@ -83,34 +83,36 @@ _CLIPS_THAT_MEET = 2  # A script that clips on the main process alone does so fr
 
 
 class Accelerator:
-    """Preparation of models, optimizers, schedulers and loaders for a user-written training loop.
+    """Object that prepares models, optimizers, schedulers and loaders for a user-written training loop.
 
-    The names are those of Hugging Face's Accelerate. `backward(loss)` divides the loss by
-    `gradient_accumulation_steps`, as in Accelerate. With `backward(loss, num_items=n)`, the gradient of a step is the
-    mean over all items of the step. A rank that runs out of data before other ranks contributes nothing. A schedule
-    advances once per optimizer step for any number of processes. Without a launcher there is one process. `torchrun
-    --nproc-per-node 2 script.py` starts two processes.
+    Methods and arguments have the names of Hugging Face's Accelerate. The micro-batches of one optimizer step are
+    called a group. `backward(loss)` divides the loss by `gradient_accumulation_steps`, as in Accelerate. With
+    `backward(loss, num_items=n)`, the gradient of a step is the mean over all items of the group. A rank that runs out
+    of data before other ranks adds nothing to gradients. By default, a schedule advances once per optimizer step for
+    any number of processes. `torchrun --nproc-per-node 2 script.py` starts two processes, and `python` one.
 
     Args:
         device_placement: Move models and batches to this process's device. Default: True.
         split_batches: The batch size of a DataLoader is the total over all processes. Each process gets an equal part
             of each batch. Default: False: the batch size of a DataLoader is that of one process.
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        gradient_accumulation_steps: Micro-batches of one optimizer step.
-        gradient_accumulation_plugin: A `GradientAccumulationPlugin` instead of the number of steps.
-        cpu: Use the CPU even if the machine has an accelerator.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. Default: None, which is the precision in the plugin's
+            configuration, or else `"no"`.
+        gradient_accumulation_steps: Number of micro-batches of one optimizer step. Default: 1.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin` instead of the number. Default: None.
+        cpu: Use the CPU even if the machine has an accelerator. Default: False.
         step_scheduler_with_optimizer: Schedules advance with optimizer steps. False: schedules advance in every call of
-            their `step`.
+            their `step`. Default: True.
         schedule_steps: `"once"`: a schedule advances once per optimizer step. `"per_process"`: a schedule advances by
             the number of processes, as in Accelerate, unless `split_batches` is True. Default: None, which is
             `"per_process"` after `trainwright.as_accelerate()`. Otherwise None is `"once"`, with a warning if there are
             several processes.
         kwargs_handlers: A list of options, with at most one object of each class: `DistributedDataParallelKwargs`,
-            `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `AORecipeKwargs`, `TERecipeKwargs`.
+            `GradScalerKwargs`, `AutocastKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`, and `AORecipeKwargs` or
+            `TERecipeKwargs`. Default: None.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
         deepspeed_plugin: A `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`, or a dict of plugins by name.
-            `state.select_deepspeed_plugin(name)` selects the plugin for the next `prepare`. At first, the first plugin
-            is selected. Default: the plugins of the script's other Accelerators, if there are any.
+            `state.select_deepspeed_plugin(name)` selects the plugin for the next `prepare`. Initially, the dict's first
+            plugin is selected. Default: the plugins of the script's other Accelerators, if there are any.
         deepspeed_plugins: Another name of `deepspeed_plugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
         megatron_lm_plugin: A `MegatronLMPlugin`, instead of `strategy=MegatronStrategy(…)`.
@@ -130,7 +132,7 @@ class Accelerator:
             one process and `"ddp"` for several processes.
         seed: Seed of the order of the data. Default: torch's initial seed on the first process.
 
-    Further arguments of Accelerate must be None. The error for other values names the replacement.
+    Other arguments of Accelerate's Accelerator must be None. The error for another value names the replacement.
 
     The variables of `accelerate launch` (`ACCELERATE_MIXED_PRECISION`, `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`,
     `ACCELERATE_USE_CPU`, `ACCELERATE_DYNAMO_BACKEND`) are the default values of the corresponding arguments.
@@ -264,13 +266,13 @@ class Accelerator:
 
     @property
     def even_batches(self) -> bool:
-        """True if all processes get the same number of micro-batches. Repeated micro-batches have the weight 0."""
+        """True if a process without further data repeats its last micro-batch, with weight 0, until all have ended."""
         return self.dataloader_config.even_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """True if the first process reads all data. None: the first process reads only iterable data sets that do not
-        declare their division.
+        """True if the first process reads all data, and sends each process its part. False: every process reads its
+        own part. None: True for iterable data sets that do not declare their division over processes, otherwise False.
         """
         return self.dataloader_config.dispatch_batches
 
@@ -278,12 +280,12 @@ class Accelerator:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, which describes the engine."""
+        """The strategy that the constructor selected."""
         return self._settings.selection.strategy
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The `DistributedType` of the engine, or else that of the process group."""
+        """The `DistributedType` of the strategy. If the strategy defines none, the type of the process group."""
         return self.strategy.distributed_type or PartialState().distributed_type
 
     @property
@@ -375,12 +377,12 @@ class Accelerator:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Rank of this process in the group that splits its layers. 0 if layers are not split."""
+        """Rank of this process among the processes that split a layer's weights. 0 if layers are not split."""
         return self._rank_along("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Rank of this process in the group that splits its sequences. 0 if sequences are not split."""
+        """Rank of this process among the processes that split a sequence. 0 if sequences are not split."""
         ranks = self.engine.data_ranks
         return ranks.rank % ranks.parts
 
@@ -427,8 +429,7 @@ class Accelerator:
         """Return the settings. In a run with one process, also return the prepared objects.
 
         Raises:
-            ConfigurationError: There are several processes, and prepared objects hold connections to the other
-                processes.
+            ConfigurationError: There are several processes, to which prepared objects hold connections.
         """
         state = {**vars(self), "_signal": None}
         if self.state.num_processes == 1:
@@ -452,8 +453,8 @@ class Accelerator:
             self._begin(seed, num_steps, warns=self.state.is_main_process)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the plugin of an engine by the name of its argument, or else an attribute of `AcceleratorState`:
-        `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …
+        """Return the plugin that was passed as the constructor's argument `name`, or None if it was not passed. Other
+        names are attributes of `AcceleratorState`: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …
         """
         if name.startswith("_") or "state" not in vars(self):
             raise AttributeError(name)
@@ -475,9 +476,9 @@ class Accelerator:
         already prepared is returned unchanged.
 
         Args:
-            args: The objects, in any order. A scheduler advances with its optimizer.
-            device_placement: Move objects to the device: one bool, or a list with one bool per argument. Default: the
-                value of the constructor.
+            args: The objects, in any order. The result has the same order: a tuple, or the object if it is only one.
+            device_placement: Move objects to the device: one bool, or a list with one bool or None per object. Default:
+                None, which is the value of the constructor.
         """
         if isinstance(device_placement, Sequence):
             placements = list(device_placement)
@@ -499,7 +500,7 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the callable that the loop calls instead of the model. This is the model if no wrapper is needed.
+        """Return the module that the loop calls instead of `model`: a wrapper, or `model` if no wrapper is needed.
 
         Collective with several processes: all ranks start with rank 0's weights.
 
@@ -514,11 +515,14 @@ class Accelerator:
         return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Return an optimizer that steps once per group of micro-batches. Not collective."""
+        """Return an optimizer whose `step` only has an effect in the last micro-batch of a group. Not collective."""
         return self._prepared.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
-        """Return a schedule that advances with the steps of its optimizer. Not collective."""
+        """Return a schedule whose `step` advances it only if its optimizer has stepped. Not collective.
+
+        With `step_scheduler_with_optimizer=False`, every call of `step` advances the schedule.
+        """
         return self._prepared.scheduler(scheduler, steps_with_optimizer=self.step_scheduler_with_optimizer)
 
     def prepare_data_loader(
@@ -534,13 +538,13 @@ class Accelerator:
                 processes (see `ShardedIterable`).
             device_placement: Move batches to the device. Default: the value of the constructor.
             slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part
-                of a dispatched batch. Default: None, which slices tensors and lists.
+                of a batch, if the first process reads all data. Default: None, which slices tensors and lists.
         """
         placed = self._is_placed(device_placement)
         return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
-        """Return a prepared loader that skips the first batches of each pass. Skipped batches are not fetched."""
+        """Return a prepared loader that skips `num_batches` batches of each pass; see `AcceleratedLoader.skip`."""
         return self.prepare_data_loader(dataloader).skip(num_batches)
 
     # The step
@@ -550,21 +554,21 @@ class Accelerator:
     ) -> None:
         """Run backward on the weighted loss of a micro-batch. Collective in the last micro-batch of a group.
 
-        Without `num_items`, the loss is divided by `gradient_accumulation_steps`. This is also done in a short last
-        group, with one warning, because scripts that weigh losses rely on it. With `num_items`, the gradient of a step
-        is the mean over all items of the step's micro-batches on all processes. The counts are summed over processes in
-        the last micro-batch, and the accumulated gradients are divided once, in place.
+        Without `num_items`, the loss is divided by `gradient_accumulation_steps`. If the last group of a pass has fewer
+        micro-batches, its losses are divided by the same number, with one warning; `short_group` of
+        `GradientAccumulationPlugin` sets another divisor. With `num_items`, the gradient of a step is the mean over all
+        items of the group on all processes. The last micro-batch sums the counts over processes, and divides the
+        accumulated gradients once, in place.
 
         Args:
             loss: Scalar with a graph: the mean over the rows, or the `num_items` items, of the micro-batch.
-            num_items: Number of items (tokens, samples) that `loss` is the mean over. A tensor on the device is
-                accepted without a wait for the device. Pass `num_items` for every micro-batch of a step, or for none.
-                Default: None.
+            num_items: Number of items (tokens, samples) that `loss` is the mean over. May be a tensor on the device,
+                which is read without waiting. Pass it for every micro-batch of a group, or for none. Default: None.
             kwargs: Arguments of `torch.Tensor.backward`. With `learning_rate`, `lomo_backward` runs instead.
 
         Raises:
-            TaskError: The loss has no graph, or `num_items` is not a count, is passed twice for one micro-batch, or is
-                passed for only some micro-batches of a step.
+            TaskError: The loss has no graph or several elements, or `num_items` is not a count, is passed twice for one
+                micro-batch, or is passed for only some micro-batches of a group.
         """
         if kwargs.get("learning_rate") is not None:
             return self.lomo_backward(loss, cast("float", kwargs["learning_rate"]))
@@ -630,7 +634,9 @@ class Accelerator:
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Return a context for one micro-batch. In the last micro-batch of a group, gradients are averaged and used.
+        """Return a context for one micro-batch. Only the last context of a group averages gradients over processes.
+
+        In the other contexts, `step` and `zero_grad` of prepared optimizers have no effect.
 
         Args:
             models: Models that are trained in the context, each with one forward and backward.
@@ -696,8 +702,8 @@ class Accelerator:
 
         Args:
             joinables: Prepared models, and torch's `Joinable` objects such as `ZeroRedundancyOptimizer`.
-            even_batches: Prepared loaders return the same number of micro-batches on every process, in passes that
-                begin in the context. Default: None, which is the Accelerator's `even_batches`.
+            even_batches: Value of `even_batches` for passes of prepared loaders that begin in the context. Default:
+                None, which is the Accelerator's value.
         """
         block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
         if block is None:
@@ -730,8 +736,8 @@ class Accelerator:
         """Return a context in which `scaled_dot_product_attention` spans sequences that are split over ranks.
 
         The context has no effect unless `ParallelismConfig` has a `cp_size` or `sp_size` above 1. Run forwards of
-        prepared models in the context, with this rank's part of each batch. The buffers must include positions and, for
-        transformers' causal models, `shift_labels`: the targets, shifted before they are split.
+        prepared models in the context, with this rank's part of each batch. The buffers must include the position ids
+        and, for transformers' causal models, `shift_labels`: the targets, shifted before they are split.
 
         Args:
             buffers: Tensors with full sequences. In the context, each tensor holds this rank's part.
@@ -786,7 +792,7 @@ class Accelerator:
         With `output_trace_dir`, every process must use the context, because its end waits for all traces.
 
         Args:
-            profile_handler: Options of this context. Default: the `ProfileKwargs` in `kwargs_handlers`.
+            profile_handler: Options. Default: the `ProfileKwargs` in `kwargs_handlers`, or else `ProfileKwargs()`.
 
         Raises:
             ConfigurationError: `profile_handler` has another type, or this machine does not support an activity.
@@ -795,7 +801,7 @@ class Accelerator:
         return profiled(options, self.process_index, self.wait_for_everyone, self._traces)
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Divide the gradients of optimizers by the loss scale, once per step. Default: all optimizers."""
+        """Divide the gradients of `optimizer` (None: of all prepared optimizers) by the fp16 scale, once per step."""
         if self._scale is None:
             return
         chosen = self._prepared.optimizers if optimizer is None else optimizer
@@ -864,8 +870,7 @@ class Accelerator:
         SIGTERM, the process ends with exit code 143.
 
         Warns:
-            TrainwrightWarning: The first read is outside of the main thread. Python can set handlers only in the main
-                thread.
+            TrainwrightWarning: The first read is outside of the main thread, where Python cannot set handlers.
         """
         if self._signal is None:
             self._signal = LoopSignal(self.state.joined())
@@ -874,7 +879,7 @@ class Accelerator:
     # Between the processes
 
     def gather(self, tensor: object) -> Any:
-        """Return the tensors of all ranks, concatenated along the first dimension. Collective; see `gather`.
+        """Return the tensors of all ranks, concatenated along the first dimension. Collective.
 
         While a prepared loader is read, ranks may have different numbers of rows in the last batch. The rows of a rank
         without data, whose batch is padding, come last. `gather_for_metrics` drops these rows.
@@ -909,7 +914,7 @@ class Accelerator:
         return gather_real(input_data, padding, self.state.joined())
 
     def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Return the sum or mean of every rank's tensors, times `scale`. Collective; see `reduce`."""
+        """Return the sum (`reduction="mean"`: the mean) of all ranks' tensors, times `scale`. Collective."""
         return reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -925,8 +930,7 @@ class Accelerator:
 
         Args:
             model: A prepared model, a compiled prepared model, or a DistributedDataParallel or DataParallel module.
-            keep_fp32_wrapper: Accepted without effect, because `prepare` does not change the model's forward. Default:
-                True.
+            keep_fp32_wrapper: No effect, because `prepare` does not change the model's forward. Default: True.
             keep_torch_compile: If a compiled module wraps the model, return the compiled module. Default: True.
         """
         del keep_fp32_wrapper
@@ -938,7 +942,7 @@ class Accelerator:
         return any(one is not None and len(set(one.values())) > 1 for one in maps)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of a model, with the names of the unwrapped model.
+        """Return the full state dict of a model, with the names of the unwrapped model. `unwrap` has no effect.
 
         Collective if the model is sharded: the main process gets copies on the host, and other processes get an empty
         dict. Otherwise, every process gets references to the tensors.
@@ -961,9 +965,9 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights on the main process, including offloaded and quantized weights; see `save_model`.
+        """Write a model's weights on the main process, including offloaded and quantized weights.
 
-        Collective if the model is sharded: tensors are gathered one at a time; see `save_sharded_model`.
+        Arguments are those of `trainwright.save_model`. Collective if the model is sharded: gathers single tensors.
         """
         if self._shards:
             self._meet("save_model()")
@@ -981,8 +985,7 @@ class Accelerator:
         Args:
             obj: An object without sharded tensors, such as `get_state_dict(model)`.
             f: A path or an open file. An existing file at the path is replaced.
-            safe_serialization: Write a dict of tensors as safetensors, without a pickle. `f` must be a path. Default:
-                False.
+            safe_serialization: Write a dict of tensors as safetensors. `f` must be a path. Default: False.
 
         Raises:
             ConfigurationError: A tensor is sharded, or safetensors cannot store the object. Raised on every rank.
@@ -990,7 +993,7 @@ class Accelerator:
         save_object(obj, f, safe_serialization, is_main=self.state.is_main_process)
 
     def register_for_checkpointing(self, *objects: object) -> None:
-        """Add objects whose state `save_state` saves and `load_state` restores. States must be equal on every rank.
+        """Add objects whose state `save_state` saves and `load_state` restores. Ranks must have equal states.
 
         Raises:
             ConfigurationError: An object has no `state_dict` or `load_state_dict`.
@@ -1016,8 +1019,7 @@ class Accelerator:
         """Call `hook(models, input_dir)` on every rank before each `load_state`.
 
         Args:
-            hook: Function of the list of unwrapped models, and the folder. If the hook removes a model from the list,
-                that model is not loaded.
+            hook: Function of the list of unwrapped models, and the folder. Models that it removes are not loaded.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -1037,8 +1039,7 @@ class Accelerator:
             output_dir: The folder, or a URL such as `s3://bucket/run/state`. An existing state at a URL is replaced
                 only if this run has uploaded it. Default: None, which requires automatic naming; see
                 `ProjectConfiguration`.
-            safe_serialization: False has no effect except for a warning. Weights are always written as safetensors.
-                Default: True.
+            safe_serialization: False only warns, because weights are always written as safetensors. Default: True.
 
         Returns:
             The folder or URL.
@@ -1066,11 +1067,11 @@ class Accelerator:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Restore a state that `save_state` wrote. Prepare the same objects before. Every rank reads the folder.
+        """Restore a state that `save_state` wrote. First prepare the same objects. Every rank reads the folder.
 
         The strategy and the number of processes may differ from those of the save. The next pass over each loader
-        continues at the saved position. `skip_first_batches` may be used, but is not needed. A checkpoint of a Trainer
-        restores weights, optimizers and schedules.
+        continues at the saved position, with or without `skip_first_batches`. A checkpoint of a Trainer restores only
+        weights, optimizers, schedules and generators.
 
         Args:
             input_dir: The folder, or a URL that the main process downloads. Default: None, which is the newest valid
@@ -1172,7 +1173,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Record lists of images by name, with each tracker that supports images. See `log`."""
+        """Record lists of images by name, with each tracker that supports images. Other arguments: see `log`."""
         self._trackers.log("log_images", values, step, log_kwargs)
 
     def log_table(
@@ -1186,7 +1187,7 @@ class Accelerator:
     ) -> None:
         """Record a table (`columns` and rows of `data`, or a pandas frame) with each tracker that supports tables.
 
-        See `log`.
+        `step` and `log_kwargs` are those of `log`.
         """
         self._trackers.each("log_table", table_name, columns, data, dataframe, step, options=log_kwargs)
 

@@ -18,12 +18,11 @@ if TYPE_CHECKING:
 class AcceleratorState(PartialState):
     """The state of the processes (see `PartialState`), and the state that the script's Accelerators share.
 
-    All instances have the same attributes. `Accelerator(deepspeed_plugins=…)` stores plugins, and `end_training`
-    removes them.
+    All instances share their attributes. `Accelerator(deepspeed_plugins=…)` stores DeepSpeed plugins, and
+    `end_training` removes them.
 
     Attributes:
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: the value of the newest Accelerator. `"no"` without an
-            Accelerator.
+        mixed_precision: `"fp16"`, `"bf16"`, `"fp8"` or `"no"`: the newest Accelerator's. `"no"` without an Accelerator.
         fsdp_plugin, megatron_lm_plugin: Plugins of the newest Accelerator. None without an Accelerator.
         selected_plugin: Name of the selected DeepSpeed plugin. None without DeepSpeed plugins.
     """
@@ -37,7 +36,7 @@ class AcceleratorState(PartialState):
 
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
-        """The `DistributedType` of the newest Accelerator's engine, or else that of the process group."""
+        """The `DistributedType` of the newest Accelerator's strategy, or of the process group if that is None."""
         found: DistributedType = self._engine_type or vars(self)["distributed_type"]
         return found
 
@@ -51,7 +50,7 @@ class AcceleratorState(PartialState):
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:
-        """Return the plugins. Also works before an instance exists."""
+        """Return the DeepSpeed plugins by name. Empty before an Accelerator has stored plugins."""
         return dict(cls._shared_state.get("_plugins", {}))
 
     @property
@@ -83,13 +82,13 @@ class AcceleratorState(PartialState):
         self.selected_plugin = name
 
     def share_deepspeed_plugins(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
-        """Store the plugins of an Accelerator, and select the first plugin, unless the plugins are already stored."""
+        """Store an Accelerator's plugins, and select the first. Raise a ConfigurationError if others are stored."""
         stored = self.deepspeed_plugins
         if stored and stored != plugins:
             raise ConfigurationError(
                 f"this Accelerator has the DeepSpeed plugins {list(plugins)}, and an earlier one has others: "
-                f"{list(stored)}. Pass all plugins to the first one as deepspeed_plugins={{name: plugin, …}}, or call "
-                "its end_training() first."
+                f"{list(stored)}. Pass all plugins to the earlier one as deepspeed_plugins={{name: plugin, …}}, or "
+                "call its end_training() first."
             )
         if not stored:
             self._plugins, self.selected_plugin = dict(plugins), next(iter(plugins))

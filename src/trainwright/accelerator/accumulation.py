@@ -1,4 +1,4 @@
-"""Gradient accumulation in user-written loops: the weight of each micro-batch, and the steps that follow it."""
+"""Gradient accumulation in user-written loops: weights of losses, and the micro-batches that optimizers follow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: Micro-batches of one optimizer step. Default: None, which is 1.
-        adjust_scheduler: Accepted without effect. A schedule always advances once per optimizer step. Default: True.
+        adjust_scheduler: Accepted without effect, because schedules advance with optimizer steps. Default: True.
         sync_with_dataloader: End each pass over the data with an optimizer step, even if the last group is short.
             False: the next pass continues the group, so that no group is short. Default: True.
         sync_each_batch: Average gradients over processes after every micro-batch instead of after the last one of a
@@ -54,7 +54,7 @@ class GradientAccumulationPlugin:
 
 
 def check_steps(name: str, value: object) -> int:
-    """Return a number of micro-batches. Raise an error if it is not a positive integer."""
+    """Return `value`. Raise a ConfigurationError with the argument's `name` if it is not a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{name}={value!r}: write a whole number of at least 1.")
     return value
@@ -62,7 +62,7 @@ def check_steps(name: str, value: object) -> int:
 
 @dataclass(slots=True)
 class _Position:
-    """The position of a micro-batch in its group.
+    """The position of a micro-batch in its group: the micro-batches of one optimizer step.
 
     Attributes:
         weight: Factor of the micro-batch's loss. None: the loss is divided by `divisor`. 0 for padding, which a rank
@@ -127,8 +127,8 @@ class Place(_Position):
     def begin(self) -> None:
         """Set the position to that of the received micro-batch that begins now.
 
-        A loop may fetch all micro-batches of a step before it begins them in order. Micro-batches that the loop has
-        freed, or has not begun when it fetches the next micro-batch, were skipped.
+        A loop may fetch all micro-batches of a group before it begins the first one. A received micro-batch whose
+        tensors the loop has freed counts as skipped.
         """
         received = self.received
         while len(received) > 1 and (received[0][0] is None or received[0][0]() is None):
@@ -181,7 +181,7 @@ class Accumulation:
         return self._passes[-1][0] if self._passes else None
 
     def divide(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the weighted loss of the current micro-batch."""
+        """Return the loss times the weight of the current micro-batch in its group, by default 1 / `num_steps`."""
         if self._set_before is not None:
             return loss  # who determines the groups also weighs their losses
         if not self._passes:
@@ -236,9 +236,9 @@ class Accumulation:
         return self._set_before is not None and not self.sync_gradients
 
     def begin_pass(self, loader: object) -> Place:
-        """Record that a loader is being read, until `end_pass`.
+        """Record that a loader is being read, until `end_pass`. Return its position.
 
-        The first group continues an incomplete group of an earlier pass, unless this pass is within another pass.
+        The first group continues an incomplete group of an earlier pass, unless another loader is being read.
         """
         place = Place()
         if self._open and not self._passes:
@@ -258,7 +258,7 @@ class Accumulation:
         self._rest()
 
     def discard_open_groups(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Free the gradients of parameters between two passes, so that the next pass starts a new group."""
+        """Free gradients, and let the next pass start a new group. No effect while a prepared loader is read."""
         if not self._passes:
             self.gradients.free(parameters())
             self._open.clear()
@@ -277,9 +277,8 @@ class Accumulation:
     ) -> None:
         """Start a micro-batch and determine whether an optimizer step follows.
 
-        Gradients of an incomplete group are freed with a warning, unless this micro-batch continues the group. `models`
-        are the models that the micro-batch trains. An empty sequence means all models. `parameters` returns the
-        parameters of the models.
+        If an earlier group is incomplete and this micro-batch does not continue it, the gradients of `parameters()`
+        are freed with a warning. `models` are the models that the micro-batch trains. Empty: all models.
         """
         self.num_micro_batches += 1
         place = self.place
@@ -304,7 +303,7 @@ class Accumulation:
             self._open[key] = (place.group, place.position, place.divisor)
 
     def end_micro_batch(self, models: Sequence[nn.Module]) -> None:
-        """Record the end of a micro-batch without an error. At the end of a group, an optimizer has stepped."""
+        """Record that a micro-batch ended without an error. The last micro-batch of a group completes the group."""
         if self.sync_gradients and self._open:
             self._open.pop(tuple(map(id, models)), None)
 
@@ -372,5 +371,5 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Total samples of the last micro-batch. 0 if it is full. -1 if unknown or outside of prepared loaders."""
+        """Samples of a pass's last micro-batch on all ranks. 0 if it is full. -1 if unknown or no loader is read."""
         return -1 if self._accumulation.loader is None else self._accumulation.loader.remainder

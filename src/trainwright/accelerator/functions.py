@@ -28,8 +28,7 @@ def extract_model_from_parallel(
     """Return the user's model without wrappers, including torch's wrappers; see `Accelerator.unwrap_model`.
 
     Args:
-        keep_fp32_wrapper: Accepted without effect, because `prepare` does not change the model's forward. Default:
-            True.
+        keep_fp32_wrapper: No effect, because `prepare` does not change the model's forward. Default: True.
         keep_torch_compile: Return a compiled module if one wraps the model. Default: True.
         recursive: Also unwrap the modules in the model, in place. Default: False.
     """
@@ -74,8 +73,8 @@ def merge_fsdp_weights(
 ) -> None:
     """Merge weights that FSDP (`SHARDED_STATE_DICT`) or DeepSpeed saved in shards into one model.
 
-    Every process must call this function. The main process writes, and the other processes wait. The extra memory is
-    one tensor. Pickles in the folder are parsed, never executed.
+    Every process must call this function. The main process writes, and the other processes wait. It holds one tensor
+    in memory at a time. Pickles in the folder are parsed, never executed.
 
     Args:
         checkpoint_dir: `pytorch_model_fsdp_0`, the folder above it, or a folder of DeepSpeed's `save_checkpoint`.
@@ -101,7 +100,10 @@ def merge_fsdp_weights(
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return the context of a forward. With `native_amp`, this is autocast in the newest Accelerator's precision."""
+    """Return a context for a forward: autocast in the newest Accelerator's precision if `native_amp` is True.
+
+    Without `native_amp` or 16-bit precision, the context has no effect.
+    """
     state = AcceleratorState()
     dtypes = {PrecisionType.FP16: torch.float16, PrecisionType.BF16: torch.bfloat16}
     dtype = dtypes.get(PrecisionType(state.mixed_precision))

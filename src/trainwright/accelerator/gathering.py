@@ -21,7 +21,7 @@ def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
     """Concatenate the lists of all ranks. Collective. Uses pickle and the host.
 
     Raises:
-        ConfigurationError: Other ranks gather tensors. Raised on every rank.
+        ConfigurationError: A rank gathers tensors instead. Raised on every rank.
     """
     if processes.world_size == 1:
         return values
@@ -41,6 +41,7 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
         operation: Name of the operation in error messages.
 
     Raises:
+        TypeError: A leaf is not a tensor. For `gather_for_metrics`, a ConfigurationError.
         ConfigurationError: Dtypes differ, or shapes differ in more than the number of rows. Raised on every rank.
     """
     if processes.world_size == 1:
@@ -77,7 +78,7 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
 
 
 def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Exception | None:
-    """Append the tensors of a structure, depth first. Return an error message, or None."""
+    """Append the tensors of `tree` to `leaves`. Return the error for a leaf that is not a tensor, or None."""
     wrong: list[Exception] = []
     for_metrics = operation == "gather_for_metrics"
 
@@ -99,7 +100,7 @@ def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Except
 
 
 def _rows_of_ranks(place: str, of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> list[int]:
-    """Return each rank's number of rows, given (shape, dtype, is_padding) of all ranks. Other sizes must be equal."""
+    """Return each rank's number of rows, given (shape, dtype, is_padding) of each rank. Check the other sizes."""
     sizes = [shape[1:] for shape, _, _ in of_ranks]
     if len(set(sizes)) > 1:
         raise DistributedOperationException(

@@ -21,8 +21,7 @@ class DataLoaderConfiguration:
     """Options for preparing loaders, with Accelerate's names. Options that are always on accept both values.
 
     Args:
-        split_batches: The batch size is the total over all processes. Each process gets an equal part of each batch.
-            Default: False.
+        split_batches: The batch size is that of all processes together. Each gets an equal part. Default: False.
         dispatch_batches: The first process reads the data, and sends each other process its part. Default: None, which
             is True for iterable data sets that do not declare their division over processes.
         even_batches: All processes get the same number of batches. Repeated batches have the weight 0. False: no batch
@@ -81,7 +80,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Attributes:
         backend: Backend of torch.distributed. With the default, `"nccl"`, gloo is used on the CPU.
         init_method: Must be None or `"env://"`. Default: None, which is `"env://"`.
-        timeout: Maximum duration of a collective. Default: None, which is torch's default.
+        timeout: Maximum duration of a collective. Default: None, which is 30 minutes.
     """
 
     backend: str | None = "nccl"
@@ -91,7 +90,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass(frozen=True)
 class Handlers:
-    """The handlers in `kwargs_handlers`, at most one of each kind. None for a kind that is missing."""
+    """The objects in `kwargs_handlers` by their classes. None for a class without an object."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None
@@ -106,7 +105,7 @@ _KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hin
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
-    """Return the elements of `kwargs_handlers` by kind."""
+    """Sort the objects in `kwargs_handlers` by class. Raise a ConfigurationError for other or repeated classes."""
     found: dict[str, Any] = {}
     for handler in handlers:
         name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)

@@ -19,15 +19,14 @@ from trainwright.strategies.steps.gradients import stack_counts
 class ItemCounts:
     """Item counts of optimizer steps, separately for each set of models that a loop trains alternately.
 
-    Within a group, gradients are sums over items. In the group's last micro-batch, the counts are summed over
-    micro-batches and ranks. The accumulated sums are divided by this total in place, and the last loss is weighted by
-    its fraction of the total. Both are done before gradients are averaged over ranks.
+    A group is the micro-batches of one step. Before its last micro-batch, accumulated gradients are sums over items. In
+    the last one, the counts are summed over micro-batches and ranks. The accumulated sums are divided by this total in
+    place, and the last loss is weighted by its fraction of the total, before gradients are averaged over ranks.
 
     Args:
         accumulation: State of the loop's gradient accumulation.
         engine: The engine, which sums counts over ranks.
-        scaled: Losses are scaled for fp16. Sums are then divided by an estimate of the count, to stay in the range of
-            float16.
+        scaled: Losses are scaled for fp16. To avoid overflow, sums are then divided by an estimate of the count.
     """
 
     def __init__(self, accumulation: Accumulation, engine: Engine, *, scaled: bool) -> None:
@@ -46,8 +45,7 @@ class ItemCounts:
 
         Args:
             loss: Mean over the items of the micro-batch.
-            num_items: A number, or a tensor of one element. A tensor on the device is used without a wait for the
-                device.
+            num_items: A number, or a tensor of one element. Does not wait for the tensor's device.
             parameters: Function that returns the parameters with accumulated gradients of this step.
         """
         accumulation = self._accumulation
@@ -81,7 +79,7 @@ class ItemCounts:
         return weighed
 
     def complete(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Divide the gradients of a step after the last backward, if they could not be divided before."""
+        """Divide a step's gradients after its last backward, if the engine cannot divide them before it."""
         share, self._due = self._due, None
         if share is not None:
             self._engine.gradients.scale(parameters(), share)

@@ -29,7 +29,7 @@ class LocalSGD:
                     optimizer.zero_grad()
                     local_sgd.step()
 
-    Collective at the start, at the end unless an error occurs, and in steps that average.
+    Steps that average are collective, and so is the end of the block, unless an error ends it.
 
     Args:
         accelerator: The Accelerator that has prepared the model.

@@ -59,8 +59,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: Usually `__name__`.
-        log_level: `"DEBUG"`, `"INFO"`, `"WARNING"`, … Default: the variable `ACCELERATE_LOG_LEVEL`, or else the
-            configuration of Python's logging.
+        log_level: `"DEBUG"`, `"INFO"`, `"WARNING"`, …, which is also set for the root logger. Default: the variable
+            `ACCELERATE_LOG_LEVEL`, or else the configuration of Python's logging.
     """
     logger = logging.getLogger(name)
     level = log_level or variable(_LEVEL)

@@ -89,7 +89,7 @@ class LoopObjects:
 
 
 class LoopCheckpoints:
-    """Saves and loads of the state of a loop.
+    """Writer and reader of checkpoints of a user-written training loop.
 
     Args:
         engine: The engine, after its start.
@@ -173,7 +173,7 @@ class LoopCheckpoints:
             self._writer.submit(path, snapshot, then=published)
 
     def _entries(self, objects: LoopObjects, of_ranks: list[Any], steps: list[int]) -> dict[str, Any]:
-        """Return the trainer part of the checkpoint: the loop's entry, and the entries that a Trainer reads."""
+        """Return the checkpoint's values besides tensors: those that a Trainer reads, and the loop's own."""
         schedules = [scheduler_state(scheduler) for scheduler in objects.schedulers]
         scale = None if objects.scale is None else objects.scale.state_dict()
         return {
@@ -242,7 +242,7 @@ class LoopCheckpoints:
     # Loading
 
     def source(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        """Return the local folder to load from. Collective for a URL, and for None, which is the newest valid state.
+        """Return the local folder to load from. None means the newest valid state. Collective for None and for URLs.
 
         Raises:
             CheckpointError: The state at a URL is damaged, or the service cannot be reached.
@@ -260,7 +260,7 @@ class LoopCheckpoints:
         place = input_dir or self.folders.folder
         found = self._engine.processes.on_main_rank(fetch, f"fetch a state from {place}")
         if found is None:
-            raise FileNotFoundError(f"there is no valid state in {place}.")
+            raise FileNotFoundError(f"there is no valid state in {place}. Pass input_dir=, or save a state first.")
         return Path(found)
 
     def load(self, path: Path, objects: LoopObjects) -> None:

@@ -26,7 +26,7 @@ class ProjectConfiguration:
         project_dir: Folder of the project, or its URL, such as `s3://bucket/run`. Default: None.
         logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
         automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
-            `load_state()` reads the newest valid state. Default: False.
+            `load_state()` without a folder reads the newest valid state. Default: False.
         total_limit: Maximum number of automatically named states. Older states are deleted once a new state is on the
             disk, or uploaded. In a remote folder, only states that this run has uploaded are deleted. Default: None,
             which deletes no state.
@@ -54,7 +54,7 @@ class ProjectConfiguration:
         if self.save_on_each_node:
             raise ConfigurationError(
                 "save_on_each_node=True is not supported: all nodes write into one folder, on a file system that they "
-                "share. Leave it out."
+                "share. Remove save_on_each_node."
             )
         if self.automatic_checkpoint_naming and self.project_dir is None:
             raise ConfigurationError("automatic_checkpoint_naming=True needs project_dir=, the folder of the project.")
@@ -75,7 +75,7 @@ class StateFolders:
 
     Attributes:
         configuration: Options of names and the number of states.
-        run_id: Identifier of the run whose uploads may be replaced and deleted. Initially a new identifier.
+        run_id: Identifier of the run. Only uploads of this run are replaced or deleted. Initially random.
     """
 
     def __init__(self, configuration: ProjectConfiguration) -> None:
@@ -146,9 +146,9 @@ class StateFolders:
             )
 
     def fetch(self, url: str | None) -> str | None:
-        """Return the local path of a state. None means the newest automatically named state. Main rank only.
+        """Download the state at `url`, and return its local path. Main rank only.
 
-        The result is None if there is no valid state.
+        If `url` is None, return the newest automatically named state. The result is None if there is no valid state.
 
         Raises:
             CheckpointError: The state is damaged, or the service cannot be reached.
@@ -166,7 +166,7 @@ class StateFolders:
             return None
 
     def published(self, place: str, path: Path) -> None:
-        """Upload a written state, and delete the oldest states beyond the limit. Main rank only.
+        """Upload the state in `path` if `place` is a URL, and delete states beyond the limit. Main rank only.
 
         If the upload fails, the state remains on this machine, and earlier uploads are not changed.
         """
@@ -188,7 +188,7 @@ class StateFolders:
             warnings.warn(f"an earlier state was not deleted: {error}", TrainwrightWarning, stacklevel=2)
 
     def continues(self, run_id: str, name: str) -> None:
-        """Continue the run of a loaded state: its identifier for uploads, and the number of the next state."""
+        """Adopt the loaded state's run identifier, and count automatic names from `name`, the state's name."""
         self.run_id = run_id or self.run_id
         found = _NAME.fullmatch(name)
         if found is not None and self.configuration.automatic_checkpoint_naming:

@@ -63,7 +63,7 @@ ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """Settings from an Accelerator's arguments, or else from the launcher's variables.
+    """Settings from an Accelerator's arguments. Missing arguments are read from the launcher's variables.
 
     Attributes:
         selection: The strategy and its settings.
@@ -71,8 +71,8 @@ class LoopSettings:
         accumulation: Options of gradient accumulation.
         cpu: Use the CPU even if there is an accelerator.
         handlers: The objects in `kwargs_handlers`.
-        argument: Name of the argument with the engine's plugins. None without plugins.
-        plugins: The engine's plugins by name. `selection` belongs to the first plugin.
+        argument: Name of the Accelerator's argument with plugins, such as `"fsdp_plugin"`. None without plugins.
+        plugins: The plugins by name. `selection` belongs to the first plugin.
         arrangement: The `ParallelismConfig` that was passed in addition to a plugin, or None.
     """
 
@@ -92,7 +92,7 @@ class LoopSettings:
         return _with_group_options(self.plugins[name].strategy(num_processes), self.handlers)
 
     def sharding_as_set(self, num_processes: int) -> Strategy:
-        """Return the strategy with the current values of the FSDP plugin's fields that may change until `prepare`."""
+        """Return the strategy with the current values of the FSDP plugin's fields in `_SET_LATE`."""
         (plugin,) = self.plugins.values()
         now = plugin.strategy(num_processes)
         return self.selection.strategy.with_options(**{name: getattr(now, name) for name in _SET_LATE})
@@ -195,7 +195,7 @@ def read_settings(
 
 
 def _stated_steps(steps: int, plugin: object, launched: int) -> str | None:
-    """Return the argument whose number of micro-batches differs from the launcher's variable, or None."""
+    """Return a text with the argument that overrides the launcher's number of micro-batches, or None."""
     if plugin is not None:
         own = getattr(plugin, "num_steps", None) or 1
         return f"gradient_accumulation_plugin: {own} steps" if own != launched else None
@@ -205,7 +205,7 @@ def _stated_steps(steps: int, plugin: object, launched: int) -> str | None:
 def _stated(
     accumulation: GradientAccumulationPlugin, stated: int | None, texts: list[str]
 ) -> GradientAccumulationPlugin:
-    """Return the accumulation with the number of micro-batches in the engine's configuration."""
+    """Return the accumulation with `stated` micro-batches (None: unchanged). Append a warning text to `texts`."""
     if stated not in (None, accumulation.num_steps):
         if accumulation.num_steps not in (None, 1):
             texts.append(
@@ -217,7 +217,7 @@ def _stated(
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
-    """Return the strategy with the options of the process group that the strategy does not set."""
+    """Return the strategy with the options of `InitProcessGroupKwargs`. Raise an error if its own options differ."""
     given = {} if handlers.processes is None else handlers.processes.to_kwargs()
     for name, attribute in (("timeout", "timeout"), ("backend", "process_group_backend")):
         if name not in given or not hasattr(strategy, attribute):
@@ -299,7 +299,7 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:
-    """Raise a ConfigurationError for an option of `save_state` or `load_state` in other libraries."""
+    """Raise a ConfigurationError for an argument that `save_state` or `load_state` does not support."""
     raise ConfigurationError(
         f"{method} does not take {name}=: a state is always a folder of safetensors and JSON, and the options of "
         "other formats have no effect. Remove it."
@@ -342,7 +342,7 @@ def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
 
 
 def forget_precision(accelerator: object) -> None:
-    """Exclude an Accelerator that has ended from the comparison in `compare_precision`."""
+    """Let `compare_precision` ignore an Accelerator that has ended."""
     _living.pop(accelerator, None)
 
 

@@ -30,8 +30,8 @@ def save_fsdp_model(
 ) -> None:
     """Write the weights of a prepared model as a checkpoint in a folder of `output_dir`. Collective.
 
-    With a sharded strategy, every rank writes its shards. `load_fsdp_model` reads the checkpoint with any strategy, and
-    restores the generators of all ranks.
+    With a sharded strategy, every rank writes its shards. `load_fsdp_model` reads the checkpoint with any strategy. It
+    also restores each rank's random generators.
 
     Args:
         fsdp_plugin, use_dcp: Accepted without effect.
@@ -73,7 +73,7 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a prepared optimizer in a folder of `output_dir`, by the names of parameters. Collective.
+    """Write a prepared optimizer's state, by parameter names, into a folder of `output_dir`. Collective.
 
     Args:
         fsdp_plugin, use_dcp: Accepted without effect.

@@ -55,7 +55,7 @@ _CLASSES: dict[LoggerType, type[LoggerTracker]] = {}
 
 
 class LoggerTracker(GeneralTracker):
-    """Tracker that writes to a logger of `trainwright.loggers`. Each kind of logger has a subclass.
+    """Tracker that writes to a logger of `trainwright.loggers`. Each supported library has a subclass.
 
     Numbers, tensors with one element, texts, and mappings of these are recorded. The first value of another type raises
     a warning. Only the first process writes.
@@ -91,7 +91,7 @@ class LoggerTracker(GeneralTracker):
         self.logger.log_hyperparams(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record values at a step. None is the step after the last one. `kwargs` raise a ConfigurationError."""
+        """Record values. Step None is the previous step + 1. Any of `kwargs` raises a ConfigurationError."""
         if kwargs:
             raise ConfigurationError(
                 f"log_kwargs={{{self.name!r}: {kwargs!r}}} is not supported. Call the library's own method: "
@@ -212,7 +212,7 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
 
 
 def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
-    """Return the error that prevents the use of a tracker, or None."""
+    """Return an error if the library is unsupported or not installed, or lacks a folder. Otherwise, return None."""
     if kind not in _CLASSES:
         return ConfigurationError(
             "log_with='aim' is not supported: Aim's reader does not find the files that were written. Sub-class "
@@ -232,8 +232,9 @@ def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
 
 
 class LoopTrackers:
-    """The trackers of an Accelerator, as `read_trackers` returns them. A tracker that fails raises a warning and is not
-    used any more.
+    """The trackers of an Accelerator. A tracker that raises an error is no longer used, with a warning.
+
+    `kinds` is the result of `read_trackers`. `folder` is the folder of the trackers.
     """
 
     def __init__(self, kinds: Sequence[LoggerType | GeneralTracker], folder: str | None) -> None:
@@ -246,7 +247,7 @@ class LoopTrackers:
         """Open a run of each tracker with the hyper-parameters `config`. `options` maps names of trackers to options.
 
         Raises:
-            ConfigurationError: `options` names another tracker, or an option is not valid. No run has been opened.
+            ConfigurationError: `options` names an unknown tracker, or an option is not valid. No run remains open.
         """
         names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
         _check_names("init_kwargs", options, names)
@@ -287,7 +288,7 @@ class LoopTrackers:
         """Call a method of each tracker that has this method.
 
         Raises:
-            ConfigurationError: Trackers are not started, an option is not valid, or `options` names another tracker.
+            ConfigurationError: Trackers are not started, an option is not valid, or `options` names an unknown tracker.
         """
         if self._kinds and not self._all:
             raise ConfigurationError("the trackers are not started. Call accelerator.init_trackers('project') first.")
@@ -315,8 +316,9 @@ class LoopTrackers:
                 )
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker. On other processes than the first, and for a tracker that failed at its start (with a
-        warning), return an object that does nothing.
+        """Return a tracker, or with `unwrap` its library's object.
+
+        The object has no effect on processes other than the first, and (with a warning) if the tracker's start failed.
 
         Raises:
             ConfigurationError: No tracker has this name.

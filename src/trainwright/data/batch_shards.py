@@ -23,8 +23,7 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         data_source, replacement, num_samples: see `RandomSampler`.
-        generator: generator that is seeded with `data_seed + epoch` at the start of each pass. Default: a new
-            generator.
+        generator: generator that each pass seeds with `data_seed + epoch`. Default: None, a new generator.
         data_seed: seed of epoch 0, the same on every process. Default: torch's initial seed at construction.
     """
 
@@ -57,9 +56,9 @@ class SeedableRandomSampler(RandomSampler):
 class BatchSamplerShard(BatchSampler):
     """Batches of one process, from a batch sampler that is the same on every process.
 
-    Consecutive batches go to consecutive processes. With `split_batches` each batch is divided instead. An incomplete
-    last round is dropped if the batch sampler has `drop_last`. Otherwise it is completed with samples from the
-    beginning, or left incomplete without `even_batches`.
+    Consecutive batches go to consecutive processes. With `split_batches` each batch is divided instead. A round is one
+    batch per process, or the batch that is divided. An incomplete last round is dropped if the batch sampler has
+    `drop_last`. Otherwise it is completed with samples from the beginning, or left incomplete without `even_batches`.
 
     Args:
         batch_sampler: a batch sampler, or a list of batches. Without an attribute `batch_size`, batches may differ in
@@ -92,7 +91,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of the batch sampler."""
+        """Number of batches of `batch_sampler`."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -142,8 +141,8 @@ class BatchSamplerShard(BatchSampler):
 class IterableDatasetShard(IterableDataset[Any]):
     """Samples of one process, from an iterable data set that is the same on every process.
 
-    Every process reads the full data set and returns its own samples of each round. An incomplete last round is
-    completed with samples of the first round, or dropped.
+    Every process reads the full data set. A round is one batch of each process, in the order of the processes. An
+    incomplete last round is completed with samples of the first round, or dropped.
 
     Args:
         dataset: the data set. Its method `set_epoch` is called. Without such a method, its `generator` (a
@@ -171,7 +170,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def _share(self) -> int:
-        """Samples of this process in a round."""
+        """Number of samples of one process in a round."""
         return self.batch_size // self.num_processes if self.split_batches else self.batch_size
 
     def set_epoch(self, epoch: int) -> None:
@@ -181,7 +180,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Samples of this process. Raises TypeError if the data set has no length."""
+        """Return the number of samples of this process. Raises TypeError if the data set has no length."""
         rounds, rest = divmod(len(cast(Sized, self.dataset)), self._share * self.num_processes)
         return (rounds + (rest > 0 and not self.drop_last)) * self._share
 
@@ -200,12 +199,12 @@ class SkippableLoader(DataLoader[Any]):
     """Loader with a method to skip batches, such as a loader prepared by an Accelerator."""
 
     def skip(self, num_batches: int) -> DataLoader[Any]:
-        """Return this loader. Its first pass skips `num_batches` batches."""
+        """Return a loader that skips the first `num_batches` batches of each pass over this loader."""
         raise NotImplementedError
 
 
 class RoundLoader(DataLoader[Any]):
-    """Loader that may read several batches of its data set for each batch that it returns."""
+    """Loader that may read one batch of its data set for every process, and return one of them."""
 
     @property
     def batches_per_round(self) -> int:
@@ -232,11 +231,11 @@ class SkipBatchSampler(BatchSampler):
         return len(cast(Sized, self.batch_sampler))
 
     def __len__(self) -> int:
-        """Batches of a pass."""
+        """Return the number of batches of a pass."""
         return max(0, self.total_length - self.skip_batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the batches after the skipped ones."""
+        """Iterate over the batches that follow the skipped batches."""
         return islice(self.batch_sampler, self.skip_batches, None)
 
     def __getattr__(self, name: str) -> Any:
@@ -262,7 +261,7 @@ class SkipDataLoader(DataLoader[Any]):
 
     @property
     def _num_dropped(self) -> int:
-        """Batches that are fetched and dropped."""
+        """Number of batches that are fetched and dropped at the start of a pass."""
         return self.skip_batches if isinstance(self.dataset, IterableDataset) else 0
 
     def __len__(self) -> int:
@@ -273,10 +272,10 @@ class SkipDataLoader(DataLoader[Any]):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Return a loader without the first batches.
+    """Return a loader that skips the first `num_batches` batches of every pass. `dataloader` is not changed.
 
-    Skipped batches are not fetched, except for iterable data sets. The argument is not changed. A prepared loader skips
-    batches in its first pass only, as with `Accelerator.skip_first_batches`. Other loaders skip them in every pass.
+    Skipped batches are not fetched, except for iterable data sets. A prepared loader is passed to `skip`; see
+    `Accelerator.skip_first_batches`.
 
     Raises:
         ConfigurationError: the number is negative, the object is not a DataLoader, or it is an instance of a class with
@@ -303,7 +302,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 
 def _skipping(loader: DataLoader[Any], num_batches: int) -> dict[str, SkipBatchSampler]:
-    """Return a dict from the attribute's name to the sampler that replaces it."""
+    """Return the sampler attribute of a loader that must be replaced to skip batches: its name and new value."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     return {name: SkipBatchSampler(getattr(loader, name), num_batches)}
 
@@ -322,7 +321,7 @@ def _shares(
 
 
 def _completed(found: Iterable[Any], first: Iterable[Any], size: int) -> list[Any]:
-    """Return `size` entries: those that were found, then those of the beginning as often as needed."""
+    """Return `size` entries: those of `found`, then those of `first`, which are repeated as often as needed."""
     return list(islice(chain(found, cycle(first)), size))
 
 

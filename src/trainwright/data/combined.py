@@ -47,7 +47,9 @@ class CombinedLoader:
             raise ConfigurationError("CombinedLoader has no member. Pass at least one loader.")
         for member in members:
             if not hasattr(member, "__iter__"):
-                raise ConfigurationError(f"CombinedLoader: {type(member).__name__} cannot be iterated over.")
+                raise ConfigurationError(
+                    f"CombinedLoader: {type(member).__name__} cannot be iterated over. Use a loader."
+                )
         self.iterables = iterables
         self.mode: Mode = mode
 
@@ -57,7 +59,7 @@ class CombinedLoader:
         return leaves_of(self.iterables)
 
     def __len__(self) -> int:
-        """Return the number of batches. Raises TypeError if a relevant loader has no length."""
+        """Return the number of batches. Raises TypeError if a member has no length."""
         counts = [len(member) for member in self.flattened]
         return combined_count(self.mode, counts)
 
@@ -87,12 +89,12 @@ def _batches_of(member: Iterable[Any]) -> Iterator[Any]:
 
 
 class PreparedCombined(PreparedLoader):
-    """CombinedLoader whose members are prepared separately. Ranks are padded by combined batches."""
+    """Prepared CombinedLoader. A rank that has ended repeats its last combined batch; members do not pad."""
 
     raw: CombinedLoader
 
     def __init__(self, raw: CombinedLoader, members: object, options: LoaderOptions) -> None:
-        """Store the arguments. `members` is the tree of prepared loaders, none of which is in lock step."""
+        """Store the arguments. `members` is the tree of prepared loaders, which have `lockstep=False`."""
         super().__init__(raw, options)
         self._tree = members
         self._members: list[PreparedLoader] = leaves_of(members)
@@ -232,7 +234,7 @@ class PreparedCombined(PreparedLoader):
 
 
 class _Rounds:
-    """Iterator over trees of batches, without references to them."""
+    """Iterator over trees with one batch of each member. It keeps no reference to a returned batch."""
 
     def __init__(
         self,
@@ -245,8 +247,8 @@ class _Rounds:
         cycles: list[int] | None = None,
         limit: int | None = None,
     ) -> None:
-        """Store the arguments. `reopen(which, cycle)` returns a member's iterator for a further cycle, `limit` ends the
-        rounds. `ended` and `cycles` hold for each member whether it has reached its end before, and how often.
+        """Store the arguments. `reopen(which, cycle)` opens member `which` for its pass `cycle`. `limit` is the maximum
+        number of trees. `ended` and `cycles` contain each member's state: it has ended; number of its current pass.
         """
         self._tree = tree
         self._mode = mode
@@ -283,7 +285,7 @@ class _Rounds:
         self._batches[which] = self._reopen(which, self.cycles[which])
         batch = next(self._batches[which], _END)
         if batch is _END:
-            raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled.")
+            raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled. Remove it.")
         return batch
 
 

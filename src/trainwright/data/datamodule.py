@@ -45,7 +45,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         """Restore the result of `state_dict`."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Run on each rank whose run ends with `exception`. Must not communicate."""
+        """Called on each rank whose run ends with `exception`. This hook must not communicate."""
 
     @property
     def name(self) -> str:
@@ -66,8 +66,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         Args:
             checkpoint_path: the checkpoint's folder, or its URL.
             map_location, weights_only: accepted for compatibility, without effect. Default: None.
-            hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
-                Default: None.
+            hparams_file: a YAML or JSON file of hyper-parameters, instead of the checkpoint's. Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:

@@ -24,7 +24,7 @@ _END: Any = object()
 
 
 def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | None:
-    """Return the number of batches of an epoch under a limit; None if unknown.
+    """Return the number of batches of an epoch that a limit allows; None if unknown.
 
     Args:
         limit: maximum number of batches (an int), or a fraction of the epoch (a float up to 1.0), rounded down. A float
@@ -84,15 +84,15 @@ def iterate_groups(
 ) -> Iterator[Group]:
     """Return an iterator over the groups of the loader's current epoch.
 
-    `is_last` of a group is exact. If the number of batches is unknown, one batch is fetched ahead. The iterator does
-    not reference earlier batches after the next group is requested.
+    `is_last` of a group is always right. For this, one batch is fetched ahead if the number of batches is unknown. When
+    the next group is requested, the iterator releases the batches of the earlier group.
 
     Args:
-        loader: the prepared loader, after `set_epoch`. With several ranks it must be in lock step.
+        loader: the prepared loader, after `set_epoch`. With several ranks, it needs the option `lockstep`.
         accumulate: micro-batches of one rank in a group. The last group may have fewer. Default: 1.
         limit: maximum number of batches, counted from the epoch's start. Default: None, no limit.
         start_batch: this rank's first batch in this epoch. Default: 0.
-        rank, world, uneven, agree: see `LoaderOptions`. Default: None, the loader's options.
+        rank, world, uneven, agree: replace the loader's options; see `LoaderOptions`. Default: None.
         carried: number of micro-batches, less than `accumulate`, that the first group already has. Default: 0.
 
     If several ranks read a loader without length, every rank must iterate, and each group calls `agree` once, unless
@@ -172,8 +172,7 @@ def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
     """Check after `batch` rounds of an evaluation that the loader returned as many batches as its length.
 
     Warns:
-        TrainwrightWarning: the loader returned fewer batches. With several ranks in lock step, a ConfigurationError is
-        raised instead.
+        TrainwrightWarning: the loader returned fewer batches. A ConfigurationError with several ranks in lock step.
     """
     counts = loader.counts
     if counts is not None:
@@ -191,7 +190,7 @@ def _take(loader: PreparedLoader, batches: Iterator[Any], first: int, stop: int,
 
 
 def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *, is_last: bool) -> Group:
-    """Return the group of the rounds `first <= i < stop`, by arithmetic."""
+    """Return the group of the rounds `first <= i < stop`. Weights and sizes are computed without communication."""
     group = Group(batches, first, is_last)
     samples = [loader.samples_in_round(i) for i in range(first, stop)]
     if None not in samples:
@@ -217,7 +216,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
         raise ConfigurationError(
             f"{message} The other ranks wait for the rest. Return the true length in __len__, or define no __len__."
         )
-    warnings.warn(message, TrainwrightWarning, stacklevel=3)
+    warnings.warn(f"{message} Return the true length in __len__.", TrainwrightWarning, stacklevel=3)
 
 
 def _looking_ahead(
@@ -256,15 +255,17 @@ class _Agreement:
     agree: Agree
 
     def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
-        """Return the numbers of rounds and of real micro-batches (all ranks) in the group, and whether a group follows.
+        """Exchange the sizes of the group that begins at round `first`. Collective. Errors are raised on every rank.
 
-        Zero rounds mean the end of the epoch. Collective. Errors are raised on every rank.
+        `have` is this rank's number of batches for the group, `has_more` is True if a further batch follows, and
+        `can_replay` if this rank has a batch to pad with. Return the group's numbers of rounds (0 ends the epoch) and
+        of real micro-batches on all ranks, and True if another group follows.
         """
         told = self.agree([have, int(has_more), int(can_replay)])
         counts = [row[0] for row in told]
         more = [bool(row[1]) for row in told]
         if first == 0 and max(counts) == 0:
-            raise ConfigurationError(f"{name} is empty: no rank got a batch.")
+            raise ConfigurationError(f"{name} is empty: no rank got a batch. Check the data set.")
         if self.uneven == "stop":
             rounds = min(counts)
             return rounds, rounds * self.world, all(more)

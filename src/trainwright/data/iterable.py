@@ -39,7 +39,7 @@ class StatefulIterable(Protocol):
 
 
 class HasShards(Protocol):
-    """Data set that can open a part of its samples."""
+    """Data set with a method that opens one of several parts of its samples."""
 
     def shard(self, index: int, count: int) -> Iterable[Any]:
         """Return the samples of one of `count` parts."""
@@ -222,10 +222,10 @@ class _KeptPart(ByShardMethod):
 
 
 class KeptStream(IterableDataset[Any]):
-    """Wrapper of a data set with a state in a loader worker. It adds to the state whether the data set has ended.
+    """Wrapper of a data set with a state, in a loader worker. Its state also records if the data set has ended.
 
-    After a resume, torchdata (0.11) requests another batch from a worker whose data set had ended. A data set that
-    resets its position at its end would then restart and repeat samples.
+    After a resume, torchdata (0.11) requests another batch from a worker whose data set had ended before the save. A
+    data set that resets its position at its end would then restart and repeat samples.
     """
 
     def __init__(self, dataset: StatefulIterable) -> None:
@@ -301,7 +301,7 @@ def is_divided(dataset: object) -> bool:
 
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
-    """Return the iterable that replaces `dataset` in the loader of one rank. No sample is read on two ranks.
+    """Return the iterable that replaces `dataset` in the loader of one rank, so that ranks read different samples.
 
     Raises:
         ConfigurationError: there are several ranks or workers and the data set does not declare how it is divided.

@@ -1,4 +1,4 @@
-"""Preparation of a user's loader for one rank, which replaces only the order of the data."""
+"""Preparation of a user's loader for one rank. Only the samplers, or the iterable data set, are replaced."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
     """Prepare `loader` for one data-parallel rank. The user's object is not changed.
 
     - A `DataLoader` (or a sub-class) keeps its workers, collation, pinning and type. Its default sampler is replaced:
-      in training by the keyed order of (seed, epoch) if it shuffles, else by the order of the data. Samples are divided
-      over the ranks without repetition. The batches of a user's own sampler or batch sampler are divided. A distributed
-      sampler (with `set_epoch` and `num_replicas`) is not changed.
+      in training by `ShuffledOrder` if it shuffles, else by the order of the data. Samples are divided over the ranks
+      without repetition. The batches of a user's own sampler or batch sampler are divided. A distributed sampler (with
+      `set_epoch` and `num_replicas`) is not changed.
     - A list of batches, or another object with a length and `[index]`, is divided by index.
     - An iterable data set, or an iterable of batches, must declare how it is divided (see `trainwright.data.iterable`)
       if there are several ranks or loader workers.
@@ -125,7 +125,7 @@ def _check_split(loader: object, options: LoaderOptions) -> LoaderOptions:
 
 
 class _PreparedByIndex(PreparedLoader):
-    """Loader whose batches of indices a `Dealer` assigns to ranks. It can start at any batch at once."""
+    """Loader whose batches of indices a `Dealer` assigns to ranks. Starting at any batch reads no earlier data."""
 
     _dealer: Dealer
 
@@ -184,7 +184,7 @@ class PreparedDataLoader(_PreparedByIndex):
 
     @property
     def _is_split(self) -> bool:
-        """True if the parts of each batch are known only after the batch is drawn."""
+        """True if each batch is divided over the ranks. Sizes are then known only after the sampler drew the batch."""
         return isinstance(self._dealer, SplitBatchShard)
 
     def samples_in_round(self, batch: int) -> int | None:
@@ -351,8 +351,8 @@ class PreparedIterable(PreparedLoader):
             self._begin_pass()  # the pass that has ended; the next one begins where it ended
 
     def _arithmetic(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
-        """Return a `Dealer` for a `ShardedIterable` with a length. Its blocks are divided like micro-batches of a
-        sampler.
+        """Return a `Dealer` that computes numbers of batches, for a `ShardedIterable` with a length and the default
+        block. Otherwise, return None.
         """
         size = self._batch_size or 1
         if not isinstance(dataset, ShardedIterable) or dataset.block != size or not isinstance(dataset.dataset, Sized):
@@ -363,7 +363,7 @@ class PreparedIterable(PreparedLoader):
         )
 
     def _find_state(self, dataset: object) -> Any:
-        """Return the object whose state is the position: the copied loader, or a data set without workers."""
+        """Return the object whose state is the position: the copied loader, or a data set without workers, or None."""
         if keeps_state(self._loader):
             return self._loader
         return dataset if self._num_workers == 0 and keeps_state(dataset) else None

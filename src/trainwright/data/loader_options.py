@@ -26,18 +26,17 @@ class LoaderOptions:
     """Options for preparing loaders for one data-parallel rank.
 
     Args:
-        stage: `"train"` (default), `"validate"`, `"test"` or `"predict"`. Evaluation is never shuffled, unless the
-            user's own loader shuffles and there is one rank. Default: `"train"`.
-        rank: this rank on the data axis. Default: 0.
+        stage: `"train"`, `"validate"`, `"test"` or `"predict"`. In the last three, data is only shuffled if the user's
+            loader shuffles and there is one rank. Default: `"train"`.
+        rank: this data-parallel rank. Default: 0.
         world: number of data-parallel ranks. Default: 1.
-        seed: seed of the order, the same on every rank. A `generator` of the user's DataLoader only seeds its workers.
-            Default: 0.
+        seed: seed of the order, equal on every rank. The DataLoader's `generator` only seeds workers. Default: 0.
         use_distributed_sampler: divide data over ranks. With False each rank's loader is independent. Default: True.
-        uneven: policy for ranks with different numbers of batches; see `trainwright.data.prepared`. Default:
-            `"pad"`.
-        lockstep: all ranks run the same number of rounds. Default: None, which is True in training, and in evaluation
+        uneven: `"pad"`, `"stop"` or `"error"`, for ranks with different numbers of batches; see
+            `trainwright.data.prepared`. Default: `"pad"`.
+        lockstep: give all ranks the same number of batches. Default: None, which is True in training, and in evaluation
             the value of `lockstep_evaluation`.
-        lockstep_evaluation: also run evaluations in lock step. Needed if every forward is collective. Default: False.
+        lockstep_evaluation: see `lockstep`. Needed if every forward is collective. Default: False.
         agree: function that gathers a short list of integers from every rank, in rank order, on the host. With None and
             several ranks, undivided loaders must have the same number of batches on every rank. Default: None.
         shuffle: shuffle with the default sampler. Default: None, the loader's setting.
@@ -45,8 +44,8 @@ class LoaderOptions:
             each sample is fetched, and by the batch's first index before a batch is collated. Generators of this
             process are restored. Costs about 20 µs per sample. For data with indices only. Default: False.
         split_batches: divide each batch of a DataLoader over the ranks. Default: False.
-        workers: registry of the loaders' workers, which ignore signals that end a run. The caller ends them by `close`.
-            Default: None.
+        workers: registry of the loaders' worker processes. Registered workers ignore SIGUSR1 and the first SIGTERM,
+            and the caller ends them with `workers.close()`. Default: None.
         name: name of the loader for messages. Default: None, the name of the stage's hook.
 
     Raises:
@@ -78,7 +77,7 @@ class LoaderOptions:
 
     @property
     def in_lockstep(self) -> bool:
-        """True if all ranks run the same number of rounds."""
+        """True if all ranks get the same number of batches."""
         if self.lockstep is not None:
             return self.lockstep
         return self.stage == "train" or self.lockstep_evaluation
@@ -93,7 +92,7 @@ class LoaderOptions:
         return replace(self, stage=stage, uneven="pad")
 
     def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """Return the `worker_init_fn`, which also calls the user's function."""
+        """Return the user's `worker_init_fn`. If `workers` is set, return a `WorkerStart` that calls it."""
         return WorkerStart(own) if self.workers is not None else own
 
 
@@ -107,5 +106,6 @@ def check_divisible(batch_size: int | None, num_processes: int) -> None:
         raise ConfigurationError("split_batches=True needs a batch sampler with the attribute batch_size.")
     if batch_size % num_processes:
         raise ConfigurationError(
-            f"batch_size={batch_size} is not divisible by num_processes={num_processes}: split_batches=True needs it."
+            f"batch_size={batch_size} is not divisible by num_processes={num_processes}: split_batches=True needs it. "
+            f"Use {max(1, batch_size // num_processes) * num_processes}."
         )

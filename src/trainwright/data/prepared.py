@@ -71,7 +71,7 @@ class PreparedLoader(ABC):
 
     @property
     def num_full_rounds(self) -> int:
-        """Number of first rounds in which every rank has its own batch; 0 if unknown."""
+        """Number of rounds, from the epoch's start, in which every rank has a real batch; 0 if unknown."""
         return self._fewest
 
     @property
@@ -95,19 +95,19 @@ class PreparedLoader(ABC):
         return self._counts
 
     def has_batch(self, batch: int) -> bool:
-        """Return whether this rank's batch of a round is real rather than padding. True if unknown."""
+        """Return whether this rank's batch in round `batch` is real rather than padding. True if unknown."""
         if self._counts is None:
             return self._ended_at is None or batch < self._ended_at
         return batch < self._counts[self.options.rank]
 
     def real_ranks(self, batch: int) -> int:
-        """Return the number of ranks whose batch of a round is not padding. If unknown, the number of all ranks."""
+        """Return the number of ranks with a real batch in round `batch`. If unknown, return the number of all ranks."""
         if self._counts is None or batch < self._fewest:
             return self.options.world
         return sum(batch < count for count in self._counts)
 
     def samples_in_round(self, batch: int) -> int | None:
-        """Return the number of samples of a round over all ranks, or None if it cannot be computed."""
+        """Return the number of samples of all ranks in round `batch`, or None if it cannot be computed."""
         return None
 
     def indices(self) -> Iterator[list[int]] | None:
@@ -124,7 +124,7 @@ class PreparedLoader(ABC):
         return {"batch": batch, "world": self.options.world}
 
     def facts(self) -> dict[str, Any]:
-        """Return the values on which positions depend besides seed and epoch. Empty if positions cannot be computed."""
+        """Return values, such as the number of samples, that must be equal for a saved `position` to be valid."""
         return self._dealer.facts() if self._dealer is not None and self.can_seek and self._is_dealt else {}
 
     def indices_in(self, batch: int) -> list[int | str] | None:
@@ -144,9 +144,8 @@ class PreparedLoader(ABC):
                 `iterate(resume["batch"])` then begins with the next batch, and `num_batches` includes earlier rounds.
                 Default: None.
 
-        Call this method on every rank, because it communicates if each rank has its own loader and `agree` was passed.
-        Raises an error if the data has no batch, if ranks are uneven with the policy "error", and if `resume` requires
-        another number of ranks.
+        Call this method on every rank, because it communicates if `agree` was passed. Raises an error if the data has
+        no batch, if ranks are uneven with the policy "error", and if `resume` requires another number of ranks.
         """
         options = self.options
         if resume and resume.get("world", options.world) != options.world:
@@ -201,9 +200,9 @@ class PreparedLoader(ABC):
     # A loader that keeps its own position
 
     def check_resume(self, batch: int, *, has_state: bool) -> None:
-        """Check that an epoch can continue at round `batch`, before anything is fetched.
+        """Raise a ConfigurationError if an epoch cannot continue at round `batch`. Fetches nothing.
 
-        This needs `can_seek`, or a stateful loader whose state was restored (`has_state`).
+        Later rounds than the first need `can_seek`, or a stateful loader whose state was restored (`has_state`).
         """
         if not batch or self.can_seek or (self.stateful and has_state):
             return
@@ -262,7 +261,7 @@ class PreparedLoader(ABC):
             self._workers.end_pass()
 
     def close(self) -> None:
-        """End persistent workers and those of interrupted passes. Takes seconds at most."""
+        """End persistent workers, and the workers of interrupted passes. Takes seconds at most."""
         self._workers.close()
         if isinstance(self._loader, DataLoader):
             vars(self._loader)["_iterator"] = None  # it would be used again
@@ -277,9 +276,9 @@ class PreparedLoader(ABC):
             self.held_state = {**state, "has_run_out": True}
 
     def take_ahead(self, batches: Iterator[Any]) -> tuple[list[Any], list[Any]]:
-        """Fetch the first batch of an epoch, or of its remainder, ahead of the loop.
+        """Fetch the first of `batches` before the loop requests it. Return two lists, of at most one batch in total.
 
-        Return at most one batch to train on, and at most one batch that is only used as padding.
+        A batch in the second list is only used as padding, because this rank had no further batch at the save.
         """
         state, self._rng_ahead = self._rng_ahead, None
         if state is None:
@@ -306,7 +305,7 @@ class PreparedLoader(ABC):
         self._state_source.load_state_dict(state)
 
     def count_batches(self) -> None:
-        """Determine the number of batches of every rank in the current epoch. Collective like `set_epoch`."""
+        """Determine each rank's number of batches in the current epoch. Collective if `agree` was passed."""
         counts = self._all_counts()
         self._counts = counts
         self._fewest = min(counts) if counts else 0
@@ -331,7 +330,7 @@ class PreparedLoader(ABC):
 
     @abstractmethod
     def _count(self) -> list[int] | int | None:
-        """Return the number of batches of every rank. If unknown, return this rank's number or None."""
+        """Return the number of batches of every rank, or only this rank's number, or None if it is unknown, too."""
 
     @abstractmethod
     def _open(self, start_batch: int) -> Iterator[Any]:
@@ -415,7 +414,7 @@ class PreparedLoader(ABC):
             yield last
 
     def _begin(self, start_batch: int) -> None:
-        """Check that the epoch can begin at `start_batch`, and use a restored state."""
+        """Check that the epoch can begin at `start_batch`. A restored state counts for one pass only."""
         restored, self._restored = self._restored, False
         self.check_resume(start_batch, has_state=restored)
 

@@ -1,4 +1,4 @@
-"""Assignment of micro-batches to ranks, and resuming: arithmetic on the position in the epoch, without replay.
+"""Assignment of micro-batches to ranks, and resuming within an epoch without reading earlier samples.
 
 Micro-batch m of an epoch goes to rank m mod world. In each step `world` ranks without accumulation therefore process
 the same samples as one rank with `world` accumulation steps. No sample is visited twice. The last micro-batch may be
@@ -84,7 +84,7 @@ class Dealer(Sampler[Any], ABC):
         """Set the first round of the next iteration to round `batch` of the epoch.
 
         Raises:
-            ConfigurationError: the round is before the anchor of `set_epoch`.
+            ConfigurationError: the round is before the round at which `set_epoch` resumed the epoch.
         """
         if batch < self._anchor_round:
             raise ConfigurationError(
@@ -145,7 +145,7 @@ class Dealer(Sampler[Any], ABC):
         return next(iter(alone))
 
     def _rewind(self) -> None:
-        """Reset the anchor's position in the data."""
+        """Set the anchor's position in the data to 0."""
 
     def __len__(self) -> int:
         """Return the number of batches of the next iteration on this rank. Raises TypeError if unknown."""
@@ -172,8 +172,8 @@ class Dealer(Sampler[Any], ABC):
 class ShardedBatchSampler(Dealer):
     """Index batches of one rank, from an order that is a pure function of (seed, epoch).
 
-    Micro-batch m after the anchor is the slice [m·batch_size, (m + 1)·batch_size) of the rest of the order. Rank r
-    takes m = r, r + world, r + 2·world, … A resume at any position takes constant time.
+    Micro-batch m is the slice [m·batch_size, (m + 1)·batch_size) of the order, counted from the position at which the
+    epoch begins or resumes. Rank r takes m = r, r + world, r + 2·world, … A resume takes constant time.
 
     Args:
         num_samples: number of samples, or the data set, whose length is read at the beginning of each epoch.
@@ -183,7 +183,8 @@ class ShardedBatchSampler(Dealer):
         drop_last: skip a short last micro-batch. Default: False.
         rank, world: this rank and the number of data-parallel ranks.
         single: yield single indices instead of lists of one; requires `batch_size=1`. Default: False.
-        seeding: seeds sent with the indices; see `trainwright.data.seeding`. Default: `"none"`.
+        seeding: seeds for random augmentation: `"none"`, `"batch"` (one for each batch, set in the loader's worker),
+            `"sample in worker"` or `"sample here"` (one for each sample). Default: `"none"`.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -290,7 +291,7 @@ class BatchShard(Dealer):
         batch_sampler: an iterable of index batches, or of single indices. May have a length.
         rank, world: this rank and the number of data-parallel ranks. With `0, 1` all batches belong to this rank.
         seed: seed of the run. Default: 0.
-        seeding: seeds sent with the indices; see `trainwright.data.seeding`. Default: `"none"`.
+        seeding: see `ShardedBatchSampler`. Default: `"none"`.
     """
 
     def __init__(
@@ -412,7 +413,7 @@ class SplitBatchShard(BatchShard):
         batch_sampler: an iterable of lists of indices, the same on every rank.
         rank, world: this rank and the number of data-parallel ranks.
         seed: seed of the run. Default: 0.
-        seeding: seeds sent with the indices. Default: `"none"`.
+        seeding: see `ShardedBatchSampler`. Default: `"none"`.
     """
 
     def __init__(

@@ -72,17 +72,17 @@ def held_generators(owner: object) -> list[HeldGenerator]:
 
 
 def batch_key(seed: int, epoch: int, stream: int = 0) -> int:
-    """Return the key from which the seeds of an epoch's batches are derived, by `derive_key(key, batch)`."""
+    """Return the key of an epoch's batches, whose seeds are `derive_key(key, batch)`. Ranks may differ in `stream`."""
     return derive_key(epoch_key(seed, epoch), _BATCH_STREAM + stream)
 
 
 def sample_key(seed: int, epoch: int, stream: int = 0) -> int:
-    """Return the key from which the seeds of an epoch's samples are derived; see `SampleSeeds`."""
+    """Return the key of an epoch's samples, for `sample_seed(key, index)`. Ranks may differ in `stream`."""
     return derive_key(epoch_key(seed, epoch), _SAMPLE_STREAM + stream)
 
 
 def _arrive(value: object, seed: int) -> Any:
-    """Set the seed in a loader worker, which unpickles its input just before fetching."""
+    """Return `value`, after seeding the generators in a loader worker. Called when a worker unpickles its input."""
     if get_worker_info() is not None:
         seed_global_generators(seed)
     return value
@@ -131,9 +131,7 @@ class SeededTurn:
 
 
 def seeded(indices: object, seed: int) -> Any:
-    """Return the indices of a batch, or a single index, with a seed for the worker. Other types than lists and integers
-    are returned unchanged.
-    """
+    """Return a list of indices or an integer index with a seed for the worker, and other types unchanged."""
     if type(indices) is list:
         return SeededIndices(indices, seed)
     return SeededIndex.of(indices, seed) if type(indices) is int else indices

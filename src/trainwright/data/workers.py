@@ -33,10 +33,10 @@ B = TypeVar("B", bound=Iterator[Any])
 
 
 class WorkerStart:
-    """Initialization of a worker, which then ignores signals that announce the end of a run.
+    """Initialization of a loader worker, which then ignores SIGUSR1 and the first SIGTERM.
 
-    Such signals are sent to all processes of a process group. The training process must finish its step and save a
-    checkpoint, and then ends the workers (see `Workers`). Workers also end when the training process is killed.
+    These signals announce the end of a run, and the system sends them to workers, too. The training process must finish
+    its step and save a checkpoint, and then ends the workers (see `Workers`). Workers also end when it is killed.
 
     Raises:
         ConfigurationError: workers cannot send tensors, because the path of the temporary folder is too long.
@@ -47,7 +47,7 @@ class WorkerStart:
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker."""
+        """Ignore the signals, watch the parent process, and call the user's function. Runs in the worker."""
         signal.signal(signal.SIGTERM, _OutlivesFirst())
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -99,7 +99,7 @@ def _end_with_parent() -> None:
 
 
 class Workers:
-    """Workers of one or several loaders, which `close` ends.
+    """Workers of one or several loaders, which `close` ends. They are also added to `within`, if it is not None.
 
     torch ends the workers of a pass when the pass is no longer referenced. The traceback of an error references it
     until the interpreter ends, and the interpreter would then wait for workers that ignore signals.
@@ -202,7 +202,7 @@ def _wait_for(workers: list[Any], patience_s: float = _PATIENCE_S) -> None:
 
 
 def _forget(batches: Any) -> None:
-    """Release an iterator whose queues are unreliable, without using them."""
+    """Release an iterator without using its queues, because a killed worker may hold their locks."""
     batches._shutdown = True
     if (done := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
         done.set()

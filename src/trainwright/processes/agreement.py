@@ -6,18 +6,18 @@ import time
 
 from trainwright.processes.process_group import Processes
 
-_PERIOD_S = 1.0  # how long a wish of one rank may stay unheard
+_PERIOD_S = 1.0  # between two exchanges
 
 
 class Agreement:
-    """Exchange of a few numbers between ranks, on the host, at counts that are the same on every rank.
+    """Exchange of a few numbers between ranks, on the host, after the same number of steps on every rank.
 
-    Each exchange also schedules the next exchange: about a second later at the speed of the slowest rank, after 1 to
-    `at_most` counts.
+    A count is a number of completed steps. Each exchange also schedules the next exchange: about a second later at the
+    speed of the slowest rank, after 1 to `at_most` steps.
 
     Args:
         processes: the processes of the run.
-        at_most: maximum number of counts between two exchanges. Each multiple of `at_most` has an exchange.
+        at_most: maximum number of steps between two exchanges. Each multiple of `at_most` has an exchange.
     """
 
     def __init__(self, processes: Processes, at_most: int) -> None:
@@ -28,11 +28,11 @@ class Agreement:
         self._next = 1
 
     def begin(self, count: int) -> None:
-        """Start at a count, which must be the same on every rank. The first exchange is at the next count."""
+        """Set the count from which steps are counted, the same on every rank. The first exchange is at `count + 1`."""
         self._last, self._next, self._since = count, count + 1, time.perf_counter()
 
     def left(self, count: int) -> int:
-        """Return the number of counts until the next exchange."""
+        """Return the number of steps from `count` until the next exchange."""
         return self._next - count
 
     def due(self, count: int) -> bool:

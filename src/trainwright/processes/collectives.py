@@ -47,12 +47,12 @@ def recursively_apply(
         func: called as `func(leaf, *args, **kwargs)`.
         data: nested lists, tuples, mappings and dataclasses.
         args: further positional arguments of `func`.
-        test_type: function that returns True for leaves to change. Default: tensors.
-        error_on_other_type: raise an error for other leaves instead of keeping them unchanged. Default: False.
+        test_type: function that returns True for leaves to change. Default: True for tensors only.
+        error_on_other_type: raise an error for leaves that would not be changed. Default: False.
         kwargs: keyword arguments of `func`.
 
     Raises:
-        TypeError: `error_on_other_type` is set, and a leaf has another type.
+        TypeError: `error_on_other_type` is True, and `test_type` returns False for a leaf.
     """
 
     def visit(part: object) -> Any:
@@ -111,7 +111,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
     Raises:
         ConfigurationError: `data` is empty, or structures differ.
-        TypeError: a leaf that is not a tensor.
+        TypeError: a leaf is not a tensor.
     """
     if not data:
         raise ConfigurationError("concatenate got nothing to concatenate. Pass at least one structure.")
@@ -151,7 +151,7 @@ def gather(tensor: object) -> Any:
         Tensors `[num_processes * n, ...]` on every process. A single process gets its argument unchanged.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
+        TypeError: a leaf is not a tensor.
         ConfigurationError: shapes or dtypes differ between processes. Raised on every process.
     """
     state = PartialState()
@@ -181,7 +181,7 @@ def gather_object(object: object) -> Any:
         The list. A single process gets its argument unchanged.
 
     Raises:
-        TypeError: `object` is neither a list nor a tuple.
+        TypeError: a process's `object` is neither a list nor a tuple. Raised on every process.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -204,7 +204,7 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
         from_process: the source of the values. Default: 0.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
+        TypeError: a leaf is not a tensor.
         ConfigurationError: the process does not exist, or shapes, dtypes or `from_process` differ between processes.
     """
     state = PartialState()
@@ -232,7 +232,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         from_process: the source of the list. Default: 0.
 
     Raises:
-        ConfigurationError: `from_process` does not exist.
+        ConfigurationError: `from_process` does not exist, or differs between processes.
     """
     state = PartialState()
     if state.num_processes > 1:
@@ -246,11 +246,11 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return the means or sums of nested tensors over all processes. Collective. The arguments are not changed.
 
-    With several processes gradients do not flow through it.
+    With several processes, gradients do not flow through means and sums.
 
     Args:
         tensor: each tensor of the same shape and dtype on every process.
-        reduction: `"mean"`, `"sum"`, or `"none"`, which returns each process's own tensors. Default: `"mean"`.
+        reduction: `"mean"`, `"sum"`, or `"none"`, which returns this process's tensors. Default: `"mean"`.
         scale: factor of the result. Default: 1.0.
 
     Raises:
@@ -293,9 +293,9 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
         pad_first: pad at the front instead of the end. Default: False.
 
     Raises:
-        TypeError: a leaf that is not a tensor.
-        ConfigurationError: numbers of tensors or dimensions, `dim`, or in debug mode dtypes differ between processes.
-            Raised on every process.
+        TypeError: a leaf is not a tensor.
+        ConfigurationError: numbers of tensors or dimensions, `dim`, or with `PartialState.debug` dtypes differ between
+            processes. Raised on every process.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -340,7 +340,7 @@ def slice_tensors(
 
 
 def listify(data: object) -> Any:
-    """Return nested tensors as lists of numbers (of float32 for bfloat16). Waits for the device."""
+    """Return nested tensors as lists of numbers. Values of bfloat16 are converted to float32. Waits for the device."""
     return recursively_apply(
         lambda tensor: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().tolist(), data
     )
@@ -378,7 +378,7 @@ def _tensors(operation: str, tree: object) -> list[torch.Tensor]:
 def _ready(
     operation: str, state: PartialState, tree: object, argument: object = None, *, lengths_differ: bool = False
 ) -> Processes:
-    """Return the processes for an operation on these tensors, after checking that all make the same call. Collective.
+    """Check that every process calls `operation` with equal shapes and dtypes. Return the processes. Collective.
 
     Wrong types and different calls raise errors on every process before data is sent, because the other processes would
     wait forever in a partial exchange.
@@ -421,14 +421,14 @@ def _check_process(from_process: int, state: PartialState) -> None:
 
 
 def same_on_all_ranks(processes: Processes, call: object) -> bool:
-    """Return whether every rank is about to make the same call. Collective, on the host."""
+    """Return whether every rank passes a `call` with the same `repr`. Collective, on the host."""
     digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
     told = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
     return all(row == told[0] for row in told)
 
 
 def compare_calls(processes: Processes, operation: str, arguments: object, hint: str) -> None:
-    """Raise on every rank unless all are about to make the same call. Collective, on the host."""
+    """Raise an error on every rank if operations or arguments differ between ranks. Collective, on the host."""
     if not same_on_all_ranks(processes, (operation, arguments)):
         raise different_calls(processes.gather_object((operation, arguments)), hint)
 

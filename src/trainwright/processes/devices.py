@@ -25,7 +25,10 @@ ONECCL = "oneccl_bindings_for_pytorch"  # registers the backend "ccl" on import
 
 
 def device_type(accelerator: str) -> str:
-    """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` select the available one."""
+    """Return torch's device type for an `accelerator=` argument. Raise an error if the machine has no such device.
+
+    `"gpu"` selects the machine's accelerator, and `"auto"` the accelerator, or else the CPU.
+    """
     if accelerator == "cpu":
         return "cpu"
     if accelerator in ("tpu", "xla"):
@@ -57,8 +60,8 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     """Return the device indices of this node for a `devices=` argument. Each index is used by one process.
 
     Args:
-        devices: a count, `-1` or `"auto"` for all (one on the CPU), a list of indices, or text such as `"2"` or
-            `"0,3"`.
+        devices: a count, a list of indices, text such as `"2"` or `"0,3"`, or `-1` or `"auto"`, which is all devices,
+            but one process on the CPU. A ConfigurationError is raised for devices that do not exist.
         kind: torch's device type.
     """
     available = None if kind in ("cpu", "xla") else torch.accelerator.device_count()
@@ -100,7 +103,7 @@ def check_backend(backend: str | None, kind: str, argument: str = "process_group
     """Check that a backend of torch.distributed serves this type of device. Imports nothing.
 
     Raises:
-        ConfigurationError: The backend serves another type.
+        ConfigurationError: The backend serves another device type.
         MissingPackageError: `"ccl"`, and its package is not installed.
     """
     if backend == "ccl":
@@ -135,7 +138,10 @@ def default_backend(device: torch.device) -> str:
 def kernel_choice(
     benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
 ) -> Iterator[None]:
-    """Choose between fast and deterministic kernels for the process, during a stage."""
+    """Return a context with torch's settings `cudnn.benchmark`, `use_deterministic_algorithms` and `detect_anomaly`.
+
+    None, or False for `deterministic`, does not change a setting. `deterministic="warn"` only warns.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     timed_before = torch.backends.cudnn.benchmark
     if benchmark is not None:
@@ -154,10 +160,9 @@ def kernel_choice(
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the peak memory of this process in bytes. Does not wait for the device.
+    """Return the peak memory of this process in bytes, or None if it is not reported. Does not wait for the device.
 
     On an accelerator, this is the memory allocated for tensors. On the CPU, it is the resident memory of the process.
-    None if the device or the system does not report its memory.
     """
     if device.type == "cpu":
         if sys.platform == "win32":
@@ -172,10 +177,10 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
-    """Kind of distribution. Members equal their names.
+    """Kind of distribution. A member is equal to its name as text.
 
-    A `PartialState` has `NO` or the member of its type of device. An `Accelerator` may also have `DEEPSPEED` or `FSDP`.
-    Other members only exist for comparisons in scripts.
+    A `PartialState` has `NO` or the member for its device type. An `Accelerator` may also have the member of its
+    strategy, such as `FSDP`. Other members only exist for comparisons in scripts.
     """
 
     NO = "NO"

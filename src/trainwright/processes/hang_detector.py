@@ -7,11 +7,11 @@ reads the Trainer's counters. The threads communicate through these keys of the 
     events              counter that grows whenever `failure` or `stall/N` is written; the only key read at every beat
     failure             the rank that failed first, with its traceback
     stall/N             the rank that requested hang report N
-    at/N/RANK           the answer of each rank to it; one rank prints them all
-    beat/RANK           the last known position of a rank, and whether it is saving
+    at/N/RANK           the position of a rank in hang report N; one rank prints all of them
+    beat/RANK           the last known position of a rank, and True if the rank is saving
     node/NODE           the processes of a node, which monitor each other
-    gone/RANK           a process was killed or crashed
-    left/RANK           a rank has left the run; the others do not wait for it
+    gone/RANK           the rank's process was killed or crashed
+    left/RANK           the rank has left the run; other ranks do not wait for it
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class HangDetector:
         store: separate connection to the store of the process group, with a prefix for this stage.
         rank: this rank.
         world_size: number of ranks.
-        position: returns the progress of this rank. It is called in the monitor thread and must not change any state.
+        position: function that returns this rank's progress. Called in the monitor thread; must not change any state.
         hang_timeout_s: seconds without progress after which all ranks report their positions. None disables the report.
-        timeout_s: seconds after which a collective fails. Only used in the report.
+        timeout_s: seconds after which a collective fails, to be shown in the report.
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
         interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
             process. A process that does not react is ended, except in a notebook.
@@ -204,7 +204,7 @@ class HangDetector:
     # A rank that fails
 
     def _tell(self) -> None:
-        """Post this rank's failure, unless another rank's known failure is the cause."""
+        """Write this rank's failure to the store, unless another rank has failed before."""
         error = self._error
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
@@ -222,7 +222,7 @@ class HangDetector:
         self._told.set()
 
     def _post_failure(self, failure: Failure) -> None:
-        """Post a failure as the run's first failure, unless there is one already. Then read the first failure."""
+        """Write a failure to the store, unless a rank has written one before. Then read the first failure."""
         if self._failure is None:
             first = self._shared.compare_set("failure", "", failure.to_json())
             self._shared.add("events", 1)
@@ -233,9 +233,7 @@ class HangDetector:
         self._shared.add("seen", 1)
 
     def _say_farewell(self) -> None:
-        """Record that a failed rank has finished, so that other ranks need not wait for it. If this rank serves the
-        store, first wait until all ranks know of the failure.
-        """
+        """Record that this failed rank leaves the run. If it serves the store, wait until all have read the failure."""
         if not self._told.is_set():
             self._tell()
         self._shared.set(f"left/{self._rank}", "failed")
@@ -331,7 +329,7 @@ class HangDetector:
         self._look(now)
 
     def _answer(self, now: float) -> None:
-        """Report the position of this rank."""
+        """Write this rank's position for the next hang report."""
         number, self._stalls, self._covered = self._stalls, self._stalls + 1, self._last
         own_position = position_of_rank(self._rank, self._last, now - self._moved_at, self._thread_id)
         self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(own_position)))

@@ -15,8 +15,8 @@ class Failure:
     """Description of a failed rank for the other ranks."""
 
     rank: int
-    text: str  # its traceback, or how it is known to be gone
-    gone: bool = False  # its process has ended without a word
+    text: str  # its traceback, or a sentence if there is none
+    gone: bool = False  # its process has ended without a traceback
 
     def to_json(self) -> str:
         """Return the description as text for the store."""
@@ -41,7 +41,10 @@ def hang_report(
     hang_timeout_s: float,
     timeout_s: float,
 ) -> str:
-    """Return a report of the position of every rank."""
+    """Return a report of every rank's position, after rank `initiator` has not moved for `hang_timeout_s` seconds.
+
+    `answers` contains the positions that ranks reported, and `silent` a text for every other rank.
+    """
     waiting = [rank for rank in answers.values() if rank.waits_in]
     absent = [rank for rank in answers.values() if not rank.waits_in]
     half_s = hang_timeout_s / 2

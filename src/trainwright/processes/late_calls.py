@@ -20,15 +20,14 @@ _STUCK_S = 30.0  # in one collective
 
 
 class LateCalls:
-    """Daemon thread of each rank that reports the position of the rank's main thread when another rank requests it.
+    """Daemon thread that reports the position of this rank's main thread to other ranks that request it.
 
-    When the main thread has been in one collective for 30 s, this thread requests all positions. It prints them once,
-    if other ranks are not in the same collective.
+    When the main thread has been in one collective for 30 s, the daemon thread requests the positions of all ranks. It
+    prints these positions, unless all ranks are in the same collective.
 
     Args:
         store: Separate connection to the store of the process group.
-        rank: this rank.
-        world_size: number of ranks.
+        rank, world_size: this rank, and the number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -97,10 +96,10 @@ class LateCalls:
 
 
 def _is_marked(frames: list[FrameType]) -> bool:
-    """Return whether the innermost frame was marked before, and mark it.
+    """Return whether the thread is still in the collective of an earlier call. Otherwise, mark its innermost frame.
 
-    The mark is a tracer setting of the frame, which no other code changes in frames of torch. An address is not unique
-    over time, and a reference to the frame would keep its tensors alive.
+    The mark is a tracer setting of the frame, which no other code changes in frames of torch. The frame's address is
+    not unique over time, and a reference to the frame would keep its tensors alive.
     """
     if not frames or not frames[0].f_trace_lines:
         return bool(frames)

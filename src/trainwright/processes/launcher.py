@@ -39,7 +39,7 @@ _started: list[_Children] = []  # one for each running call of `run_in_processes
 
 
 def set_variable(name: str, value: str) -> bool:
-    """Set a variable of this process's environment, for settings of libraries. Return False if it is already set."""
+    """Set an environment variable of this process if it is not set. Return False if it was set before."""
     is_new = variable(name) is None
     os.environ.setdefault(name, value)
     return is_new
@@ -62,7 +62,9 @@ def run_in_processes(
     *,
     before: Callable[[], None] | None = None,
 ) -> Any:
-    """Run `work()` in this process as rank 0 and in `num_processes - 1` new ones, and return rank 0's result.
+    """Run `work()` in this process as rank 0 and in `num_processes - 1` new processes. Return rank 0's result.
+
+    If a new process fails, a WorkerError with its traceback is raised.
 
     Args:
         work: function that cloudpickle can pickle. It reads its rank from the same variables as under torchrun.
@@ -135,7 +137,7 @@ def import_path() -> str:
 
 
 def failure_of_started() -> str | None:
-    """Return the traceback of the first failed process that this process has started, or None."""
+    """Return the traceback of a failed process that this process has started, or None if none has failed."""
     return next((found for found in (children.failure() for children in _started) if found is not None), None)
 
 
@@ -167,7 +169,7 @@ class _Children:
         return None
 
     def blame(self, error: BaseException) -> None:
-        """Raise another process's failure if rank 0's error is only its consequence (a broken connection)."""
+        """Raise a WorkerError if `error` is a RuntimeError, such as a broken connection, and a process has failed."""
         if not isinstance(error, RuntimeError):
             return
         deadline = time.monotonic() + _GRACE_S
@@ -189,7 +191,7 @@ class _Children:
             raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
 
     def stop(self, grace_s: float) -> None:
-        """End running processes. Kill those that still run after this many seconds."""
+        """Send SIGTERM to running processes. Kill processes that still run after `grace_s` seconds."""
         running = [process for process in self._started.values() if process.poll() is None]
         for process in running:
             process.terminate()
@@ -247,13 +249,12 @@ def clear_environment() -> Iterator[None]:
 
 
 def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
-    """Return pickled work for `trainwright.processes.worker`.
+    """Return two pickles for `trainwright.processes.worker`: the work, and definitions that it needs.
 
-    Classes and functions of modules that a new interpreter cannot import are in a second pickle, so that the worker can
-    add them to their modules.
+    The definitions are classes and functions that a new interpreter cannot import. The worker adds them to modules.
 
     Args:
-        work: see `worker.main`.
+        work: `(before, work, sys.argv)`, which `worker.main` unpickles.
         by_value: functions, classes, or objects whose classes may be in such modules.
 
     Raises:
@@ -303,12 +304,11 @@ def _importable(module: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a free port of this machine, below the range of outgoing connections, so that no connection takes the port
-    before it is used.
-    """
+    """Return a free port below the range of outgoing connections, so that no connection takes it before its use."""
     for _ in range(100):
         port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
         with socket.socket() as server, contextlib.suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
-    raise ConfigurationError(f"no port from {_FIRST_PORT} to {_FIRST_PORT + _NUM_PORTS - 1} is free.")
+    last = _FIRST_PORT + _NUM_PORTS - 1
+    raise ConfigurationError(f"no port from {_FIRST_PORT} to {last} is free. End programs that use these ports.")

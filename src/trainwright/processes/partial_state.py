@@ -45,15 +45,15 @@ class _GroupOptions:
 class PartialState:
     """State of the processes of a script, and operations across them, with Accelerate's names.
 
-    All instances share one state. The first one detects this process's rank from the launcher's variables and sets the
-    current accelerator. With several processes it also creates torch's default group, or uses the script's existing
-    group. Every process must then create a state, which blocks until all have joined. A single process creates no
+    All instances share one state. The first instance detects this process's rank from the launcher's variables and sets
+    the current accelerator. With several processes, it also creates torch's default group, or uses the script's group.
+    Every process must then create an instance, which blocks until all processes have done so. A single process has no
     group. The group stays open until the process ends, and a `Trainer` in the same script uses it.
 
     Args:
         cpu: use the CPU even if there is an accelerator. Default: False.
         kwargs: `backend` (default: gloo on the CPU, the vendor's library on accelerators), `timeout` of a collective (a
-            timedelta, seconds, or text such as `"30 min"`), and `init_method` (only `"env://"`).
+            timedelta, seconds, or text; default: `"30 min"`), and `init_method` (only `"env://"`).
 
     Attributes:
         device: device of this process. `local_process_index` is the index of its accelerator.
@@ -134,7 +134,7 @@ class PartialState:
 
     @property
     def initialized(self) -> bool:
-        """True if there is a state."""
+        """True if a process has a state: after the first `PartialState()`, until the state is reset."""
         return bool(self.__dict__)
 
     @property
@@ -159,7 +159,7 @@ class PartialState:
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of accelerator that this machine has, without an index; otherwise the CPU."""
+        """The machine's accelerator, without an index. The CPU if there is no accelerator."""
         return torch.device(device_type("auto"))
 
     def set_device(self) -> None:
@@ -175,10 +175,10 @@ class PartialState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: object, apply_padding: bool = False) -> Iterator[Any]:
-        """Return this process's consecutive part of `inputs`, which are the same on every process. Not collective.
+        """Context manager that yields this process's part of `inputs`: consecutive samples. Not collective.
 
-        If the inputs are not divisible, the first processes get one more: of three inputs, two processes get two and
-        one. With fewer inputs than processes, the last parts are empty. A single process gets all inputs unchanged.
+        Every process must pass the same inputs. If their number is not divisible, the first processes get one sample
+        more. With fewer samples than processes, the last parts are empty. A single process gets `inputs` unchanged.
 
         Args:
             inputs: a list, a tuple, a tensor (split along its first dimension; its device does not change), a
@@ -206,12 +206,12 @@ class PartialState:
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on the first process of each node, then on its other processes. See `main_process_first`."""
+        """Run the body on each node's first process, then on the node's others. Errors: see `main_process_first`."""
         with self._goes_first(self.is_local_main_process, f"node {self.topology.node_rank}"):
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function so that it runs on the first process only and returns None on the others."""
+        """Decorate a function so that it runs on the first process only, and returns None on other processes."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -225,7 +225,7 @@ class PartialState:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function so that it runs on one process only. A single process always runs it.
+        """Decorate a function so that it runs on process `process_index` only. A single process always runs it.
 
         Raises:
             ConfigurationError: the index is missing or out of range.
@@ -260,7 +260,7 @@ class PartialState:
             print(*args, **kwargs)  # noqa: T201 -- the user's own line
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Close a process group of torch on this process. Every process should call it. Waits for pending operations.
+        """Close a process group of torch. Call it on every process. Waits for pending operations of this process.
 
         Args:
             group: the group. Default: None, which closes all groups. Later collective operations open a new default
@@ -272,7 +272,7 @@ class PartialState:
             dist.destroy_process_group(group)
 
     def joined(self) -> Processes:
-        """Return the processes for a collective operation. Collective if their group must be created again.
+        """Return the communication of the processes. Collective if their group was closed and is created again.
 
         Raises:
             ConfigurationError: the group was created by the script and no longer exists.
@@ -300,9 +300,9 @@ class PartialState:
 
     @contextlib.contextmanager
     def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
-        """Let one process run the body first. It reports its success to the others through the store. As in Accelerate,
-        a barrier follows, after which the first process continues. A nested block has no barrier, because the other
-        processes still wait for the outer block.
+        """Run the body on the process with `is_first`, which then reports success or failure through the store. As in
+        Accelerate, a barrier follows, and then the other processes run the body. A nested block has no barrier, because
+        the other processes still wait for the outer block. `corner` is a prefix of the store's keys.
         """
         processes = self.joined()
         if processes.world_size == 1:
@@ -330,9 +330,7 @@ class PartialState:
             _open_blocks.pop()
 
     def _refresh(self) -> None:
-        """Detect the topology again if the group has changed, for example because a Trainer has started processes or
-        created a group for a stage. Not collective.
-        """
+        """Detect the topology again if torch's default group was replaced, for example by a Trainer. Not collective."""
         world = _default_group()
         if world is self._world:
             return

@@ -71,18 +71,17 @@ class Processes:
 
     @contextlib.contextmanager
     def reunited(self, device: torch.device) -> Iterator[Processes]:
-        """Yield the remaining processes of this run for a collective operation. Collective.
+        """Context manager that yields connected processes for an operation during or after a stage. Collective.
 
-        During a stage these are all processes. After a stage, processes of a launcher connect again. Processes that the
-        Trainer has started have ended, so only this process remains.
+        During a stage, these are all processes. After a stage, the processes of a launcher connect again. Processes
+        that the Trainer started have ended by then, so only this process remains.
         """
         yield self
 
     def recall(self, key: str, value: str) -> str | None:
-        """Return the value that the job's first attempt has stored for `key`. The first attempt stores `value`.
+        """Return the value that torchrun's agent keeps for `key` over restarts. The first attempt stores `value`.
 
-        Return None without torchrun, whose agent stores the values between attempts. Blocks for a round trip to the
-        agent.
+        Return None without torchrun. Blocks until the agent answers.
         """
         topology = self.topology
         if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
@@ -92,15 +91,15 @@ class Processes:
         return kept.decode()
 
     def own_store(self, corner: str) -> Any:
-        """Return a separate connection to the run's key-value store for another thread, with a prefix for keys. None
-        for a single process. Not collective.
+        """Return a new connection to the run's key-value store, for use in one thread. Keys get the prefix `corner`.
+        None for a single process. Not collective.
         """
         return None
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
-        """Exchange failures of the body between ranks, and report the positions of all ranks if one hangs. Not
-        collective. Does not wait for other ranks, even if the body raises.
+        """Context manager that exchanges failures of its body between ranks, and reports all ranks' positions if a rank
+        hangs. `position` returns this rank's progress. Not collective: does not wait for other ranks.
         """
         yield
 
@@ -128,20 +127,19 @@ class Processes:
         return flag
 
     def meet(self, call: str) -> None:
-        """Wait until every rank makes this call, and report the ranks that are late. Collective.
+        """Wait until every rank calls `meet(call)`, and report the ranks that are late. Collective.
 
-        It uses the store, so that a call of a single rank is not confused with another exchange of the other ranks.
+        The ranks use the store, not the group, because late ranks may be in another collective of the group.
 
         Raises:
             TimeoutError: a rank did not make the call within `timeout`.
         """
 
     def watch_calls(self) -> None:
-        """Report this thread's position from now on when another rank waits in `meet`. Not collective."""
+        """From now on, send the calling thread's position to ranks that wait in `meet`. Not collective."""
 
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
-        """Run `work` on rank 0, such as reading or writing a checkpoint, and share the result with every rank.
-        Collective.
+        """Run `work`, such as writing a checkpoint, on rank 0. Return the result on every rank. Collective.
 
         Args:
             work: called on rank 0 only. The result must be picklable.
@@ -175,7 +173,7 @@ class Processes:
 class AbsentOthers(Processes):
     """Replacement of `Processes` for trial steps of one rank, without communication.
 
-    The other processes are assumed to have the same values as this process.
+    Each result contains this process's value in the places of the other processes.
 
     Args:
         real: the processes of the run, which define the ranks.
@@ -196,7 +194,7 @@ class ProcessGroup(Processes):
 
     Args:
         topology: topology of this process.
-        timeout: time after which a collective fails. Default: None, which is `DEFAULT_TIMEOUT`.
+        timeout: time after which a collective fails. Default: None, which is 30 minutes.
         backend: torch.distributed's backend. Default: None, which is gloo for the host, and additionally the vendor's
             library for accelerators. Objects are then never sent through the device.
         hang_timeout: time without progress of a rank after which the positions of all ranks are reported. None disables
@@ -285,7 +283,10 @@ class ProcessGroup(Processes):
             if failure is not None:
                 raise WorkerError(f"a process that the Trainer started has failed:\n{failure}")
             if waited_s > self.timeout.total_seconds():
-                raise TimeoutError(f"{missing} of {self.world_size} did not arrive within {self.timeout}.")
+                raise TimeoutError(
+                    f"{missing} of {self.world_size} did not arrive within {self.timeout}. Check that every process "
+                    "starts and makes the same call, or increase the timeout."
+                )
             if self.rank == 0 and waited_s > _SLOW_START_S and not told:
                 told = True
                 sys.stderr.write(f"trainwright: still waiting for {missing} of {self.world_size}\n")
@@ -404,7 +405,7 @@ class ProcessGroup(Processes):
 
 
 def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    """Convert a timeout (seconds, a timedelta, a Duration, or text such as `"30 min"`) to a timedelta."""
+    """Convert a timeout (seconds, a timedelta, a Duration, or text such as `"30 min"`) of the argument `name`."""
     if isinstance(value, datetime.timedelta):
         return value
     duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)

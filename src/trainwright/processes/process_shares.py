@@ -12,7 +12,7 @@ from trainwright.core.errors import ConfigurationError
 
 
 def share_of(inputs: object, rank: int, num_processes: int, *, pad: bool = False) -> Any:
-    """Return the part of `inputs` of one process: consecutive samples, one more for the first processes."""
+    """Return one process's part of `inputs`; see `PartialState.split_between_processes`."""
     length = _length(inputs, "inputs")
     if num_processes == 1:
         return inputs

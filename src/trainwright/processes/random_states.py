@@ -33,7 +33,7 @@ def synchronize_rng_states(
     Args:
         rng_types: `"torch"` for the CPU, `"generator"`, or the kind of this process's device (`"cuda"`, …). Default:
             None, which is torch's on the CPU and on the device.
-        generator: The generator for `"generator"`, which is skipped without one. Default: None.
+        generator: The generator that `"generator"` refers to. Default: None, which ignores `"generator"`.
     """
     device = PartialState().device
     kinds = ["torch", device.type] if rng_types is None else [str(RNGType(kind)) for kind in rng_types]
@@ -43,7 +43,7 @@ def synchronize_rng_states(
 
 
 def synchronize_rng_state(rng_type: str | RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Set a generator of all processes to the first process's state. Collective; see `synchronize_rng_states`."""
+    """Call `synchronize_rng_states` for one generator. Collective. Default: torch's generator on the CPU."""
     state = PartialState()
     kind = "torch" if rng_type is None else str(rng_type)
     if kind == "generator":

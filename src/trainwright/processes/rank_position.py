@@ -31,7 +31,7 @@ class Position:
 
 @dataclass(frozen=True)
 class RankPosition:
-    """Reported position of a rank. `to_dict` returns it as JSON-compatible values."""
+    """Position of a rank in a hang report. All fields are JSON-compatible."""
 
     rank: int
     position: str  # `str` of its Position
@@ -44,7 +44,7 @@ class RankPosition:
 
 
 def position_of_rank(rank: int, position: Position, still_s: float, thread_id: int) -> RankPosition:
-    """Read the position of the training thread, without stopping it. Callable from any thread."""
+    """Return the position of the thread `thread_id`, without stopping the thread. Callable from any thread."""
     frames = frames_of(thread_id)
     return RankPosition(
         rank=rank,
@@ -87,7 +87,7 @@ def collective_of(frames: list[FrameType]) -> str:
 
 
 def activity_of(frames: list[FrameType]) -> str:
-    """Return the activity of a Trainer's thread, other than computing. Empty if unknown."""
+    """Return `"saving"`, `"fetching data"` or `"setting up"` for the frames of a Trainer's thread, otherwise `""`."""
     for frame in frames:
         module = _module(frame)
         if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.step_end")):
@@ -127,9 +127,9 @@ def _place(frame: FrameType) -> str:
 class ProcessMark:
     """Mark that distinguishes a process from all others, including later processes with the same process ID."""
 
-    node: str  # equal for processes that see each other: host, and namespace of process numbers where there are such
+    node: str  # host name, and on Linux the namespace of process IDs
     pid: int
-    started: str  # when, in the kernel's words; empty where that is not to be had
+    started: str  # start time in the kernel's unit; empty on systems without /proc
 
     @classmethod
     def mine(cls) -> ProcessMark:

@@ -40,12 +40,12 @@ class RayJob:
         num_processes: processes on all machines.
         num_machines: number of machines over which the processes are divided evenly. Default: None, which lets Ray
             place them.
-        gpus: GPUs of each process, 0 or 1.
-        cpus: CPU cores of each process.
-        variables: further environment variables.
-        max_restarts: restarts of all processes after a failure.
-        address: address of the cluster. Default: None, a running cluster or else a local one.
-        work: content of the file `WORK`; None if the command has none.
+        gpus: GPUs of each process, 0 or 1. Default: 0.
+        cpus: CPU cores of each process. Default: 1.
+        variables: further environment variables. Default: none.
+        max_restarts: number of times that all processes are started again after a failure. Default: 0.
+        address: address of the cluster. Default: None, which is a running cluster, or else a new local cluster.
+        work: content of the file `WORK`. Default: None, for a command without `WORK`.
     """
 
     command: Sequence[str]
@@ -75,7 +75,7 @@ class _RankActor:
     def run(
         self, command: Sequence[str], variables: Mapping[str, str], work: bytes | None
     ) -> tuple[int, str, bytes | None]:
-        """Run the program until it ends. Return its exit code, and its error and result from files."""
+        """Run the program until it ends. Return its exit code, its traceback (or `""`), and its result (or None)."""
         with tempfile.TemporaryDirectory(prefix="trainwright-ray-") as folder:
             file = Path(folder, "work.pkl")
             if work is not None:
@@ -95,7 +95,7 @@ class _RankActor:
 
 
 def run_on_ray(job: RayJob) -> bytes | None:
-    """Run the processes of a job until all have ended, and return the result of rank 0, if any.
+    """Run the processes of a job until all have ended. Return the bytes that rank 0 passed to `write_result`, or None.
 
     Raises:
         ConfigurationError: the cluster lacks the resources. No process has been started.
@@ -153,7 +153,7 @@ def _check_address(address: str) -> None:
 
 @contextlib.contextmanager
 def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
-    """Context manager that reserves the resources of a job."""
+    """Context manager that reserves the resources of a job, and yields Ray's placement group."""
     of_process = {"CPU": job.cpus, **({"GPU": job.gpus} if job.gpus else {})}
     available = ray.cluster_resources()
     for resource, count in of_process.items():
@@ -169,13 +169,13 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
         strategy = "STRICT_SPREAD" if job.num_machines > 1 else "STRICT_PACK"
         alive = sum(bool(node["Alive"]) for node in ray.nodes())
         if alive < job.num_machines:
-            raise ConfigurationError(f"num_machines={job.num_machines}, and the Ray cluster has {alive} machines.")
+            raise ConfigurationError(f"num_machines={job.num_machines}, but the Ray cluster has {alive}. Use fewer.")
     group = ray.util.placement_group(bundles, strategy=strategy)
     try:
         if not group.wait(_READY_S):
             raise ConfigurationError(
                 f"the Ray cluster did not free {bundles} within {_READY_S:g} s. Other jobs use them, or no machine has "
-                "enough."
+                "enough. Start fewer processes, or try again when the other jobs have ended."
             )
         yield group
     finally:

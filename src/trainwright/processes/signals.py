@@ -107,16 +107,15 @@ def ending_hung_process(seconds: float, reason: Callable[[], str]) -> Iterator[N
 
 
 class ReceivedSignal:
-    """A signal that this process has received, or that all ranks know.
+    """The first preemption signal to this process, or after an exchange the signal that ranks agreed on.
 
     Args:
         grace_s: Seconds from the signal until the system ends the process. None if signals are not handled.
 
     Attributes:
-        signal: Number of the signal that this process, or in an exchange another rank, has received. 0 without a
-            signal.
-        agreed: True if all ranks know `signal` from an exchange.
-        receiver: The first rank that received it.
+        signal: Number of the signal. 0 without a signal.
+        agreed: True if an exchange has set `signal` to the same value on every rank.
+        receiver: The lowest rank that had received a signal before the exchange.
     """
 
     def __init__(self, grace_s: float | None) -> None:
@@ -140,7 +139,7 @@ class ReceivedSignal:
         return [self.signal, int(self.remaining_s() * 1000) if self.signal else 0]
 
     def hear(self, everyone: list[list[int]]) -> None:
-        """Receive the values of all ranks (see `note`)."""
+        """Adopt the signal of the lowest rank that has one. `everyone` contains the result of `note` of each rank."""
         told = [(rank, number, left_ms) for rank, (number, left_ms) in enumerate(everyone) if number]
         if told:
             self.agreed = True

@@ -1,6 +1,4 @@
-"""Program of the processes that the Trainer or a launcher starts: `python -m trainwright.processes.worker WORK
-PARENT`.
-"""
+"""Program of started processes: `python -m trainwright.processes.worker WORK_FILE PARENT_PROCESS_ID`."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _LOOK_S = 0.2
 
 
 def end_with(parent: int, folder: Path) -> None:
-    """End this process soon after `parent` (rank 0) has been killed, and remove `folder` instead of rank 0."""
+    """Wait until `parent` (rank 0) has ended. Then remove `folder`, as rank 0 would, and end this process."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -44,7 +42,7 @@ def define(definitions: list[type | FunctionType]) -> None:
 
 
 def send_to_spawned(definitions: list[type | FunctionType]) -> None:
-    """Send classes and functions by value to processes that this one spawns, which cannot import them."""
+    """Let processes that this process spawns receive classes and functions by value, as they cannot import them."""
     modules = {definition.__module__ for definition in definitions}
     from trainwright.processes.worker import find_sent  # spawned processes can import this name of the module
 
@@ -71,7 +69,7 @@ def send_to_spawned(definitions: list[type | FunctionType]) -> None:
 
 
 def find_sent(module: str, name: str, content: bytes) -> Any:
-    """Return a class or function, after adding all `content` of `send_to_spawned` to its modules if it is missing."""
+    """Return a class or function of a module. If it is missing, first add the pickled definitions in `content`."""
     if not hasattr(sys.modules.get(module), name.partition(".")[0]):
         define(pickle.loads(content))
     return attrgetter(name)(sys.modules[module])

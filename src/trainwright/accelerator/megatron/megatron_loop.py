@@ -79,7 +79,7 @@ class MegatronLoop:
         return found
 
     def clip(self, optimizer: Optimizer) -> None:
-        """Clip the gradients of an optimizer's parameters before each of its steps."""
+        """Register a hook that clips gradients before each step, if the plugin sets `gradient_clipping`."""
         if not self.plugin.gradient_clipping or optimizer in self._clipped:
             return
         self._clipped.add(optimizer)
@@ -91,17 +91,17 @@ class MegatronLoop:
         optimizer.register_step_pre_hook(before_step)
 
     def schedule(self, dummy: MegatronLMDummyScheduler, optimizer: Optimizer, *, per_process: bool) -> None:
-        """Replace a placeholder by the schedule that the plugin describes.
+        """Let a placeholder act as the schedule that the plugin describes.
 
         Args:
-            per_process: Numbers of steps refer to a loader that is not divided over data-parallel ranks.
+            per_process: Divide the placeholder's numbers of steps by the number of data-parallel ranks.
         """
         ranks = self.data_ranks.size if per_process else 1
         total, warmup = (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
         dummy.stand_for(MegatronSchedule(optimizer, self.plugin, total, warmup))
 
     def direct(self, step: Callable[[B], T]) -> Callable[[B], T]:
-        """Return a function in which calls of the model only run its forward."""
+        """Return a function that calls `step`. Calls of the model in `step` only run the model's forward."""
 
         def run(batch: B) -> T:
             outer, self._direct = self._direct, True
@@ -113,7 +113,7 @@ class MegatronLoop:
         return run
 
     def run(self, model: nn.Module, call: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        """Run the forward of a prepared model, and in training also the backward. Collective."""
+        """Run a prepared model's forward, and in training also its backward. Return the output. Collective."""
         if self._direct:
             return call(*args, **kwargs)
         ranks = self.data_ranks
@@ -148,7 +148,7 @@ class MegatronLoop:
     def _forward(
         self, model: nn.Module, call: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> tuple[torch.Tensor | None, Any]:
-        """Return the loss of a micro-batch, or None without a loss, and the output."""
+        """Run a forward. Return the micro-batch's loss (None if the model returns none) and the output."""
         plugin = self.plugin
         if not (plugin.custom_train_step_class or plugin.custom_get_batch_function or plugin.custom_loss_function):
             output = call(*args, **kwargs)

@@ -92,8 +92,9 @@ class MegatronLMDummyScheduler(DummyScheduler):
 
     Args:
         optimizer: The optimizer that is prepared together with the placeholder.
-        total_num_steps: Optimizer steps of the training, unless the plugin has `train_iters` or `lr_decay_iters`.
-        warmup_num_steps: Steps in which the learning rate increases from 0, unless the plugin sets the warmup.
+        total_num_steps: Number of optimizer steps. Default: None, which is `train_iters` or `lr_decay_iters` of the
+            plugin. The plugin's numbers have priority.
+        warmup_num_steps: Steps in which the learning rate increases from 0. The plugin has priority. Default: 0.
         kwargs: Accepted without effect.
     """
 
@@ -114,8 +115,8 @@ class MegatronSchedule(LRScheduler):
     Args:
         optimizer: The optimizer. Its learning rates are the maximum values of the schedule.
         plugin: The plugin with the options of the schedule.
-        total: Number of decay steps, unless the plugin sets it.
-        warmup: Number of warmup steps, unless the plugin sets it.
+        total: Number of decay steps, used if the plugin sets no number.
+        warmup: Number of warmup steps, used if the plugin sets no number or fraction.
     """
 
     def __init__(self, optimizer: Optimizer, plugin: MegatronLMPlugin, total: int, warmup: int) -> None:

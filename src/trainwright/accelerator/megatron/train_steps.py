@@ -1,4 +1,4 @@
-"""Training steps in the form of Megatron-LM, for the models of transformers."""
+"""Training steps with the interface of Megatron-LM, for models of the library transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class AbstractTrainStep(ABC):
         name: Name of the step.
 
     Attributes:
-        forward_step: `forward_step(data_iterator, model)` returns the output and a function from it to the loss and a
-            dict of values.
+        forward_step: `forward_step(data_iterator, model)` returns the model's output, and a function that computes the
+            loss and a dict of logged values from this output.
     """
 
     forward_step: Callable[[Iterator[Any], Callable[..., Any]], tuple[Any, Callable[[Any], Loss]]]
@@ -39,7 +39,7 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_batch_func(self, accelerator: object = None, megatron_dataset_flag: bool = False) -> Callable[..., Any]:
-        """Return a function from the iterator of batches to the model's arguments."""
+        """Return a function that reads the next batch of an iterator and returns the model's arguments."""
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[..., Any]:
@@ -47,14 +47,14 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_loss_func(self, accelerator: object = None) -> Callable[..., Any]:
-        """Return a function to the loss and a dict of values."""
+        """Return a function that computes the loss and a dict of logged values from the model's output."""
 
 
 class GPTTrainStep(AbstractTrainStep):
     """The step of a causal language model: `model(tokens, position_ids, attention_mask, labels=labels)`.
 
     Args:
-        args: The options of `MegatronLMPlugin`, optionally after an Accelerator.
+        args: The options of `MegatronLMPlugin`. An Accelerator may be passed before the options.
     """
 
     # What transformers calls the positional arguments of Megatron-LM's model.
@@ -197,7 +197,7 @@ def make_train_step(plugin: MegatronLMPlugin, model: nn.Module) -> AbstractTrain
 
 
 def _call(function: Callable[..., Any], *values: object) -> Any:
-    """Call a method that may have fewer arguments in a subclass."""
+    """Call a function with the leading `values` that it accepts, because a subclass's method may accept fewer."""
     return function(*values[: len(inspect.signature(function).parameters)])
 
 

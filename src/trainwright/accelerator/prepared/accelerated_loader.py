@@ -31,7 +31,7 @@ class AcceleratedLoader(SkippableLoader):
 
     Args:
         prepared: Loader that returns the same number of micro-batches on every rank.
-        accumulation: Receives the position of each pass.
+        accumulation: State of gradient accumulation. The loader stores the position of each pass in it.
         mover: Function that moves a batch to the device. None: batches are not moved.
         rng_types: Generators that are synchronized over processes before each pass. Default: None.
     """
@@ -60,7 +60,7 @@ class AcceleratedLoader(SkippableLoader):
 
     @property
     def even_batches(self) -> bool:
-        """True if all ranks get the same number of micro-batches. False if ranks repeat no micro-batch."""
+        """True if all ranks get the same number of micro-batches. False: each rank ends after its own data."""
         return self.prepared.ends_together or self.prepared.options.in_lockstep
 
     @even_batches.setter
@@ -87,7 +87,7 @@ class AcceleratedLoader(SkippableLoader):
 
     @property
     def remainder(self) -> int:
-        """Total samples of the last micro-batch over all processes. 0 if it is full. -1 if unknown or dropped."""
+        """Samples of a pass's last micro-batch on all processes. 0 if it is full. -1 if unknown or dropped."""
         raw = self.prepared.raw
         if not isinstance(raw, DataLoader) or raw.drop_last or not isinstance(raw.dataset, Sized):
             return -1
@@ -182,7 +182,7 @@ class AcceleratedLoader(SkippableLoader):
                 self._place = outer
 
     def _num_rows(self, batch: object, index: int) -> int | None:
-        """Return the number of samples of this rank's batch. None if unknown, or equal to that of all other batches."""
+        """Return the number of samples of this rank's batch. None if it is unknown or the full batch size."""
         prepared = self.prepared
         full, found = prepared.batch_size, prepared.samples_in_round(index)
         if full is None or found == full * prepared.real_ranks(index):

@@ -1,4 +1,4 @@
-"""Prepared models, which behave like the user's."""
+"""Prepared models: wrappers with the state dict and the attributes of the user's model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AcceleratedModel(nn.Module):
 
     Args:
         module: The user's model.
-        engine: Trains the model: the model itself, a wrapper that holds it, or a function.
+        engine: Callable that trains the model: the model itself, a wrapper such as DDP, or a function.
         call: Function to call instead of the model: `engine`, or the compiled `engine`.
         make_context: Function that creates the context of a forward. Outputs are cast to float32. None: no context.
         explain: See `Engine.explain_error`.
@@ -93,7 +93,7 @@ class AcceleratedModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the user's model's state dict. As a child of another module, names are those of torch's modules."""
+        """Return the user's model's state dict. In the state dict of a parent module, names contain `module.`."""
         within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
         return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
 
@@ -125,15 +125,14 @@ class AcceleratedModel(nn.Module):
         add_BOS: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        """Continue prompts. The name and arguments are Accelerate's. See `trainwright.generate` for other arguments.
+        """Continue prompts, with Accelerate's arguments. `options` are those of `trainwright.generation.generate`.
 
         Args:
             inputs: Prompts.
             attention_mask: Mask of the prompts.
-            max_length: Length of a row including the prompt. Used without `max_new_tokens`. Default: None, which is
-                128.
+            max_length: Length of a row with its prompt, if `max_new_tokens` is None. Default: None, which is 128.
             top_p: Probability mass of the tokens to sample from. Default: None, which is 1.
-            top_p_decay: See `trainwright.generate`. 0 means no decay.
+            top_p_decay: See `trainwright.generation.generate`. 0 means no decay.
             add_BOS: Insert the BOS token of the model's configuration before each prompt.
         """
         bos_token = getattr(getattr(self.owner, "config", None), "bos_token_id", None) if add_BOS else None

@@ -1,4 +1,4 @@
-"""Prepared optimizers, which step once per group of micro-batches, and prepared schedules."""
+"""Prepared optimizers and schedules, which step in the last micro-batch of `gradient_accumulation_steps`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from trainwright.strategies.steps.gradients import parameters_of
 
 
 class AcceleratedOptimizer(Optimizer):
-    """An optimizer that steps once per group of micro-batches, and skips steps whose fp16 gradients overflow.
+    """An optimizer that steps only in the last micro-batch of each group, and skips steps if fp16 gradients overflow.
+
+    A group is the micro-batches of one optimizer step.
 
     Attributes:
         given: The user's optimizer.
-        optimizer: The optimizer that is stepped, which the engine determines. `param_groups` and `state` are read from
-            it.
+        optimizer: The optimizer that `step` calls: `given`, or the strategy's replacement of it.
         scaler: Loss scaler. None: the loss is not scaled.
         num_steps: Number of completed steps.
         step_was_skipped: The last due step was skipped because of non-finite fp16 gradients.
@@ -52,7 +53,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.defaults
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the current micro-batch is the last of its group. Otherwise, do nothing."""
+        """Step if the current micro-batch is the last of its group. Return the result, or None with a loss scaler."""
         if not self._accumulation.sync_gradients:
             return None
         if self.scaler is None:
@@ -111,7 +112,7 @@ class AcceleratedScheduler:
     Args:
         scheduler: The user's schedule.
         optimizers: The prepared optimizers. A step that any of these optimizers skipped is not counted.
-        accumulation: Determines when a step is due. None: every call advances the schedule, as in a schedule by epochs.
+        accumulation: State that determines when an optimizer step is due. None: each `step` call advances the schedule.
         further: Number of additional advances at each step, until the schedule's end (`total_steps`).
     """
 

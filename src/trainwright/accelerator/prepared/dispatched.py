@@ -1,4 +1,4 @@
-"""Loaders that only the first process reads. It sends each other process its part of every round."""
+"""Loaders that only the first process reads. It sends each other process that process's part of the data."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ SliceFunction = Callable[..., Any]
 
 
 class DispatchedLoader(PreparedLoader):
-    """Prepared loader that only the first process reads. A round has the batches of a step of a divided loader.
+    """Prepared loader that only the first process reads.
 
-    In a short last round, a process without a batch receives the first process's batch as padding.
+    A round is one batch for each process: consecutive batches of the user's loader, or with `split_batches` the parts
+    of a single batch. In a short last round, a process without a batch receives the first batch as padding.
 
     Args:
         raw: The user's loader. Only the first process reads it.
-        options: See `prepare_loader`. With `split_batches`, each process gets a part of one batch in a round.
+        options: See `LoaderOptions`.
         processes: All processes of the script.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part. Default:
             `slice_batch`.
@@ -111,7 +112,7 @@ class DispatchedLoader(PreparedLoader):
         return self._transfer.iterate(lambda: self._read(start_batch))
 
     def _read(self, start_batch: int) -> Iterator[Round]:
-        """Yield the shares of each round, on the first process."""
+        """Yield each round's list of one batch per process, and the number of real batches. First process only."""
         inner, options = self._on_first, self.options
         batches = inner.iterate(self._batches_before(start_batch))
         groups = rounds_of(batches, self._per_round)
@@ -127,7 +128,7 @@ class DispatchedLoader(PreparedLoader):
             del group, shares
 
     def _parts(self, group: list[Any]) -> list[Any]:
-        """Return the shares of one batch, or of the batches of a round that the user's function slices."""
+        """Divide the concatenated batches of a round. Return one part for each process that has samples."""
         world = self.options.world
         batch = group[0] if self.options.split_batches else concatenate(group)
         rows = batch_size(batch)
@@ -179,7 +180,10 @@ class DispatchedLoader(PreparedLoader):
 
 
 def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOptions) -> T:
-    """Run `work` on the first process and return its result on all. An error is raised on all. Collective."""
+    """Run `work` on the first process, and return its result on every process. Collective.
+
+    An error is raised on the first process, and as a WorkerError on the other processes.
+    """
     problem, result = None, None
     if processes.rank == 0:
         try:
@@ -195,7 +199,7 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
 
 
 def slice_batch(batch: object, tensor_slice: slice, process_index: int, num_processes: int) -> Any:
-    """Return a part of a batch. Tensors are sliced along the first dimension, and lists of other objects by entries."""
+    """Return a part of a batch: rows of tensors, and entries of lists with as many entries as the batch has rows."""
     del process_index, num_processes
     rows = batch_size(batch)
 

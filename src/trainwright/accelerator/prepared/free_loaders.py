@@ -1,4 +1,4 @@
-"""Loaders of one process with the index lists of Accelerate, for loops without an `Accelerator`."""
+"""Loaders of one process's part of the data, for loops without an `Accelerator`. Batches equal Accelerate's."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Loader(RoundLoader):
     Attributes:
         iteration: The epoch (0-based) of the next pass. A complete pass increments it.
         end_of_dataloader: True once the newest pass has returned its last batch.
-        remainder: Total samples of the last batch over all processes. 0 if it is full. -1 if unknown or dropped.
+        remainder: Samples of a pass's last batch on all processes. 0 if it is full. -1 if unknown or dropped.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class DataLoaderShard(_Loader):
         synchronized_generator: The generator that `"generator"` in `rng_types` refers to. Default: None.
         skip_batches: Number of batches that are skipped at the beginning of each pass. Default: 0.
         use_stateful_dataloader: Must be False. Default: False.
-        _drop_last: Drop an incomplete last round. Default: False.
+        _drop_last: The data set or sampler drops an incomplete last batch, so that `remainder` is -1. Default: False.
         _non_blocking: Copy batches to the device asynchronously. Default: False.
         torch_device_mesh: Accepted without effect.
         iteration: The epoch (0-based) of the first pass. Default: 0.
@@ -156,19 +156,18 @@ class DataLoaderShard(_Loader):
 
 
 class DataLoaderDispatcher(_Loader):
-    """DataLoader that only the first process reads. It sends each other process its part of every round.
+    """DataLoader that only the first process reads. It sends each other process that process's part of the data.
 
-    With `split_batches`, a round is one batch. Otherwise, a round is one batch for each process. An incomplete last
-    round is filled up with samples of the first round. Batches are moved to the process's device. Iterating is
-    collective.
+    A round is one batch with `split_batches`, otherwise one batch per process. It is divided over the processes. An
+    incomplete last round is filled up with samples of the first round, or dropped with `_drop_last`. Batches are moved
+    to the process's device. Iterating is collective.
 
     Args:
         split_batches: Divide each batch over the processes. Default: False.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's part. Default:
             `slice_tensors`.
-        torch_device_mesh: A mesh. Processes that differ only in its dimensions `"tp"` and `"cp"` receive the same
-            batches.
-        dataset, **kwargs: Other arguments of `DataLoaderShard`.
+        torch_device_mesh: A mesh. Processes receive equal batches if they differ only along `"tp"` and `"cp"`.
+        dataset, skip_batches, _drop_last, _non_blocking, iteration, **kwargs: See `DataLoaderShard`.
     """
 
     def __init__(
@@ -222,7 +221,7 @@ class DataLoaderDispatcher(_Loader):
         self.iteration += 1
 
     def _read(self) -> Iterator[Round]:
-        """Yield the shares of each round, on the first process."""
+        """Yield each round's parts, its number of rows, and True for the last round. First process only."""
         world = self._world
         rounds = (
             found[0] if len(found) == 1 else concatenate(found)
@@ -266,8 +265,7 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """Return a loader of one process's part of the data, with the same batches as in Accelerate.
 
-    In contrast, loaders that an `Accelerator` prepares have an order that depends only on a seed, and do not repeat
-    samples.
+    `Accelerator.prepare` returns other loaders: their order depends only on a seed, and no sample is repeated.
 
     Args:
         dataloader: A DataLoader. A random sampler without a generator receives a generator.

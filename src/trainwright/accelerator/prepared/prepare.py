@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LoopPlan:
-    """Settings of a user-written training loop that are known before its engine starts; see `TrainingPlan`."""
+    """Settings of a user-written loop that `Engine.prepare_models` reads. The fields are those of `TrainingPlan`."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
@@ -59,7 +59,7 @@ class LoopPlan:
 
 
 class PreparedObjects:
-    """The objects of a loop that an Accelerator has prepared. Each object is prepared once.
+    """The objects that an Accelerator has prepared. An object that is passed again gets its earlier result.
 
     Args:
         engine: The engine, after its start.
@@ -128,9 +128,8 @@ class PreparedObjects:
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
         """Prepare models, optimizers, schedulers and data loaders. Return other objects unchanged.
 
-        A scheduler is prepared after its optimizer for any order of `values`. `placements` contains True for each value
-        that is moved to the device. With `steps_with_optimizer=False`, every call of a scheduler's `step` advances it.
-        Collective.
+        `values` may have any order. `placements` contains True for each value that is moved to the device. With
+        `steps_with_optimizer=False`, every call of a scheduler's `step` advances the scheduler. Collective.
         """
         found = list(values)
         parts = itertools.count()
@@ -166,7 +165,7 @@ class PreparedObjects:
         schedules: Sequence[Any] = (),
         evaluation_mode: bool = False,
     ) -> list[nn.Module]:
-        """Return the callable that the loop calls instead of each model; see `Accelerator.prepare_model`."""
+        """Return the module that the loop calls instead of each model; see `Accelerator.prepare_model`."""
         found: list[nn.Module] = []
         new: list[tuple[int, nn.Module, bool]] = []
         for i, (model, placed) in enumerate(zip(models, placements, strict=True)):
@@ -178,7 +177,8 @@ class PreparedObjects:
                 found[i] = self._known[id(own)]
             elif any(is_sharded(parameter) for parameter in own.parameters()):
                 raise ConfigurationError(
-                    f"{type(own).__name__} was sharded by another Accelerator. Prepare and train it with that one."
+                    f"{type(own).__name__} was sharded by another Accelerator. Prepare and train it with that one, or "
+                    "create the model again."
                 )
             elif isinstance(model, AcceleratedModel) and model.engine is not own:  # joined once, by another Accelerator
                 model.release()
@@ -224,7 +224,7 @@ class PreparedObjects:
         )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
-        """Return whether `dispatch_model` has placed the model. Several processes cannot train such a model."""
+        """Return whether `dispatch_model` has placed the model. Raise an error if several processes would train it."""
         dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
             raise ConfigurationError(
@@ -245,14 +245,14 @@ class PreparedObjects:
         return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
 
     def engine_of(self, model: object) -> Any:
-        """Return the engine's result for a model, or the user's optimizer for a prepared optimizer."""
+        """Return the module that trains a model, or the optimizer that a prepared optimizer steps."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
         return prepared.engine if isinstance(prepared, AcceleratedModel) else model
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        """Return an optimizer that steps once per group of micro-batches."""
+        """Prepare an optimizer; see `Accelerator.prepare_optimizer`."""
         found = self._wrapped_optimizer(optimizer)
         self._adopt(found)
         return found
@@ -269,7 +269,7 @@ class PreparedObjects:
         return self._once(own, self.optimizers, lambda: AcceleratedOptimizer(own, self._accumulation, self._scale))
 
     def scheduler(self, scheduler: object, *, steps_with_optimizer: bool) -> AcceleratedScheduler:
-        """Return a schedule that advances with the steps of its optimizer."""
+        """Prepare a schedule, which advances with its optimizer's steps or with each call of `step`."""
         own = self._own(scheduler)
         if isinstance(own, AcceleratedScheduler):
             return own
@@ -332,15 +332,15 @@ class PreparedObjects:
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
         """Return the earlier result for an object. Without an earlier result, create and store it."""
-        if id(value) not in self._known:  # what is there holds its object: no other can have the address
+        if id(value) not in self._known:  # an entry keeps its object alive, so that no other object has its id
             self._known[id(value)] = found = make()
             kept.append(found)
         return cast(T, self._known[id(value)])
 
     def _own(self, value: object) -> Any:
-        """Return the user's object if another Accelerator, or this one before `free_memory`, has prepared it.
+        """Return the user's object for an object that another Accelerator prepared, or that `free_memory` released.
 
-        Any other object is returned unchanged.
+        Other objects are returned unchanged.
         """
         if isinstance(value, SkippedStart):
             value = value.loader
@@ -376,7 +376,7 @@ def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
 def _warn_of_other_parameters(
     prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
-    """Warn if an optimizer has no parameter of a prepared model, and a prepared model has no optimizer."""
+    """Warn of each optimizer without a parameter of a prepared model, if a prepared model has no optimizer."""
     trained = set(map(id, parameters_of(optimizers)))
     ids = [{id(p) for p in model.parameters() if p.requires_grad} for model in models]
     if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):

@@ -1,4 +1,4 @@
-"""Transfer of batches from the first process to the other processes. Each receives its part of a round."""
+"""Transfer of batches from the first process to the other processes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Round = tuple[Sequence[Any], Any]
 
 
 class RoundTransfer:
-    """Transfer of rounds from the first process, which reads one round ahead. Other processes receive it in a thread.
+    """Transfer of rounds from the first process. A round is one batch for each data-parallel rank.
 
-    A round consists of two messages to each process. The first message contains the number of the pass and the lengths
-    in the second message. The second message contains the process's part. `places` are the data-parallel ranks of all
-    processes.
+    The first process reads one round ahead, and the other processes receive one round ahead, in a thread. A round
+    consists of two messages to each process: a header with the number of the pass and the length of the second message,
+    and the process's batch. `places` contains the data-parallel rank of each process.
     """
 
     def __init__(self, processes: Processes, places: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class RoundTransfer:
         self._pending: list[tuple[Any, torch.Tensor]] = []
 
     def iterate(self, read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Any, Any]]:
-        """Return an iterator over this process's part and the properties of each round of a pass.
+        """Return an iterator over the rounds of a pass: this process's batch, and the round's second element.
 
         `read` is called on the first process only. An error of `read` is raised there, and as a `WorkerError` on other
         processes. Every process must read the same number of rounds.
@@ -115,7 +115,7 @@ class RoundTransfer:
 
 
 def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Call a function in another thread, which does not delay the end of the process."""
+    """Call a function in a daemon thread. Return the future of its result."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -129,7 +129,7 @@ def _in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 class _Slot:
-    """Placeholder of a tensor in a message."""
+    """Replacement of a tensor in a pickled message: its dtype and shape."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tensor.shape
@@ -164,7 +164,7 @@ def _decode(content: torch.Tensor, described: int) -> Any:
 
 
 def _deferring(read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Exception | None, Round | None]]:
-    """Yield each round, and after the last one None with the error that ended the pass."""
+    """Yield `(None, round)` for each round. At the end, yield `(error, None)` if there was one, and `(None, None)`."""
     try:
         for found in read():
             yield None, found

@@ -20,8 +20,8 @@ class MaskedTokens:
     """A `transform` of `TokenDataset` that replaces some tokens, which the model predicts.
 
     A sample has `input_ids`, `labels` (-100 for tokens that are not predicted) and `attention_mask`, each int64 of
-    shape (length,). Source: Devlin et al., "BERT" (2018), section 3.1: of the chosen tokens 80 % become the mask, 10 %
-    another token, and 10 % stay.
+    shape (length,). Of the predicted tokens, 80 % become the mask, 10 % a random token, and 10 % are not changed.
+    Source: Devlin et al., "BERT" (2018), section 3.1.
 
     Args:
         length: Length of the dataset's samples.

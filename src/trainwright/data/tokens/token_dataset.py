@@ -37,15 +37,16 @@ class TokenDataset(Dataset[Any]):
     Args:
         files: The path of a file (see `TokenFile`), a list of paths, or a dict from paths to weights.
         length: Tokens of a sample.
-        num_samples: Number of samples. With weights, it should be the number for the entire training: each file
-            contributes samples by its weight, in random order, repeated if it has fewer. Default: None, all samples.
+        num_samples: Number of samples. Each file contributes a part by its weight, in random order. Samples of a file
+            are repeated if it has fewer. With weights, pass the number of the entire training. Default: None, which is
+            the number of all samples.
         documents: With `"joined"`, a sample may contain parts of several documents, which attend to each other. With
             `"separate"`, `position_ids` restart at each document, by which models of transformers separate the
             attention (with `use_cache=False` and no attention mask), and no token is predicted from another document.
             `"packed"` is like `"separate"`, but samples consist of complete documents and padding. Only documents
-            longer than a sample are divided.
+            longer than a sample are divided. Default: `"joined"`.
         split: The part of each file to use, such as `(0, 0.98)` for training and `(0.98, 1)` for validation. Parts
-            begin and end at the nearest document boundary. A single document is divided.
+            begin and end at document boundaries, unless a file is a single document. Default: (0, 1), the entire file.
         transform: Function that returns a sample. Its arguments are an int64 array of up to `length` + 1 tokens, and a
             NumPy generator seeded for the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
         vocab_size: Vocabulary size of the model, to check files. Default: None.
@@ -54,7 +55,7 @@ class TokenDataset(Dataset[Any]):
 
     Raises:
         ConfigurationError: A file is missing, damaged or shorter than one sample, its tokenizer differs from that of
-            the first file, its vocabulary is larger than `vocab_size`, or a weight is not positive.
+            the first file, its vocabulary is larger than `vocab_size`, or an argument such as a weight is not valid.
     """
 
     def __init__(
@@ -99,7 +100,9 @@ class TokenDataset(Dataset[Any]):
         counts = [len(source) for source in self._sources]
         for file, count in zip(self.files, counts, strict=True):
             if not count:
-                raise ConfigurationError(f"{file.path} has no sample of length={length} in split={split}.")
+                raise ConfigurationError(
+                    f"{file.path} has no sample of length={length} in split={split}. Use a shorter length or more data."
+                )
         self._orders: list[KeyedPermutation] | None = None
         if weights is not None or num_samples is not None:
             self._orders = [KeyedPermutation(count, derive_key(seed, i)) for i, count in enumerate(counts)]

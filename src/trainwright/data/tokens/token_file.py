@@ -123,7 +123,7 @@ class TokenFileWriter:
     Args:
         path: Path of the file, without an ending.
         vocab_size: Vocabulary size of the tokenizer. It determines the dtype: uint16 up to 65,536, otherwise int32.
-        facts: See `TokenFile`. `vocab_size` is added.
+        facts: Contents of `NAME.json`, such as `tokenizer="…"`; see `TokenFile`. `vocab_size` is added.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocab_size: int, **facts: Any) -> None:

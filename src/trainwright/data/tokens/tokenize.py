@@ -88,7 +88,7 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
 
 
 def _load(name: str) -> Any:
-    """Return a tokenizer of the library of this name."""
+    """Return a tokenizer of the library tokenizers, from a file, a folder or the hub."""
     tokenizers: Any = require_package("tokenizers", purpose=f"--tokenizer {name}")
     file = Path(name, "tokenizer.json") if Path(name).is_dir() else Path(name)
     if not file.is_file() and (Path(name).exists() or file.suffix == ".json"):
@@ -154,7 +154,7 @@ def tokenize_files(
             writer.add(tokens)
             bar.update(size)
         if size is None:
-            raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found.")
+            raise ConfigurationError(f"{', '.join(map(str, files))}: no document was found. Pass files with text.")
     return TokenFile(output)
 
 
@@ -172,7 +172,7 @@ def _documents(file: Path, key: str, documents: str) -> Iterator[str]:
                     if is_text:
                         yield "".join(lines)
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{file} is not text in UTF-8: {error}.") from error
+        raise ConfigurationError(f"{file} is not text in UTF-8: {error}. Convert it to UTF-8.") from error
 
 
 def _values(lines: Iterable[str], key: str, file: Path) -> Iterator[str]:
