@@ -92,11 +92,7 @@ class LoggerTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: object) -> None:
         """Record values. Step None is the previous step + 1. Any of `kwargs` raises a ConfigurationError."""
-        if kwargs:
-            raise ConfigurationError(
-                f"log_kwargs={{{self.name!r}: {kwargs!r}}} is not supported. Call the library's own method: "
-                f"accelerator.get_tracker({self.name!r}, unwrap=True)."
-            )
+        self._refuse(kwargs)
         self._step = self._step + 1 if step is None else int(step)
         metrics: dict[str, float] = {}
         for name, value in _flat(values):
@@ -116,7 +112,8 @@ class LoggerTracker(GeneralTracker):
             self.logger.log_metrics(metrics, self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: object) -> None:
-        """Record names with lists or arrays of images; see `Logger.log_image`. Options have no effect."""
+        """Record names with lists or arrays of images; see `Logger.log_image`. For `kwargs` see `log`."""
+        self._refuse(kwargs)
         at = max(self._step, 0) if step is None else step
         for key, images in values.items():
             for index, image in enumerate(images):
@@ -131,9 +128,17 @@ class LoggerTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: object,
     ) -> None:
-        """Record a table: `columns` and rows of `data`, or a pandas frame. Options have no effect."""
+        """Record a table: `columns` and rows of `data`, or a pandas frame. For `kwargs` see `log`."""
+        self._refuse(kwargs)
         at = max(self._step, 0) if step is None else step
         self.logger.log_table(table_name, columns, data, dataframe, at)
+
+    def _refuse(self, options: dict[str, object]) -> None:
+        if options:
+            raise ConfigurationError(
+                f"log_kwargs={{{self.name!r}: {options!r}}} is not supported. Call the library's own method: "
+                f"accelerator.get_tracker({self.name!r}, unwrap=True)."
+            )
 
     def finish(self) -> None:
         self.logger.finish("success")
