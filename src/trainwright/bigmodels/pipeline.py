@@ -41,12 +41,13 @@ def prepare_pippy(
     Args:
         model: A model in evaluation mode. It is changed in place.
         split_points: Names of the first modules of all stages except the first stage. The number of stages is the
-            number of processes. `"auto"` chooses stages of similar size.
+            number of processes. `"auto"` or None chooses stages of similar size.
         no_split_module_classes: Names of classes that `"auto"` does not split.
         example_args: Example arguments, with the batch in the first dimension of each tensor. Later calls may differ
             only in the size of the batch.
         example_kwargs: Example keyword arguments. Later calls must pass the same names.
-        num_chunks: Number of chunks into which the example's batch is split. Default: the number of processes.
+        num_chunks: Number of chunks into which the example's batch is split. Batches of later calls are split into
+            chunks of the same size. Default: the number of processes.
         gather_output: Send the result to all processes.
 
     Returns:
@@ -124,7 +125,7 @@ def _split_points(
     if len(points) != world - 1:
         raise ConfigurationError(
             f"{len(points)} split points make {len(points) + 1} stages for {world} processes. "
-            + ("The model has too few modules: use fewer." if names_given is None else f"Pass {world - 1} names.")
+            + ("The model is too small: use fewer processes." if names_given is None else f"Pass {world - 1} names.")
         )
     return points
 
@@ -221,7 +222,7 @@ class _Pipeline:
         return found
 
     def _broadcast_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the batch size of the first process's arguments. Raises on every process if they are invalid."""
+        """Return the batch size of rank 0's arguments. Collective. Raise on every rank if they are invalid."""
         size, error = 0, None
         if self.rank == 0:
             try:
@@ -290,7 +291,7 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 
 
 class _Stage:
-    """One stage of a traced model. It receives the values for this and later stages, and sends those for later stages.
+    """One stage of a traced model. It receives values that this or later stages use, and sends values for later ones.
 
     `traced` is the graph that calls all stages.
     """

@@ -328,7 +328,7 @@ def _convert(wanted: argparse.Namespace) -> int:
     if megatron_folder(wanted.source) is not None:
         for name in ("drop_unknown", "trust_pickle", "param_names", "optimizer_class", "step", "epoch"):
             if getattr(wanted, name) not in (None, False, []):
-                raise ConfigurationError(f"--{name.replace('_', '-')} is not used for a checkpoint of Megatron.")
+                raise ConfigurationError(f"--{name.replace('_', '-')} has no effect for Megatron. Remove it.")
         count = convert_megatron(wanted.source, wanted.target, wanted.config)
         _print(f"{wanted.target}: a model of transformers, {count} tensors")
         return 0

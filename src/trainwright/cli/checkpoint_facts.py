@@ -51,7 +51,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return `path` if it is a checkpoint, else all checkpoints in `path` or `path/checkpoints`."""
     found = _folders(path)
     if not found:
-        raise CheckpointError(f"{path} is not a checkpoint and contains none.")
+        raise CheckpointError(f"{path} is not a checkpoint and contains none. Pass a checkpoint or a run's folder.")
     return found
 
 
@@ -60,7 +60,7 @@ def _folders(path: Path) -> list[Path]:
         read_manifest(path)  # raises, with a hint, unless a crash left the checkpoint under a hidden name
         return [path]
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder.")
+        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder. Pass a folder.")
     if _looks_ours(path):
         return [path]
     for folder in (path, path / CHECKPOINTS):
@@ -169,7 +169,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _raw(folder: Path, stem: str) -> dict[str, Any]:
-    """Return the raw JSON of a tree, without its tensors."""
+    """Return the JSON object of a saved state. The state's tensors are in a separate file."""
     value = read_json(folder / f"{stem}.json")
     if not isinstance(value, dict):
         raise CheckpointError(f"{folder / stem}.json: expected an object, got {type(value).__name__}.")

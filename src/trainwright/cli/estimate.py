@@ -182,7 +182,7 @@ def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
 
 
 def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
-    """Return the peak memory of a rank with a part of each sequence, or the reason why it cannot be estimated."""
+    """Return the peak memory of a rank with context parallelism, or the reason why it cannot be estimated."""
     from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
 
     assert model.module is not None

@@ -43,7 +43,7 @@ class StepRecord:
     """Record of one optimizer step, JSON-compatible. Its tensors are in a separate file."""
 
     loss: float | None = None  # the mean over everything that the step consumed; None for manual optimization
-    norm: float | None = None  # of the gradients before clipping; None if neither is exposed
+    norm: float | None = None  # of the gradients before clipping; None if the engine exposes neither
     data: dict[str, str] = field(default_factory=dict)  # "epoch/micro-batch" over all ranks → digest of its tensors
     copies: list[list[Any]] = field(default_factory=list)  # rank and name of parameters that differ from rank 0's
 

@@ -344,8 +344,8 @@ class _ClassRecipe(NamedTuple):
         return cls(settings["class_path"], options)
 
     def make(self, argument: str, value: object) -> Any:
-        """Create the object from parameters or an optimizer: a class's first argument, or a function's argument of this
-        name.
+        """Create an optimizer from parameters, or a schedule from an optimizer. `value` is the first argument of a
+        class, or the argument of a function that is called `argument`.
         """
         from trainwright.core.registry import import_object
 

@@ -84,7 +84,7 @@ def check(command: LaunchCommand) -> None:
     if command.kind == "script" and not command.config.kubernetes:  # the image has the script
         _check_script(command.script)
     elif command.kind == "program" and not command.config.kubernetes and shutil.which(command.script) is None:
-        raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable.")
+        raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable. Check PATH.")
 
 
 def check_options(config: LaunchConfig) -> None:
@@ -136,7 +136,7 @@ def check_packages(config: LaunchConfig) -> None:
 def _check_script(script: str) -> None:
     path = Path(script)
     if not path.is_file():
-        raise ConfigurationError(f"the script {script!r} does not exist.")
+        raise ConfigurationError(f"the script {script!r} does not exist. Check the path.")
     try:
         compile(path.read_bytes(), script, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -321,9 +321,9 @@ class FirstFailure:
 def first_failure(error: Any, logs: str | Path) -> FirstFailure:
     """Return the failure that caused other failures.
 
-    This is a process that a signal killed, or else the earliest error that no other process caused, by the time of the
-    last output. Processes whose output is not in a file come last. The times in torch's error have a resolution of one
-    second only.
+    A process that a signal killed comes first, then the earliest error that does not follow from the end of another
+    process, such as a lost connection. Processes whose output is not in a file come last. The time of an error is that
+    of the process's last output, because torch's error has whole seconds.
 
     Args:
         error: `ChildFailedError` of torch's agent.
@@ -365,7 +365,7 @@ def _help() -> str:
 
 
 def options_help() -> str:
-    """Return the description of all options in `--help`."""
+    """Return the text about all options for `--help`."""
     groups: dict[str, list[str]] = {}
     short = {name: flag for flag, name in SHORT.items()}
     for option in options():

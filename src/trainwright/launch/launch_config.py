@@ -52,7 +52,7 @@ class Option:
 
     @property
     def is_refused(self) -> bool:
-        """True if the option has no value with an effect."""
+        """True if each value of the option is refused or has no effect."""
         return self.group == _LATER
 
     def refusal(self, value: object) -> str:
@@ -328,7 +328,7 @@ class LaunchConfig:
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which set options reach the script."""
+        """Return the environment variables that pass the options to the script."""
         found = {}
         for option in options():
             value = getattr(self, option.name)
@@ -348,7 +348,7 @@ def options() -> Iterator[Option]:
 
 
 def refused_options() -> Iterator[Option]:
-    """Yield the options without effect, which are not fields. With a `refusal`, they raise an error."""
+    """Yield the options that are not fields of `LaunchConfig`, because they have no effect or are refused."""
     for reason, names in _REFUSED.items():
         for text in names.split():
             name, _, harmless = text.partition("=")

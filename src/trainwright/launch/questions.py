@@ -177,7 +177,9 @@ class Questions:
     def number(
         self, name: str, default: int | str, least: int = 1, problem: Callable[[Any], str] = lambda value: ""
     ) -> Any:
-        """Ask for a number until it has no `problem`. With an empty default, an empty answer returns None."""
+        """Ask for a number of at least `least` until `problem` is empty for it. Return None for an empty answer, which
+        only an empty default allows.
+        """
 
         def of_text(text: str) -> str:
             if not text:

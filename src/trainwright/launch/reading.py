@@ -73,7 +73,7 @@ class LaunchCommand:
 
 @cache
 def known_options() -> dict[str, Option]:
-    """Return all options by their names, with those that are refused."""
+    """Return all options by their names, including `refused_options`."""
     return {option.name: option for option in (*options(), *refused_options())}
 
 

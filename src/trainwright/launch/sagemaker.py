@@ -121,7 +121,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
             text = left.pop(0)
         name = flag.lstrip("-")
         if name in found:
-            raise ConfigurationError(f"{flag} is given twice. SageMaker passes an argument once.")
+            raise ConfigurationError(f"{flag} is given twice. SageMaker passes an argument once. Remove one.")
         found[name] = _value(text)
     return found
 

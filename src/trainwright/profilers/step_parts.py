@@ -98,7 +98,7 @@ class StepPartsProfiler(SimpleProfiler):
         return ""
 
     def result(self) -> dict[str, Any]:
-        """Return the milliseconds of a step and of each of its parts, and of each callback."""
+        """Return the mean milliseconds of a step, of each of its parts and of each callback, and the longest data wait."""
         self.close()
         steps, parts = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0)
         callbacks = defaultdict[str, float](float)

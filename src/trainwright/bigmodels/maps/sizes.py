@@ -69,7 +69,7 @@ def dtype_byte_size(dtype: DType) -> float:
 
 
 def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> Callable[[str, torch.Tensor], int]:
-    """Return a function that returns the bytes of a tensor, after conversion to `dtype` if that is smaller."""
+    """Return a function from a tensor and its name to its bytes. For the arguments, see `compute_module_sizes`."""
     target = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(own) for name, own in (special_dtypes or {}).items()}
 
@@ -90,7 +90,7 @@ def is_floating(tensor: torch.Tensor) -> bool:
 
 
 def enclosing(name: str) -> list[str]:
-    """Return the modules that contain a tensor or module, from the model `""` inward, and the name itself."""
+    """Return the names of the modules that contain a tensor or module, outermost (`""`) first, and then its name."""
     return ["", *itertools.accumulate(name.split("."), "{}.{}".format)] if name else [""]
 
 
@@ -157,7 +157,8 @@ def get_max_layer_size(
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
     A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
-    that belongs directly to another module. `module_sizes` is the result of `compute_module_sizes`.
+    that belongs directly to another module. Only `modules` and their submodules are searched. `module_sizes` is the
+    result of `compute_module_sizes`.
     """
     no_split = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
@@ -242,7 +243,7 @@ def read_outline(
     """Return a model's parts with their sizes, in the order of registration. Visits each module once.
 
     Layers are modules without children, modules of `no_split_module_classes`, and tensors that belong directly to
-    another module. The parameters of such a module come before its children, its buffers after them.
+    another module. A module's own parameters come before its children, its own buffers after them.
 
     Raises:
         ConfigurationError: A dtype is unknown.

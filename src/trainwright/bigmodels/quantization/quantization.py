@@ -179,7 +179,7 @@ def load_and_quantize_model(
         bnb_quantization_config: A `BnbQuantizationConfig` or `TorchaoQuantizationConfig`.
         weights_location: See `load_checkpoint_in_model`. May be a quantized model that `save_model` wrote with the same
             configuration. Its layers are not quantized again.
-        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current device.
+        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current one.
         no_split_module_classes, max_memory: See `load_checkpoint_and_dispatch`.
         offload_folder: See `load_checkpoint_and_dispatch`. Also required for int8 layers on the disk.
         offload_state_dict: Accepted for compatibility; has no effect.
@@ -246,7 +246,7 @@ def _linears_to_quantize(
 ) -> dict[str, nn.Linear]:
     """Return the linear layers to quantize, by name.
 
-    With `may_be_quantized`, layers that an earlier call quantized are included, as empty linear layers.
+    With `may_be_quantized`, layers that an earlier call quantized are included, as linear layers on the meta device.
     """
     skip = default_skip_modules(model) if config.skip_modules is None else config.skip_modules
     skipped = [*skip, *(config.keep_in_fp32_modules or ())]

@@ -43,7 +43,7 @@ class QuantizedLayers(ABC):
 
     @abstractmethod
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-        """Return a quantized copy of `linear` on `device`. Blocks."""
+        """Return a quantized copy of `linear` with the values in `parts`. Other tensors get `dtype`. Blocks."""
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
         """Return a quantized copy of `linear` that supports offloading, or None if the backend has no such layer."""

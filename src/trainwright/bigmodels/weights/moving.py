@@ -71,7 +71,7 @@ def default_device() -> torch.device:
 def move_inputs(values: object, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
     """Move the tensors in `values` to `device`. Return `values` itself if all tensors are already on the device.
 
-    Values of `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
+    Values of the dict keys in `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
     """
     if not _has_foreign(values, device, skip_keys):
         return values

@@ -68,7 +68,7 @@ class MappedFile:
         return twin
 
     def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
-        """Return the tensor of this copy that corresponds to a tensor of the original `other`, or None."""
+        """Return the tensor of this copy for a tensor of the original `other`. None if it is not a view of `other`."""
         start = tensor.data_ptr() - other._bytes.data_ptr()
         if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
             return None
@@ -84,7 +84,7 @@ class MappedFile:
         if start < 0 or start + num_bytes > self.num_bytes:
             raise CheckpointError(
                 f"{self.path} is truncated: a tensor of {num_bytes} bytes begins at {start}, the file has "
-                f"{self.num_bytes} bytes."
+                f"{self.num_bytes} bytes. Copy or download the file again."
             )
         content = self._bytes[start : start + num_bytes]
         if start % dtype.itemsize:
@@ -210,7 +210,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return twin
 
     def locate(self, name: str) -> FileSpan | None:
-        """Return the location of a tensor in a safetensors file, or None."""
+        """Return the location of a tensor in a safetensors file. None for other tensors."""
         return self._spans.get(name)
 
     def add(self, name: str, tensor: torch.Tensor, span: FileSpan | None = None) -> None:
@@ -248,9 +248,9 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             self._spans[name] = FileSpan(file, begin + start, self._tensors[name].nbytes)
 
     def add_torch_file(self, path: Path, names: Iterable[str] | None = None, *, mapped: bool = True) -> None:
-        """Add tensors of a state dict that `torch.save` wrote. No code in the file is executed.
+        """Add tensors of a state dict that `torch.save` wrote, by default all. No code in the file is executed.
 
-        Do not write to the file while its tensors are `mapped`: `torch.save` truncates it first.
+        With `mapped`, they are views of the file. Do not write to it while they exist: `torch.save` truncates it first.
 
         Raises:
             CheckpointError: The file is damaged, is not a dict of tensors, or does not contain one of `names`.

@@ -52,7 +52,7 @@ def offload_weight(
 def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
     """Write a tensor to a temporary file. Return the temporary and the final path."""
     if weight.is_meta:
-        raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
+        raise CheckpointError(f"{name!r} is on the meta device: it has no values to write. Load them first.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
     try:
         return _write_bytes(target, memoryview(host_bytes(weight)) if weight.numel() else b""), target
@@ -277,7 +277,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A view of a mapping with the entries of one module: `prefix`, such as `"block.linear."`, precedes each name."""
+    """A view of the entries whose names begin with `prefix`, such as `"block.linear."`, by names without the prefix."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset

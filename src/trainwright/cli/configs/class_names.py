@@ -30,7 +30,7 @@ def public_names(module: str) -> Iterable[str]:
 
 
 def own_name(path: str) -> str | None:
-    """Return the full name of our counterpart of a `path` in Lightning or Accelerate, or None without a counterpart."""
+    """Return Trainwright's class path for a class `path` of Lightning or Accelerate. None: there is no such class."""
     module, _, name = path.rpartition(".")
     library = LIBRARIES[path.partition(".")[0]]
     if name in RENAMED[library]:
@@ -47,7 +47,7 @@ def is_unused(name: str, text: str) -> bool:
 
 
 def translate_config(config: dict[str, Any]) -> None:
-    """Replace class paths of Lightning by ours, and remove unused arguments of Lightning's Trainer, in place."""
+    """Replace class paths of Lightning and Accelerate, and remove unused arguments of Lightning's Trainer, in place."""
     from trainwright import Trainer
 
     _translate(config, "")

@@ -108,7 +108,7 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 def _read_text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file() and not path.is_fifo():  # a shell passes output as a fifo
-            raise ConfigurationError(f"--config {path} is not a file.")
+            raise ConfigurationError(f"--config {path} is not a file. Pass a YAML file.")
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
     except OSError as error:
@@ -169,7 +169,7 @@ def _same_class(old: object, new: object) -> bool:
 def swap_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Apply the assignments that replace the class of a class specification, in `config`.
+    """Apply the assignments that replace the class of a specification (a mapping with `class_path`) in `config`.
 
     Arguments of the old class are discarded. Otherwise, the new class would receive arguments of the same name, such as
     a learning rate for Adam.
@@ -195,7 +195,7 @@ def swap_classes(
 
 
 def find_spec(config: object, parts: Sequence[str]) -> dict[str, Any] | None:
-    """Return the class specification at a dotted key, through `init_args` if the key omits them."""
+    """Return the mapping with `class_path` at a dotted key, or None. The key may omit `init_args`."""
     node = config
     for part in parts:
         if not isinstance(node, dict):

@@ -29,13 +29,13 @@ def parse(
     known: Sequence[str],
     classes: Mapping[str, type] | None = None,
 ) -> Any:
-    """Return the settings that a parser can build.
+    """Return the typed settings of files and a command line. `build` converts them to objects.
 
     Args:
         parser: parser of jsonargparse.
         config: settings of the files. Changed in place.
         line: command line with overrides. This function does not read its files.
-        known: the allowed top-level keys.
+        known: the allowed top-level keys. Others raise ConfigurationError.
         classes: classes by key, for keys with arguments of one class directly below them (`model.lr`). Default: None.
     """
     import argparse
@@ -135,8 +135,8 @@ class _Failure(BaseException):
 
 
 class _Constructor:
-    """Callable that constructs classes; while `carries`, their errors are passed through the parser. A factory
-    (`Callable[[Iterable], Optimizer]`) keeps it and calls it in the run, where errors are raised normally.
+    """Callable that constructs objects. While `carries` is True, their errors are raised as `_Failure`. A factory of
+    optimizers keeps this callable and calls it during training, when `carries` is False.
     """
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ class RunFiles:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The record's line of the last `fit` or, without one, of the last other stage. Empty without a record."""
+        """The line that the last `fit` (or else the last other stage) wrote when it began. Empty without a record."""
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
         return next(reversed(fits or starts), {})
