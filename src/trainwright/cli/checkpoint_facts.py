@@ -119,7 +119,7 @@ def _bytes_of(manifest: Manifest, part: str) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint by name, as plain values. Large tensors are not read."""
+    """Return facts about a checkpoint by name, without reading weights. Raise CheckpointError if it is damaged."""
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:

@@ -171,7 +171,7 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
 
 
 def _run(plan: ParityPlan, label: str, folder: Path) -> Tape | str:
-    """Run one strategy. Return its record, or the error."""
+    """Run one strategy in new processes. Return its `Tape`, or the error as text."""
     from trainwright.cli.parity_tape import Tape
     from trainwright.processes.launcher import run_module
 

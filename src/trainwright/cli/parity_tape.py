@@ -50,7 +50,7 @@ class StepRecord:
 
 @dataclass
 class Tape:
-    """Records of one run."""
+    """Records of one run, which `StepTape` wrote into a folder."""
 
     label: str
     folder: Path
@@ -61,7 +61,7 @@ class Tape:
 
     @classmethod
     def read(cls, label: str, folder: Path) -> Self:
-        """Read the records of `StepTape`, without tensors."""
+        """Read the records in a run's folder, without tensors. `label` names the run in messages."""
         steps = [StepRecord(**json.loads(file.read_text())) for file in sorted(folder.glob("step-*.json"))]
         return cls(label, folder, **json.loads((folder / "facts.json").read_text()), steps=steps)
 

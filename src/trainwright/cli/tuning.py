@@ -153,8 +153,7 @@ def judge(
         before: trials without the change.
         after: trials with the change.
         tolerance: largest relative difference of losses. None does not compare losses.
-        sizes: batch sizes without and with the change. If they differ, times are compared for the same number of
-            samples.
+        sizes: batch sizes without and with the change. Times are compared for the same number of samples.
     """
     growth = sizes[1] / sizes[0]
     olds, news = [each.step_ms for each in before], [each.step_ms / growth for each in after]

@@ -42,7 +42,7 @@ _ENGINES = {"Slurm": "slurm", "MPI": "mpi", "Ray": "ray", "Kubernetes": "kuberne
 
 
 def check_cluster(config: LaunchConfig) -> None:
-    """Check the options of cluster engines."""
+    """Raise ConfigurationError if an option needs another engine (`--slurm`, `--mpi`, …), or lacks one."""
     engine = config.engine
     given = config.set_options()
     for name, value in given.items():

@@ -34,7 +34,7 @@ def write_manifest(command: LaunchCommand) -> int:
 
 
 def manifest(command: LaunchCommand) -> _Mapping:
-    """Return the manifest of a job."""
+    """Return the manifest of a job. Raise ConfigurationError without an image, or for an invalid name."""
     config = command.config
     if not config.kubernetes_image:
         raise ConfigurationError("--kubernetes needs --kubernetes_image too.")

@@ -41,8 +41,7 @@ _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|re
 def launch(argv: Sequence[str]) -> int:
     """Run a script in the processes that the options describe. Return the exit code.
 
-    A single process replaces the calling process. Several processes are started, monitored and ended together by
-    torch's elastic agent.
+    A single process replaces the calling process. torch's elastic agent starts, monitors and ends several processes.
 
     Raises:
         ConfigurationError: An option or the script is not valid. No process has been started.
@@ -88,7 +87,7 @@ def check(command: LaunchCommand) -> None:
 
 
 def check_options(config: LaunchConfig) -> None:
-    """Check options against each other."""
+    """Raise ConfigurationError if options exclude each other, are out of range, or need other options."""
     check_supported(config)
     for one, other in (
         *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
@@ -126,7 +125,7 @@ def check_options(config: LaunchConfig) -> None:
 
 
 def check_packages(config: LaunchConfig) -> None:
-    """Check that this environment has the packages that options need."""
+    """Raise an error if this environment lacks a package that an option needs."""
     if config.tpu:
         from trainwright.core.host.xla_library import check_versions  # imports torch
 

@@ -185,7 +185,7 @@ class LaunchConfig:
     cpu: bool | None = _hardware("Train on the CPU.", as_bool, "ACCELERATE_USE_CPU")
     multi_gpu: bool | None = _hardware("Use all GPUs of the machine, which is the default.", as_bool)
     tpu: bool | None = _hardware("Train on a TPU, or another device of torch_xla that PJRT_DEVICE names.", as_bool)
-    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 there.", as_bool, "XLA_DOWNCAST_BF16")
+    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 on a TPU.", as_bool, "XLA_DOWNCAST_BF16")
     gpu_ids: str | None = _hardware("Numbers of the GPUs to use, separated by commas, or 'all'.")
     num_processes: int | None = _processes("Number on all machines. Default: one for each GPU; with --cpu 1.", int)
     num_cpu_threads_per_process: int | None = _processes("Threads of torch in each process.", int, "OMP_NUM_THREADS")

@@ -177,9 +177,7 @@ class Questions:
     def number(
         self, name: str, default: int | str, least: int = 1, problem: Callable[[Any], str] = lambda value: ""
     ) -> Any:
-        """Ask for a number of at least `least` until `problem` is empty for it. Return None for an empty answer, which
-        only an empty default allows.
-        """
+        """Ask for a number of at least `least` for which `problem` is empty. An empty `default` also allows None."""
 
         def of_text(text: str) -> str:
             if not text:

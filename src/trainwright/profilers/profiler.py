@@ -96,9 +96,7 @@ class Profiler:
         return ""
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
-        """Write the summary to a file if `dirpath` or `filename` is set. Otherwise pass it to `show` on rank 0. Then pass
-        the names of the profiler's files to `show` on rank 0.
-        """
+        """Write the summary to a file, or show rank 0's if `dirpath` and `filename` are None. Show the file names."""
         text, path = self.summary(), self.path(".txt")
         if text and (self.dirpath is not None or self.filename is not None):
             path.parent.mkdir(parents=True, exist_ok=True)

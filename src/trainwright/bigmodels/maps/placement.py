@@ -87,8 +87,7 @@ def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallb
 
     Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A part is never on an
     earlier device than the part before it, unless it shares a tensor with an earlier part. With `fallback`, if the next
-    part does not fit an empty device, the first later part that fits is placed there; modules are tried before their
-    children.
+    part does not fit an empty device, the first later part that fits is placed there, modules before their children.
 
     Raises:
         ConfigurationError: Only the disk can hold the largest layer, or the budgets are too small for the model.

@@ -120,8 +120,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every module, parameter and buffer by dotted name. `""` is the model.
 
-    A tensor with several names counts at the first name. Modules without tensors are not listed. The dict returns 0 for
-    them.
+    A tensor counts at its first name. Modules without tensors are not listed, and the dict returns 0 for them.
 
     Args:
         model: A model on any device, the meta device included.
@@ -157,8 +156,7 @@ def get_max_layer_size(
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
     A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
-    that belongs directly to another module. Only `modules` and their submodules are searched. `module_sizes` is the
-    result of `compute_module_sizes`.
+    that belongs directly to another module. `module_sizes` is from `compute_module_sizes`, for the model of `modules`.
     """
     no_split = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
@@ -216,9 +214,8 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again after loading has replaced some of them.
 
-    Each group of names from `find_tied_parameters` then shares the first parameter that is not on the meta device. If
-    all are on the meta device, the group shares the first parameter. An unknown name raises AttributeError before any
-    change.
+    For each group of names from `find_tied_parameters`, the first parameter that is not on the meta device (or else the
+    first) replaces the others. An unknown name raises AttributeError before any change.
     """
     groups = []
     for names in tied_params:

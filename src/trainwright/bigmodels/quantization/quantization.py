@@ -345,8 +345,7 @@ def _swap(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a quantized model with plain tensors, which can be saved in any format.
 
-    The tensors of a torchao weight get separate names (`"weight.qdata"`, `"weight.scale"`, …), like those of a
-    bitsandbytes weight.
+    The tensors of a torchao weight get separate names: `"weight.qdata"`, `"weight.scale"`, and so on.
     """
     unpack_4bit_weights(model)
     return flatten_quantized(model.state_dict())

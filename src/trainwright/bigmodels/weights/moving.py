@@ -20,8 +20,7 @@ _PLAIN = (int, float, str, type(None))
 def to_device(device: Device) -> torch.device:
     """Convert to a `torch.device`. A number is an index of the current accelerator type.
 
-    A device type without an index gets the index of the current device. Does not check that this machine has the
-    device.
+    A device type without an index gets the index of the current device. The machine need not have the device.
     """
     try:
         found = torch.device(int(device) if isinstance(device, str) and device.isdecimal() else device)

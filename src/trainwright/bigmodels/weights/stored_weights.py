@@ -120,7 +120,7 @@ class MappedFile:
             done += count
 
     def load(self, start: int, num_bytes: int) -> None:
-        """Read a part of the file into memory. Blocks, but returns quickly if the part is in memory.
+        """Read `num_bytes` bytes from `start` on into memory. Blocks, but returns quickly if they are in memory.
 
         Releases the GIL. Raises CheckpointError if the file has shrunk.
         """
@@ -140,7 +140,7 @@ class MappedFile:
         self._mapped.add((start, num_bytes))
 
     def _is_in_memory(self, start: int, num_bytes: int) -> bool:
-        """Return whether a part seems to be in the page cache. Other parts are read on first access."""
+        """Return whether a range seems to be in the page cache. Probes a byte in each MiB."""
         flag, byte = getattr(os, "RWF_NOWAIT", None), [bytearray(1)]
         if flag is None or not num_bytes:
             return False
@@ -152,7 +152,7 @@ class MappedFile:
 
 
 def load_spans(spans: Iterable[FileSpan]) -> None:
-    """Read parts of files into memory. Adjacent parts are read together. See `MappedFile.load`."""
+    """Read parts of files into memory with `MappedFile.load`. Parts with gaps of up to 64 KiB are read together."""
     runs: list[FileSpan] = []
     for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
         run = runs[-1] if runs else None

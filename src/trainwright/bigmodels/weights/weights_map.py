@@ -120,8 +120,7 @@ def offload_state_dict(
 ) -> None:
     """Write tensors into a folder, one file each, and add them to its index.
 
-    Existing files with these names are replaced once all new files are complete. Old and new files both need disk
-    space.
+    Existing files with these names are replaced after all new files are complete, so both need disk space.
 
     Args:
         save_dir: A folder; created if it does not exist.

@@ -86,7 +86,7 @@ def _use_own_model_key(
 
 
 def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
-    """Convert the settings of a fixed class to a class specification, so that both are treated in the same way."""
+    """Write a fixed class as `class_path` with `init_args`, like the classes that a configuration names."""
     for key, cls in classes.items():
         config[key] = {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": config.get(key) or {}}
 
@@ -125,9 +125,7 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
 
 
 class _Failure(BaseException):
-    """Exception that carries a constructor's error through jsonargparse, which joins all errors below an optional type
-    into one text.
-    """
+    """Exception that carries a constructor's error through jsonargparse, which would convert the error to text."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)

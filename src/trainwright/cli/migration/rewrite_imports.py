@@ -210,7 +210,7 @@ class _Program:
         return chain
 
     def _new_names(self, own: dict[_Import, str | None]) -> dict[str, str]:
-        """Return the new name of each local name. A name in a string or with a second meaning does not change."""
+        """Return the new name of each local name. Names in strings, or bound by other statements, do not change."""
         words = {word for _, text in self.strings for word in re.findall(r"\w+", text)}
         words |= set(re.findall(r"\w+", " ".join(re.findall(r"#\s*type:(.*)", self.source.decode()))))
         words |= {name for scope in self.scopes if scope.is_class for name in scope.bound}
@@ -439,7 +439,7 @@ def instead(own: str, name: str) -> str:
 
 
 def _plain_name(each: _Import, own: str | None) -> str:
-    """Return the local name that an import without an alias binds here."""
+    """Return the local name that the rewritten import binds, if it has no alias."""
     if isinstance(each.node, ast.Import):
         return FACE if each.local in LIBRARIES else each.local
     return each.local if own is None or each.alias.asname else own.rpartition(".")[2]

@@ -55,10 +55,10 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
     """Return the differences of two runs.
 
     Returns:
-        Rows by topic. If a run has no record, the topics are `metrics` and `curves`. A row has a name and the value of
-        each run. A row of `curves` has the name, the first step with unequal values, the first step whose values differ
-        by more than `tolerance` (relative to the larger value), and both values at the last common step. Equal curves
-        have no row.
+        Rows by topic. If a run has no `run.jsonl`, the topics are `metrics` and `curves`. A row has a name and the
+        value of each run. A row of `curves` has the name, the first step with unequal values, the first step whose
+        values differ by more than `tolerance` (relative to the larger value), and both values at the last common step.
+        Equal curves have no row.
 
     Raises:
         ConfigurationError: the runs have no metric and no record in common, or are the same folder.

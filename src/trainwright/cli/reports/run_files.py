@@ -1,4 +1,4 @@
-"""Read the folder of a run: its record, curves and hyper-parameters.
+"""Read the folder of a run: its record (`run.jsonl`), curves and hyper-parameters.
 
 Curves come from files of the loggers: `metrics.csv`, `metrics.jsonl` or TensorBoard's event files. Folders without a
 record, such as Lightning's `lightning_logs/version_0`, have curves only.
