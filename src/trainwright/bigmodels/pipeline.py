@@ -131,7 +131,7 @@ def _split_points(
 
 
 def _even_points(model: nn.Module, no_split_module_classes: list[str] | None, world: int) -> list[str]:
-    """Return the modules that begin the stages, for stages of similar size. Fewer if the model has too few modules."""
+    """Return the first modules of later stages, for stages of similar size. Fewer if the model has too few modules."""
     outline = read_outline(model, no_split_module_classes=no_split_module_classes)
     modules = dict(model.named_modules())
     before: dict[str, int] = {}  # module that may begin a stage → bytes of the modules before it
@@ -180,7 +180,7 @@ class _Pipeline:
 
     @torch.no_grad()
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run a batch through all stages. Collective."""
+        """Run a batch through all stages. Collective. Return None on ranks without the result."""
         size = self._broadcast_size(args, kwargs)
         num_chunks = math.ceil(size / self.chunk_size)
         inputs: list[Any] = []

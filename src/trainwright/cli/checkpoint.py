@@ -292,7 +292,7 @@ def _export_megatron(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.megatron_folder import MegatronLayout, export_megatron
 
     if wanted.sharded or wanted.expand_tied or wanted.max_shard_size != "5GB":
-        raise ConfigurationError("--megatron does not support --sharded, --expand-tied and --max-shard-size.")
+        raise ConfigurationError("--megatron excludes --sharded, --expand-tied and --max-shard-size. Remove them.")
     given: dict[str, Any] = {}
     for part in wanted.megatron.split(","):
         name, _, value = part.strip().partition("=")

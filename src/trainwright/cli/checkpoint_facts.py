@@ -79,7 +79,7 @@ def _looks_ours(path: Path) -> bool:
 def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
     """Return a row for each checkpoint in a run's folder, by step. Checkpoints with unknown steps come first."""
     if not folder.exists():
-        raise FileNotFoundError(f"there is no folder {folder}.")
+        raise FileNotFoundError(f"there is no folder {folder}. Check the path.")
     rows = [_row(path, hashes) for path in _folders(folder)]
     return sorted(rows, key=lambda row: (-1 if row.step is None else row.step, row.created, row.name))
 
@@ -123,7 +123,7 @@ def describe(path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:
-        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}. Use another checkpoint.")
     with reading(path):
         return _facts(path, manifest)
 

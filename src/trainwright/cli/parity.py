@@ -133,7 +133,7 @@ def class_path(text: str) -> str:
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():
-            raise ConfigurationError(f"{text!r}: there is no file {module}.")
+            raise ConfigurationError(f"{text!r}: there is no file {module}. Check the path.")
         sys.path.insert(0, str(file.parent.resolve()))
         module = file.stem
     return f"{module}.{name}"

@@ -267,7 +267,7 @@ class Comparison:
         return notes
 
     def compare_step(self, step: int) -> None:
-        """Compare one step, in the order of computation."""
+        """Compare one step, in the order of computation. Add its differences to `found`."""
         self.step = step
         mine, other = self.reference.steps[step], self.other.steps[step]
         shared = mine.data.keys() & other.data.keys()

@@ -144,7 +144,7 @@ def judge(
     tolerance: float | None,
     sizes: tuple[int, int] = (1, 1),
 ) -> TriedChange:
-    """Keep a remedy if every trial with it is faster than every trial without it, and losses agree.
+    """Return the result of a remedy. It is kept if each trial with it is faster than each one without, and losses agree.
 
     A remedy without effect is faster by chance in one of 20 comparisons with three repetitions (one of 6 with two).
 
@@ -306,7 +306,9 @@ class Tuning:
             self.add(row)
 
     def attempt(self, name: str, *, named: bool) -> None:
-        """Try the values of a remedy, and keep each value that saves time."""
+        """Try the values of a remedy. Keep each that saves time, but only propose it if it changes training and the
+        remedy is not `named` by the user.
+        """
         remedy, proposed = REMEDIES[name], REMEDIES[name].tolerance is None and not named
         while True:
             found = change(self.config(), name)

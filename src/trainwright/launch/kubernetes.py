@@ -28,7 +28,7 @@ def write_manifest(command: LaunchCommand) -> int:
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"--kubernetes_output {output} cannot be written: {error}.") from error
+        raise ConfigurationError(f"--kubernetes_output cannot be written: {error}. Pass another path.") from error
     print(f"Submit the job with: kubectl create -f {output}")
     return 0
 

@@ -120,7 +120,7 @@ def check_options(config: LaunchConfig) -> None:
     if config.num_processes is not None and config.num_processes % machines:
         raise ConfigurationError(
             f"--num_processes {config.num_processes} is the number on all machines, and cannot be divided by "
-            f"--num_machines {machines}."
+            f"--num_machines {machines}. Pass a multiple."
         )
 
 

@@ -157,7 +157,7 @@ def _check_unused() -> None:
 
 
 def _save(result: object, file: Path) -> None:
-    """Save a function's result and an empty text. If it cannot be pickled, save None and the reason."""
+    """Save the tuple (result, ""). If the result cannot be pickled, save (None, reason)."""
     import cloudpickle
 
     try:

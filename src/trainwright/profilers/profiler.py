@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Profiler:
     """Base class of profilers. Sub-classes override `start`, `stop` and `summary`.
 
-    A Trainer calls `setup` when a stage begins, `start` and `stop` around each action, `end_step` after each optimizer
-    step (in evaluations after each batch), `close` before the process group is closed, and then `describe` and
-    `teardown`. Call `start` and `stop` from one thread only.
+    A Trainer calls `setup` when a stage begins, `start` and `stop` around each action (such as a hook, or the fetch of
+    a batch), `end_step` after each optimizer step (in evaluations after each batch), `close` before the process group
+    is closed, and then `describe` and `teardown`. Call `start` and `stop` from one thread only.
 
     Args:
         dirpath: Folder of the profiler's files. Default: None, which is `default_root_dir` of the Trainer.

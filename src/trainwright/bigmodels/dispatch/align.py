@@ -160,7 +160,7 @@ class AlignDevicesHook(ModelHook):
             raise CheckpointError(f"the weights map does not contain {name!r}, which is offloaded. Add it.") from None
         if value.shape != tensor.shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(value.shape)} in the weights map and {tuple(tensor.shape)} in the module."
+                f"{name!r} has shape {tuple(value.shape)} in the weights map, expected {tuple(tensor.shape)}."
             )
         return Slot.of(name, tensor, is_buffer, value)
 

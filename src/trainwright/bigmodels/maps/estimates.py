@@ -225,5 +225,5 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} is not a JSON file: {error}. Pass a config.json.") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigurationError(f"{path} is not a configuration of a transformers model: it has no model_type.")
+        raise ConfigurationError(f"{path} is not a config.json of transformers: it has no model_type. Pass one.")
     return config

@@ -193,7 +193,10 @@ def _owned(sizes: Sequence[int], begin: int, end: int) -> list[bool]:
 def _backward_peak(
     sizes: Sequence[int], owned: Sequence[bool], stage: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
 ) -> int:
-    """Return the peak bytes of activations and gradients in the backward, without the buckets."""
+    """Return the peak bytes of activations and gradients in the backward, without the buckets.
+
+    `owned` is the result of `_owned`: True for parameters of which this rank keeps gradients.
+    """
     total, done, peak = sum(sizes), 0, 0
     shard_bytes = _BYTES * sum(size for size, mine in zip(sizes, owned, strict=True) if mine)
     kept = 0  # gradients of the shard, allocated together with the first one
@@ -218,7 +221,7 @@ def _backward_peak(
 
 
 def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
-    """Return the largest number of gathered elements, reached between the forward and the backward."""
+    """Return the largest number of gathered elements at ZeRO stage 3, reached between forward and backward."""
     others = [size for size in sizes if size > buckets.persistent]
     ahead = buckets.reuse // 2 + min(buckets.prefetch, buckets.live) + max(others, default=0)
     return sum(sizes) - sum(others) + min(sum(others), ahead)
@@ -243,7 +246,7 @@ def pipeline_peak(
     sent_bytes: Sequence[int],
     foreach: bool = False,
 ) -> int:
-    """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
+    """Return the peak bytes of the rank with the highest peak, in a step of a pipeline with schedule `1f1b`.
 
     `activation_bytes` and `sent_bytes` are the result of `count_stage_bytes` for one micro-batch. torch receives the
     activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.

@@ -308,7 +308,7 @@ def _parts(name: str, stored: StoredWeights, layers: QuantizedLayers) -> dict[st
         if prefix + key in stored:
             found[key] = stored[prefix + key]
     if "weight" not in found and not any(key in found for key in layers.extra_keys):
-        raise CheckpointError(f"{prefix}weight, which is to be quantized, is not in the checkpoint.")
+        raise CheckpointError(f"{prefix}weight, which is to be quantized, is not in the checkpoint. Pass another one.")
     return found
 
 

@@ -77,7 +77,7 @@ class OffloadedTensor(torch.Tensor):
 
 
 def guard(tensor: torch.Tensor, name: str) -> None:
-    """Make a meta tensor a placeholder for the weight `name`. Does nothing for subclasses of other libraries."""
+    """Make a meta tensor raise an error when it is used in place of the weight `name`. Ignores other subclasses."""
     if type(tensor) in _GUARDED:
         tensor.__class__ = _GUARDED[type(tensor)]
         setattr(tensor, _NAME, name)
@@ -378,7 +378,7 @@ def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, to
             continue
         if value.shape != tensor.shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(value.shape)} in the given values and {tuple(tensor.shape)} in the model."
+                f"{name!r} has shape {tuple(value.shape)} in the given values, expected {tuple(tensor.shape)}."
             )
         new = restored(tensor, value.detach().to("cpu", tensor.dtype))
         for same in tied[id(tensor)]:

@@ -242,7 +242,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         begin = 8 + int.from_bytes(file.tensor(0, torch.uint8, (8,)).numpy().tobytes(), "little")
         for name in header if names is None else names:
             if name not in header:
-                raise CheckpointError(f"{path} does not contain {name!r}, which is listed in the index.")
+                raise CheckpointError(f"{path} lacks {name!r}, which the index lists. Copy the file again.")
             start, dtype, shape = _entry(header[name], name, path)
             self._tensors[name] = file.tensor(begin + start, dtype, shape)
             self._spans[name] = FileSpan(file, begin + start, self._tensors[name].nbytes)
@@ -266,7 +266,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             )
         for name in found if names is None else names:
             if not isinstance(found.get(name), torch.Tensor):
-                raise CheckpointError(f"{path} does not contain the tensor {name!r}.")
+                raise CheckpointError(f"{path} does not contain the tensor {name!r}. Copy the file again.")
             self._tensors[name] = found[name]
 
 
@@ -380,7 +380,7 @@ def _add_indexed(weights: StoredWeights, path: Path) -> None:
         by_file.setdefault(check_relative(file, str(path)), []).append(name)
     for file, names in by_file.items():
         if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path} lists the file {file!r}, which is missing.")
+            raise CheckpointError(f"{path} lists the file {file!r}, which is missing. Copy it.")
         _add_file(weights, path.parent / file, names)
     _add_notes(weights, notes, path)
 
@@ -392,7 +392,7 @@ def _add_notes(weights: StoredWeights, notes: Mapping[str, Any], path: Path) -> 
             weights.add(name, from_storable(weights[name], dtype))
     for name, same in dict(notes.get("tied", {})).items():
         if same not in weights:
-            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not contain.")
+            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it lacks. Copy it again.")
         weights.add_alias(name, same)
 
 

@@ -269,7 +269,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             stored.add_safetensors(Path(file))
         inner = entry.get("weight_name", name)
         if inner not in stored:
-            raise CheckpointError(f"{file} does not contain {inner!r}, which is listed in the index.")
+            raise CheckpointError(f"{file} lacks {inner!r}, which the index lists. Copy the file again.")
         tensor, span = stored[inner], stored.locate(inner)
         dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
         return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)

@@ -69,7 +69,7 @@ def _translate(node: object, place: str) -> None:
         own = own_name(path)
         if own is None:
             told = answer(path.rpartition(".")[2], LIBRARIES[path.partition(".")[0]])
-            raise ConfigurationError(f"{place}.class_path={path}: {told or 'there is no such class here.'}")
+            raise ConfigurationError(f"{place}.class_path={path}: {told or 'Trainwright has no such class.'}")
         node["class_path"] = own
     for key, item in node.items():
         _translate(item, f"{place}.{key}" if place else str(key))

@@ -116,7 +116,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path} is not text in UTF-8: {error}.") from None
     if len(text) > _MAX_CHARACTERS:
-        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters, the maximum.")
+        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters. Shorten it.")
     return text
 
 
@@ -129,7 +129,7 @@ def _check_finite(content: object, path: Path) -> None:
         nonlocal count
         count += 1
         if count > _MAX_VALUES:
-            raise ConfigurationError(f"--config {path} has more than {_MAX_VALUES} values, the maximum.")
+            raise ConfigurationError(f"--config {path} has more than {_MAX_VALUES} values. Shorten it.")
         if not isinstance(value, (dict, list, set, tuple)):
             return
         if id(value) in inside:
