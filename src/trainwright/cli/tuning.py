@@ -144,7 +144,7 @@ def judge(
     tolerance: float | None,
     sizes: tuple[int, int] = (1, 1),
 ) -> TriedChange:
-    """Return the result of a remedy. It is kept if each trial with it is faster than each one without, and losses agree.
+    """Return the result of a remedy. It is kept if each trial with it is faster than all without it and losses agree.
 
     A remedy without effect is faster by chance in one of 20 comparisons with three repetitions (one of 6 with two).
 

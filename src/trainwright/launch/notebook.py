@@ -128,7 +128,8 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Call `function(*args)` in several new processes on the CPU, for tests of distributed code. Main thread only.
 
-    For arguments, result and errors, see `notebook_launcher`. The calling process may have an `Accelerator`.
+    For arguments, result and errors, see `notebook_launcher`. `num_processes` is 2 by default. The calling process may
+    have an `Accelerator`.
     """
     config = _config(cpu=True, num_processes=num_processes, mixed_precision="no", main_process_port=0)
     return _launch(function, args, config, num_processes, None)

@@ -53,7 +53,7 @@ class Profiler:
         """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`. Most profilers raise ValueError if the action was not started."""
+        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it was not started."""
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:

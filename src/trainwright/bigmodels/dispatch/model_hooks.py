@@ -142,7 +142,7 @@ class _Once:
 
 
 def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> None:
-    """Call `act(module)` once, before all hooks of the next forward. If `act` raises, the forward after it calls again.
+    """Call `act(module)` once, before all hooks of the next forward. If `act` raises, call it before later ones, too.
 
     `remove_hook_from_module` cancels the call.
     """
