@@ -208,7 +208,7 @@ def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of the part `"trainer"`. Nested states of callbacks and schedules are shortened."""
+    """Return the saved state of the Trainer by name. Nested states of callbacks and schedules are shortened."""
     facts: dict[str, Any] = {"progress": tree.get(PROGRESS, {})}
     for name, value in tree.items():
         if name == PROGRESS:

@@ -32,7 +32,7 @@ _TIMM = "timm/"  # prefix of timm's models on the hub
 
 @dataclass(frozen=True, slots=True)
 class _FoundModel:
-    """Model to estimate: the weights and, unless only a folder of weights is known, the model."""
+    """Model to estimate: its element counts, and the module on the meta device (None if only weights are known)."""
 
     count: WeightCount
     module: nn.Module | None = None

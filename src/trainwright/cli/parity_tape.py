@@ -161,7 +161,7 @@ class StepTape(Callback):
         seed_everything(int.from_bytes(hashlib.blake2s(text, digest_size=4).digest(), "little"))
 
     def _write(self, trainer: Any) -> None:
-        """Write the current step. Collective."""
+        """Write the record and the tensors of the current step on the main process. Collective."""
         main = trainer.is_global_zero
         parameters = self._engine.state.full_parameters(keep=main)
         if trainer.world_size > 1 and self._engine.capabilities.full_weights:
@@ -229,13 +229,13 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """The differing value, as text."""
+        """Name of the differing value, such as `gradient of net.weight`."""
         return f"{self.kind} of {self.name}" if self.name else self.kind
 
 
 @dataclass
 class Comparison:
-    """Comparison of a run with the reference."""
+    """Comparison of a run with the run of the reference strategy, step by step."""
 
     reference: Tape
     other: Tape

@@ -180,7 +180,7 @@ def profile(argv: Sequence[str]) -> int:
 
 
 def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names after `--apply`, and the other arguments."""
+    """Return the names of remedies after `--apply`, and the other arguments."""
     end = list(argv).index("--apply") + 1 if "--apply" in argv else len(argv)
     names = list(takewhile(str.isidentifier, argv[end:]))
     return names, [*argv[:end], *argv[end + len(names) :]]

@@ -81,7 +81,7 @@ class TrainingShape:
 
 
 def training_shape(model: nn.Module) -> TrainingShape:
-    """Return the shape of a model on any device, the meta device included."""
+    """Return the `TrainingShape` of a model on any device, the meta device included."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -96,7 +96,7 @@ def training_shape(model: nn.Module) -> TrainingShape:
 
 
 def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
-    """Return the shape of a model from its parameters' names and numbers of elements."""
+    """Return the `TrainingShape` of a model from its parameters' names and numbers of elements."""
     blocks: Counter[str] = Counter()
     for name, elements in sizes.items():
         if block := NUMBERED_BLOCK.match(name):

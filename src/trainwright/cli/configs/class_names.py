@@ -42,7 +42,7 @@ def own_name(path: str) -> str | None:
 
 
 def is_unused(name: str, text: str) -> bool:
-    """Return whether this text as an argument of Lightning's Trainer means "not used"."""
+    """Return whether the argument `name` of Lightning's Trainer has no effect if its source text is `text`."""
     return name in UNUSED and str(UNUSED[name]) == text
 
 

@@ -28,7 +28,7 @@ _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 @dataclass(slots=True)
 class CommandLine:
-    """Arguments of `trainwright fit`."""
+    """The command line of `trainwright fit`, divided into files, overrides of settings, and flags."""
 
     configs: list[Path] = field(default_factory=list)  # later ones win
     assignments: list[tuple[str, str]] = field(default_factory=list)  # dotted key, text

@@ -150,7 +150,7 @@ class _Constructor:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> Any:
-    """Return the settings with objects instead of class paths."""
+    """Return the settings with objects instead of class paths. Errors of constructors are raised unchanged."""
     construct = _Constructor()
     failed: Exception | None = None
     try:
