@@ -202,7 +202,7 @@ class _Pipeline:
         return torch.cat(list(parts))[: size * (len(parts[0]) // self.chunk_size)]
 
     def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the tensors and values in nested arguments. Raise if more than the batch size differs from the example."""
+        """Return the leaves of nested arguments. Raise if more than the batch size differs from the example."""
         wanted, structure = pytree.tree_flatten(self.example)
         if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
             raise ConfigurationError(
