@@ -41,12 +41,13 @@ def prepare_pippy(
     Args:
         model: A model in evaluation mode. It is changed in place.
         split_points: Names of the first modules of all stages except the first stage. The number of stages is the
-            number of processes. `"auto"` chooses stages of similar size.
+            number of processes. `"auto"` or None chooses stages of similar size.
         no_split_module_classes: Names of classes that `"auto"` does not split.
         example_args: Example arguments, with the batch in the first dimension of each tensor. Later calls may differ
             only in the size of the batch.
         example_kwargs: Example keyword arguments. Later calls must pass the same names.
-        num_chunks: Number of chunks into which the example's batch is split. Default: the number of processes.
+        num_chunks: Number of chunks into which the example's batch is split. Batches of later calls are split into
+            chunks of the same size. Default: the number of processes.
         gather_output: Send the result to all processes.
 
     Returns:
@@ -124,13 +125,13 @@ def _split_points(
     if len(points) != world - 1:
         raise ConfigurationError(
             f"{len(points)} split points make {len(points) + 1} stages for {world} processes. "
-            + ("The model has too few modules: use fewer." if names_given is None else f"Pass {world - 1} names.")
+            + ("The model is too small: use fewer processes." if names_given is None else f"Pass {world - 1} names.")
         )
     return points
 
 
 def _even_points(model: nn.Module, no_split_module_classes: list[str] | None, world: int) -> list[str]:
-    """Return the modules that begin the stages, for stages of similar size. Fewer if the model has too few modules."""
+    """Return the first modules of later stages, for stages of similar size. Fewer if the model has too few modules."""
     outline = read_outline(model, no_split_module_classes=no_split_module_classes)
     modules = dict(model.named_modules())
     before: dict[str, int] = {}  # module that may begin a stage → bytes of the modules before it
@@ -179,7 +180,7 @@ class _Pipeline:
 
     @torch.no_grad()
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Run a batch through all stages. Collective."""
+        """Run a batch through all stages. Collective. Return None on ranks without the result."""
         size = self._broadcast_size(args, kwargs)
         num_chunks = math.ceil(size / self.chunk_size)
         inputs: list[Any] = []
@@ -201,7 +202,7 @@ class _Pipeline:
         return torch.cat(list(parts))[: size * (len(parts[0]) // self.chunk_size)]
 
     def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of the arguments. Raise an error if more than the batch size differs from the example."""
+        """Return the leaves of nested arguments. Raise if more than the batch size differs from the example."""
         wanted, structure = pytree.tree_flatten(self.example)
         if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
             raise ConfigurationError(
@@ -221,7 +222,7 @@ class _Pipeline:
         return found
 
     def _broadcast_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the batch size of the first process's arguments. Raises on every process if they are invalid."""
+        """Return the batch size of rank 0's arguments. Collective. Raise on every rank if they are invalid."""
         size, error = 0, None
         if self.rank == 0:
             try:
@@ -290,7 +291,7 @@ def _chunk(value: Any, index: int, num_chunks: int) -> Any:
 
 
 class _Stage:
-    """One stage of a traced model. It receives the values for this and later stages, and sends those for later stages.
+    """One stage of a traced model. It receives values that this or later stages use, and sends values for later ones.
 
     `traced` is the graph that calls all stages.
     """

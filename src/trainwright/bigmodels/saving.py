@@ -133,8 +133,8 @@ def save_sharded_model(
     The main process writes. Tensors are gathered one at a time, so that at most one full tensor is in memory.
 
     Args:
-        values: The model's state dict, with sharded or full tensors. Names must be equal on every rank.
-        state: The state that gathers the tensors.
+        values: The model's state dict, with sharded or full tensors. Names must be the same on every rank.
+        state: Gathers the sharded tensors.
         processes: All processes with shards.
         save_directory, max_shard_size, safe_serialization: See `save_model`, also for the errors. Errors are raised on
             every rank.
@@ -183,7 +183,7 @@ def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
     `load_and_quantize_model` reads it with the same configuration.
 
     Raises:
-        CheckpointError: The folder exists, or `save_model` raises.
+        CheckpointError: The folder exists, or `save_model` raises it.
     """
     target = Path(save_directory)
     if os.path.lexists(target):

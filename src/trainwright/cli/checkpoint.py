@@ -292,7 +292,7 @@ def _export_megatron(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.megatron_folder import MegatronLayout, export_megatron
 
     if wanted.sharded or wanted.expand_tied or wanted.max_shard_size != "5GB":
-        raise ConfigurationError("--megatron does not support --sharded, --expand-tied and --max-shard-size.")
+        raise ConfigurationError("--megatron excludes --sharded, --expand-tied and --max-shard-size. Remove them.")
     given: dict[str, Any] = {}
     for part in wanted.megatron.split(","):
         name, _, value = part.strip().partition("=")
@@ -328,7 +328,7 @@ def _convert(wanted: argparse.Namespace) -> int:
     if megatron_folder(wanted.source) is not None:
         for name in ("drop_unknown", "trust_pickle", "param_names", "optimizer_class", "step", "epoch"):
             if getattr(wanted, name) not in (None, False, []):
-                raise ConfigurationError(f"--{name.replace('_', '-')} is not used for a checkpoint of Megatron.")
+                raise ConfigurationError(f"--{name.replace('_', '-')} has no effect for Megatron. Remove it.")
         count = convert_megatron(wanted.source, wanted.target, wanted.config)
         _print(f"{wanted.target}: a model of transformers, {count} tensors")
         return 0

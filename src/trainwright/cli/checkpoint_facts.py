@@ -51,7 +51,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return `path` if it is a checkpoint, else all checkpoints in `path` or `path/checkpoints`."""
     found = _folders(path)
     if not found:
-        raise CheckpointError(f"{path} is not a checkpoint and contains none.")
+        raise CheckpointError(f"{path} is not a checkpoint and contains none. Pass a checkpoint or a run's folder.")
     return found
 
 
@@ -60,7 +60,7 @@ def _folders(path: Path) -> list[Path]:
         read_manifest(path)  # raises, with a hint, unless a crash left the checkpoint under a hidden name
         return [path]
     if not path.is_dir():
-        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder.")
+        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder. Pass a folder.")
     if _looks_ours(path):
         return [path]
     for folder in (path, path / CHECKPOINTS):
@@ -79,7 +79,7 @@ def _looks_ours(path: Path) -> bool:
 def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
     """Return a row for each checkpoint in a run's folder, by step. Checkpoints with unknown steps come first."""
     if not folder.exists():
-        raise FileNotFoundError(f"there is no folder {folder}.")
+        raise FileNotFoundError(f"there is no folder {folder}. Check the path.")
     rows = [_row(path, hashes) for path in _folders(folder)]
     return sorted(rows, key=lambda row: (-1 if row.step is None else row.step, row.created, row.name))
 
@@ -119,11 +119,11 @@ def _bytes_of(manifest: Manifest, part: str) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint by name, as plain values. Large tensors are not read."""
+    """Return facts about a checkpoint by name, without reading weights. Raise CheckpointError if it is damaged."""
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:
-        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}. Use another checkpoint.")
     with reading(path):
         return _facts(path, manifest)
 
@@ -169,7 +169,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _raw(folder: Path, stem: str) -> dict[str, Any]:
-    """Return the raw JSON of a tree, without its tensors."""
+    """Return the JSON object of a saved state. The state's tensors are in a separate file."""
     value = read_json(folder / f"{stem}.json")
     if not isinstance(value, dict):
         raise CheckpointError(f"{folder / stem}.json: expected an object, got {type(value).__name__}.")
@@ -208,7 +208,7 @@ def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of the part `"trainer"`. Nested states of callbacks and schedules are shortened."""
+    """Return the saved state of the Trainer by name. Nested states of callbacks and schedules are shortened."""
     facts: dict[str, Any] = {"progress": tree.get(PROGRESS, {})}
     for name, value in tree.items():
         if name == PROGRESS:

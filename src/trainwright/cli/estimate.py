@@ -32,7 +32,7 @@ _TIMM = "timm/"  # prefix of timm's models on the hub
 
 @dataclass(frozen=True, slots=True)
 class _FoundModel:
-    """Model to estimate: the weights and, unless only a folder of weights is known, the model."""
+    """Model to estimate: its element counts, and the module on the meta device (None if only weights are known)."""
 
     count: WeightCount
     module: nn.Module | None = None
@@ -182,7 +182,7 @@ def _pipeline_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
 
 
 def _context_peak(model: _FoundModel, wanted: argparse.Namespace) -> int | str:
-    """Return the peak memory of a rank with a part of each sequence, or the reason why it cannot be estimated."""
+    """Return the peak memory of a rank with context parallelism, or the reason why it cannot be estimated."""
     from trainwright.bigmodels.maps.rank_peaks import rank_peaks, training_shape
 
     assert model.module is not None

@@ -67,7 +67,7 @@ predict = partial(run_stage, "predict")
 
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Read a command line and its files. Class paths can name modules of the current folder."""
+    """Return the parser, and the settings of a command line and its files, which override `defaults`."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -155,12 +155,12 @@ _KEY = "predictions"
 
 
 def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Size]:
-    """Concatenate outputs of `predict_step` along the first dimension, and write them as one safetensors file.
+    """Concatenate outputs of `predict_step` along the first dimension, write them to a file, and return their shapes.
 
     Args:
         batches: the output of `predict_step` for each batch, in order. An output is a tensor of shape (batch, …), which
             is saved as "predictions", or a mapping from names to such tensors.
-        path: the file. A missing folder is created.
+        path: the safetensors file. A missing folder is created.
     """
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []

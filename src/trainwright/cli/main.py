@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--traceback` is before or after the command's name, and the other arguments."""
+    """Return whether `--traceback` is among the arguments, and the other arguments. Words after `--` do not count."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours = [word for word in arguments[:end] if word != "--traceback"]
     return len(ours) < end, ours + arguments[end:]

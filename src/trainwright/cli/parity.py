@@ -133,7 +133,7 @@ def class_path(text: str) -> str:
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():
-            raise ConfigurationError(f"{text!r}: there is no file {module}.")
+            raise ConfigurationError(f"{text!r}: there is no file {module}. Check the path.")
         sys.path.insert(0, str(file.parent.resolve()))
         module = file.stem
     return f"{module}.{name}"
@@ -171,7 +171,7 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
 
 
 def _run(plan: ParityPlan, label: str, folder: Path) -> Tape | str:
-    """Run one strategy. Return its record, or the error."""
+    """Run one strategy in new processes. Return its `Tape`, or the error as text."""
     from trainwright.cli.parity_tape import Tape
     from trainwright.processes.launcher import run_module
 
@@ -240,7 +240,7 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
 
 
 def run_plan(folder: Path) -> int:
-    """Run the plan of a folder. Return 0, or write `error.txt` into the folder and return 1."""
+    """Run the `ParityPlan` in a folder. Return 0. After an error, write `error.txt` into the folder and return 1."""
     plan = ParityPlan(**json.loads((folder / "plan.json").read_text()))
     try:
         _record(plan, folder)
@@ -288,7 +288,7 @@ def _record(plan: ParityPlan, folder: Path) -> None:
 
 
 def load_strategy(plan: ParityPlan) -> tuple[Any, int]:
-    """Return the strategy for the Trainer, and the number of processes."""
+    """Return the plan's strategy for the Trainer, and the number of processes: 1 if it is not distributed."""
     from trainwright.strategies.registry import STRATEGIES, make_strategy
     from trainwright.strategies.strategy import Strategy
 

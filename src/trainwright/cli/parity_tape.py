@@ -43,14 +43,14 @@ class StepRecord:
     """Record of one optimizer step, JSON-compatible. Its tensors are in a separate file."""
 
     loss: float | None = None  # the mean over everything that the step consumed; None for manual optimization
-    norm: float | None = None  # of the gradients before clipping; None if neither is exposed
+    norm: float | None = None  # of the gradients before clipping; None if the engine exposes neither
     data: dict[str, str] = field(default_factory=dict)  # "epoch/micro-batch" over all ranks → digest of its tensors
     copies: list[list[Any]] = field(default_factory=list)  # rank and name of parameters that differ from rank 0's
 
 
 @dataclass
 class Tape:
-    """Records of one run."""
+    """Records of one run, which `StepTape` wrote into a folder."""
 
     label: str
     folder: Path
@@ -61,7 +61,7 @@ class Tape:
 
     @classmethod
     def read(cls, label: str, folder: Path) -> Self:
-        """Read the records of `StepTape`, without tensors."""
+        """Read the records in a run's folder, without tensors. `label` names the run in messages."""
         steps = [StepRecord(**json.loads(file.read_text())) for file in sorted(folder.glob("step-*.json"))]
         return cls(label, folder, **json.loads((folder / "facts.json").read_text()), steps=steps)
 
@@ -161,7 +161,7 @@ class StepTape(Callback):
         seed_everything(int.from_bytes(hashlib.blake2s(text, digest_size=4).digest(), "little"))
 
     def _write(self, trainer: Any) -> None:
-        """Write the current step. Collective."""
+        """Write the record and the tensors of the current step on the main process. Collective."""
         main = trainer.is_global_zero
         parameters = self._engine.state.full_parameters(keep=main)
         if trainer.world_size > 1 and self._engine.capabilities.full_weights:
@@ -229,13 +229,13 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """The differing value, as text."""
+        """Name of the differing value, such as `gradient of net.weight`."""
         return f"{self.kind} of {self.name}" if self.name else self.kind
 
 
 @dataclass
 class Comparison:
-    """Comparison of a run with the reference."""
+    """Comparison of a run with the run of the reference strategy, step by step."""
 
     reference: Tape
     other: Tape
@@ -267,7 +267,7 @@ class Comparison:
         return notes
 
     def compare_step(self, step: int) -> None:
-        """Compare one step, in the order of computation."""
+        """Compare one step, in the order of computation. Add its differences to `found`."""
         self.step = step
         mine, other = self.reference.steps[step], self.other.steps[step]
         shared = mine.data.keys() & other.data.keys()

@@ -79,7 +79,7 @@ class _NoLogger(Logger):
 
 
 def advice(result: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
-    """Return advice for the part of a step with the longest time, and for each other part of at least 20 %."""
+    """Return advice for the longest part of a step, and other parts of at least 20 %. `facts` are `_Gather.facts`."""
     step, parts = result["step_ms"], result["parts"]
     ranked = sorted(parts, key=lambda part: -parts[part])
     chosen = [part for i, part in enumerate(ranked) if not i or 100 * parts[part] / step >= _NOTABLE]
@@ -180,7 +180,7 @@ def profile(argv: Sequence[str]) -> int:
 
 
 def _named_remedies(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the names after `--apply`, and the other arguments."""
+    """Return the names of remedies after `--apply`, and the other arguments."""
     end = list(argv).index("--apply") + 1 if "--apply" in argv else len(argv)
     names = list(takewhile(str.isidentifier, argv[end:]))
     return names, [*argv[:end], *argv[end + len(names) :]]

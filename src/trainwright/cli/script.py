@@ -184,7 +184,7 @@ class CLI:
         self.config = self._below_stage(self._settings)
 
     def _take_stage(self, words: list[str], given: dict[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-        """Return the stage, the arguments after it, and the configuration before it."""
+        """Return the stage, the arguments after it, and the settings of files that are named before it."""
         names = list(self.subcommands())
         if not words and given:
             stage = given.pop("subcommand", None) or next((name for name in names if name in given), None)
@@ -278,7 +278,7 @@ class CLI:
     # Building and running
 
     def _default_objects(self) -> dict[str, Any]:
-        """Return the Trainer's defaults that files cannot represent."""
+        """Return the values of `trainer_defaults` that YAML cannot represent."""
         return {k: v for k, v in self.trainer_defaults.items() if k != "callbacks" and not _is_plain(v)}
 
     def _use_configured_optimizer(self) -> None:
@@ -344,8 +344,8 @@ class _ClassRecipe(NamedTuple):
         return cls(settings["class_path"], options)
 
     def make(self, argument: str, value: object) -> Any:
-        """Create the object from parameters or an optimizer: a class's first argument, or a function's argument of this
-        name.
+        """Create an optimizer from parameters, or a schedule from an optimizer. `value` is the first argument of a
+        class, or the argument of a function that is called `argument`.
         """
         from trainwright.core.registry import import_object
 

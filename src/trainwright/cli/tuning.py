@@ -125,7 +125,7 @@ class TriedChange:
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference between two series of losses, relative to the mean loss."""
+    """Return the largest difference of two series of losses, relative to the mean of `one`. NaN if lengths differ."""
     if len(one) != len(other) or not one:
         return float("nan")
     return _largest(abs(a - b) for a, b in zip(one, other, strict=True)) / max(fmean(map(abs, one)), 1e-12)
@@ -144,7 +144,7 @@ def judge(
     tolerance: float | None,
     sizes: tuple[int, int] = (1, 1),
 ) -> TriedChange:
-    """Keep a remedy if every trial with it is faster than every trial without it, and losses agree.
+    """Return the result of a remedy. It is kept if each trial with it is faster than all without it and losses agree.
 
     A remedy without effect is faster by chance in one of 20 comparisons with three repetitions (one of 6 with two).
 
@@ -153,8 +153,7 @@ def judge(
         before: trials without the change.
         after: trials with the change.
         tolerance: largest relative difference of losses. None does not compare losses.
-        sizes: batch sizes without and with the change. If they differ, times are compared for the same number of
-            samples.
+        sizes: batch sizes without and with the change. Times are compared for the same number of samples.
     """
     growth = sizes[1] / sizes[0]
     olds, news = [each.step_ms for each in before], [each.step_ms / growth for each in after]
@@ -231,7 +230,7 @@ class Tuning:
         steps: measured optimizer steps of a trial.
         warmup: optimizer steps before the measured steps.
         repeats: number of trials without and with a change, each.
-        tell: function that receives each row when it is complete.
+        tell: function that receives each `TriedChange` when its trials are complete.
     """
 
     def __init__(
@@ -245,13 +244,13 @@ class Tuning:
         self.rows: list[TriedChange] = []
 
     def add(self, row: TriedChange) -> TriedChange:
-        """Store a row and print it."""
+        """Store a row of the table, and pass it to `tell`."""
         self.rows.append(row)
         self._tell(row)
         return row
 
     def config(self, overrides: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return the configuration with all defaults and with overrides. Default: those of kept remedies."""
+        """Return the configuration with all defaults and `overrides`. None: the overrides of kept remedies."""
         import yaml
 
         found: dict[str, Any] = yaml.safe_load(
@@ -260,7 +259,7 @@ class Tuning:
         return found
 
     def trial(self, overrides: Sequence[str] = ()) -> TrialRun:
-        """Profile a few steps in a separate process."""
+        """Profile a few steps in a separate process. Raise TrialError if the process fails."""
         pairs = dict(word.split("=", 1) for word in overrides if word.startswith(REMEDIES["threads"].argument))
         changed = [word for word in overrides if word.partition("=")[0] not in pairs]
         command = [sys.executable, "-m", "trainwright", "profile", *self.words, *self.seed, *changed, *self.options]
@@ -289,7 +288,7 @@ class Tuning:
         return [a for a, _ in pairs], [b for _, b in pairs]
 
     def judged(self, words: Sequence[str], remedy: Remedy, sizes: tuple[int, int] = (1, 1)) -> TriedChange:
-        """Compare trials with and without overrides."""
+        """Compare trials with the kept overrides to trials that also have the overrides `words`."""
         text = " ".join(words).replace(".init_args", "")
         try:
             return judge(text, *self.compare(self.kept, [*self.kept, *words]), remedy.tolerance, sizes)
@@ -307,7 +306,9 @@ class Tuning:
             self.add(row)
 
     def attempt(self, name: str, *, named: bool) -> None:
-        """Try the values of a remedy, and keep each value that saves time."""
+        """Try the values of a remedy. Keep each that saves time, but only propose it if it changes training and the
+        remedy is not `named` by the user.
+        """
         remedy, proposed = REMEDIES[name], REMEDIES[name].tolerance is None and not named
         while True:
             found = change(self.config(), name)

@@ -66,7 +66,7 @@ class KeyValueCache:
         return stored_keys[:, :, :end], stored_values[:, :, :end]
 
     def select(self, rows: Tensor) -> None:
-        """Keep the given rows, of shape (batch,), which may repeat."""
+        """Keep the rows with the indices `rows`, int64 of shape (batch,). An index may repeat."""
         self._stored = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._stored.items()}
 
     def call(self, model: nn.Module, tokens: Tensor, positions: Tensor) -> Any:

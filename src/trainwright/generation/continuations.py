@@ -246,8 +246,8 @@ def _is_shared(model: nn.Module) -> bool:
 
 
 def _any_computes(model: nn.Module, device: torch.device, computes: bool) -> bool:
-    """Return whether any rank must call the model again. If weights are split or sharded, all ranks must then call the
-    model, and this function is collective. Otherwise return False.
+    """Return whether `computes` is True on any rank. All ranks must then call the model. Collective if the model's
+    weights are split or sharded over ranks. Otherwise, return False without communication.
     """
     if not _is_shared(model):
         return False

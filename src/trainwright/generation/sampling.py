@@ -57,7 +57,7 @@ class Sampling:
 
 
 def all_stop_words(words: Sequence[Sequence[int]], eos_token: int | None) -> list[list[int]]:
-    """Return all words that end a row. Raise a `ConfigurationError` unless they are sequences of tokens."""
+    """Return `words` and the word `[eos_token]`. Raise a `ConfigurationError` unless words are sequences of tokens."""
     for word in words:
         if isinstance(word, (int, str)):
             raise ConfigurationError(f"stop_words has {word!r}, expected sequences of tokens: [[11], [12, 13]].")
@@ -67,12 +67,12 @@ def all_stop_words(words: Sequence[Sequence[int]], eos_token: int | None) -> lis
 
 
 def ends(words: list[list[int]], tokens: Tensor) -> bool:
-    """Return whether the new tokens of a row end with one of the words."""
+    """Return whether the new tokens of a row end with one of the stop words."""
     tail = tokens[-max(map(len, words), default=1) :].tolist()
     return any(tail[-len(word) :] == word for word in words)
 
 
 def cut(words: list[list[int]], tokens: Tensor) -> Tensor:
-    """Return the new tokens of a row up to and including the first word."""
+    """Return the new tokens of a row up to and including the first stop word."""
     lengths = range(1, len(tokens) + 1)
     return tokens[: next((length for length in lengths if ends(words, tokens[:length])), len(tokens))]

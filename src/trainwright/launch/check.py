@@ -20,7 +20,7 @@ from trainwright.launch.reading import LaunchCommand, read_config, split
 from trainwright.processes.launcher import set_variable
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
-STOPPED = "stopped: "  # before what was found in the part with which all processes end
+STOPPED = "stopped: "  # prefix of the error in the part in which all processes were ended
 # Each part, in its order, with the advice for a failure.
 PARTS = {
     "processes": "Correct the options. Check that machines reach each other at --main_process_ip and its port.",
@@ -40,7 +40,7 @@ _MODULE = "trainwright.launch.check_processes"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one part: its name, `"pass"`, `"fail"` or `"skipped"`, figures or the error, advice for a failure."""
+    """Row of the result: part of the check, `"pass"`, `"fail"` or `"skipped"`, figures or error, advice."""
 
     part: str
     result: str
@@ -49,7 +49,7 @@ class Finding:
 
 
 def failed(part: str, found: str) -> Finding:
-    """Return the row of a part that failed."""
+    """Return the row of a part that failed. `found` is the error."""
     return Finding(
         part, FAIL, found, _STOP_ADVICE if found.startswith(STOPPED) and part != "processes" else PARTS[part]
     )
@@ -112,7 +112,7 @@ def _read(results: Path) -> list[Finding]:
 
 
 def complete(rows: Sequence[Finding], ended: str) -> list[Finding]:
-    """Return a row for every part: `rows`, then the part in which a process `ended`, and parts that did not run."""
+    """Return a row for every part. If `rows` end early, the next part failed, because processes `ended`."""
     found, left = list(rows), list(PARTS)[len(rows) :]
     if left and not (found and found[-1].found.startswith(STOPPED)):
         found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))

@@ -1,4 +1,4 @@
-"""The parts of `trainwright check`. Each process runs this module with a folder for the run and one for rows."""
+"""The parts of `trainwright check`. Each process runs this module with a run's folder and a folder for its results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 class Watch:
-    """Watchdog that ends this machine's processes if a part takes longer than `LIMIT_S`, or goes on after a failure."""
+    """Watchdog that ends this machine's processes if a part takes longer than `LIMIT_S`, or waits for a failed rank."""
 
     def __init__(self, results: Path) -> None:
         self.store: Any = None
@@ -65,12 +65,12 @@ class Watch:
         threading.Thread(target=self._run, daemon=True).start()
 
     def begin(self, part: str) -> None:
-        """Watch a part."""
+        """Start the time limit of a part."""
         with self._lock:
             self._part, self._end_s = part, time.monotonic() + LIMIT_S
 
     def finish(self, row: Finding) -> None:
-        """End the watch of a part and append its row to this process's file."""
+        """End the time limit of a part and append its row to this process's file."""
         with self._lock:
             self._end_s = float("inf")
             self._write(row)
@@ -106,7 +106,7 @@ class Watch:
         os._exit(1)
 
     def _reasons(self) -> list[str]:
-        """Return the problems of ranks in a part that takes too long."""
+        """Return the errors of all ranks in the current part, including ranks that did not finish it."""
         part, text = self._part, f"did not finish within {LIMIT_S:.0f} s, or when another rank failed"
         if self.store is None:
             return [f"rank {self._here.rank} {text}"]
@@ -136,9 +136,7 @@ class Check:
         self._num_exchanges = 0
 
     def exchange(self, value: object, key: str = "") -> list[Any]:
-        """Return the JSON `value` of every rank, by rank. Collective. Uses the store, which works even if collectives
-        of tensors fail.
-        """
+        """Return the JSON `value` of every rank, by rank. Collective. The store works even if NCCL or gloo fail."""
         if self._store is None:
             return [value]
         self._num_exchanges += 1
@@ -150,7 +148,7 @@ class Check:
         return [json.loads(self._store.get(one)) for one in keys]
 
     def run(self, part: str, work: Callable[[Check], str]) -> Finding:
-        """Run one part. Return its row, which is equal on every rank. Collective."""
+        """Run one part. Return its row, which is the same on every rank. Collective."""
         facts: Facts
         try:
             facts = PASS, work(self)
@@ -283,7 +281,7 @@ class _CheckedModel(nn.Sequential):
 
 
 class Training:
-    """A small training with the Accelerator, whose earlier prepared objects are released. Collective."""
+    """A small training run with the Accelerator. Objects that it prepared before are released. Collective."""
 
     def __init__(self, check: Check, seed: int) -> None:
         self.accelerator = accelerator = check.accelerator
@@ -301,7 +299,7 @@ class Training:
         self.model, self.optimizer, self.loader = accelerator.prepare(model, _optimizer(model), loader)
 
     def batches(self) -> Iterator[tuple[list[int], float, bool]]:
-        """Train. Yield samples, loss, and True for a skipped step, for each micro-batch of all ranks."""
+        """Train. Yield sample indices, mean loss, and whether the step was skipped, for each global micro-batch."""
         for index, x, y in self.loader:
             with self.accelerator.accumulate(self.model):
                 loss = nn.functional.mse_loss(self.model(x).float(), y.float())

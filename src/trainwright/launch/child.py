@@ -2,7 +2,7 @@
 and import no other module of this package, because they have to start fast.
 
     python child.py LAUNCHER PROGRAM ARGUMENTS      becomes a program that is killed when its launcher ends
-    python child.py parent PROGRAM ARGUMENTS        the same for the process that has started it
+    python child.py parent PROGRAM ARGUMENTS        becomes a program that is killed when its parent process ends
     python child.py machine PROGRAM ARGUMENTS       runs a program on a machine that pdsh has started
 """
 
@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def command(first: object) -> list[str]:
-    """Return the command line of this file, without the program."""
+    """Return the command line that runs this file. `first` is a process ID, "parent" or "machine". Append a program."""
     return [sys.executable, "-I", "-S", __file__, str(first)]
 
 

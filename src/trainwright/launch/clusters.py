@@ -42,7 +42,7 @@ _ENGINES = {"Slurm": "slurm", "MPI": "mpi", "Ray": "ray", "Kubernetes": "kuberne
 
 
 def check_cluster(config: LaunchConfig) -> None:
-    """Check the options of cluster engines."""
+    """Raise ConfigurationError if an option needs another engine (`--slurm`, `--mpi`, …), or lacks one."""
     engine = config.engine
     given = config.set_options()
     for name, value in given.items():
@@ -77,7 +77,7 @@ def check_cluster(config: LaunchConfig) -> None:
             f"Run: mkdir -p {folder}"
         )
     if config.mpirun_hostfile and not Path(config.mpirun_hostfile).expanduser().is_file():
-        raise ConfigurationError(f"--mpirun_hostfile {config.mpirun_hostfile} does not exist.")
+        raise ConfigurationError(f"--mpirun_hostfile {config.mpirun_hostfile} does not exist. Check the path.")
 
 
 def start_on_cluster(command: LaunchCommand) -> int:

@@ -27,7 +27,7 @@ _COMMANDS = {
 
 
 def config(argv: Sequence[str]) -> int:
-    """Ask questions and write a configuration file, or run the sub-command."""
+    """Ask questions and write a configuration file, or run the sub-command. Return 1 if an existing file is kept."""
     name = argv[0] if argv and argv[0] in _COMMANDS else ""
     lines = "\n".join(f"  {command:<8} {text}" for command, text in _COMMANDS.items())
     parser = argparse.ArgumentParser(

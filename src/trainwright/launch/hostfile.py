@@ -41,7 +41,7 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
 
     path = str(config.deepspeed_hostfile)
     if not Path(path).is_file():
-        raise ConfigurationError(f"--deepspeed_hostfile {path} does not exist.")
+        raise ConfigurationError(f"--deepspeed_hostfile {path} does not exist. Check the path.")
     filters = config.deepspeed_inclusion_filter or "", config.deepspeed_exclusion_filter or ""
     try:
         hosts = read_hostfile(path, *filters)
@@ -56,7 +56,7 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
 
 
 def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:
-    """Return the command with the options that follow from the hostfile, and the machines that pdsh has to start."""
+    """Return the command with the options of the hostfile, and the machines for pdsh. None: pdsh is not used."""
     config, launcher = command.config, command.config.deepspeed_multinode_launcher or "standard"
     if launcher not in ("standard", "pdsh"):
         raise ConfigurationError(
@@ -89,7 +89,7 @@ def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]
 
 
 def _own_rank(hosts: _Hosts) -> int:
-    """Return the rank of this machine, by its name."""
+    """Return the position of this machine's name in the hostfile. Raise if the file does not have it once."""
     own = socket.gethostname()
     ranks = [rank for rank, name in enumerate(hosts) if name in (own, own.partition(".")[0], socket.getfqdn())]
     if len(ranks) != 1:
@@ -165,7 +165,7 @@ def handed_variables() -> dict[str, str]:
 
 
 def _check_reachable(hosts: _Hosts, variables: dict[str, str]) -> None:
-    """Run `true` on all machines by pdsh."""
+    """Raise if pdsh cannot run `true` on all machines."""
     command = ["pdsh", "-S", "-f", str(len(hosts)), "-u", str(_REACH_SECONDS), "-w", ",".join(hosts), "true"]
     done = subprocess.run(
         command,

@@ -28,13 +28,13 @@ def write_manifest(command: LaunchCommand) -> int:
     try:
         Path(output).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError(f"--kubernetes_output {output} cannot be written: {error}.") from error
+        raise ConfigurationError(f"--kubernetes_output cannot be written: {error}. Pass another path.") from error
     print(f"Submit the job with: kubectl create -f {output}")
     return 0
 
 
 def manifest(command: LaunchCommand) -> _Mapping:
-    """Return the manifest of a job."""
+    """Return the manifest of a job. Raise ConfigurationError without an image, or for an invalid name."""
     config = command.config
     if not config.kubernetes_image:
         raise ConfigurationError("--kubernetes needs --kubernetes_image too.")

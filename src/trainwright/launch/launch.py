@@ -41,8 +41,7 @@ _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|re
 def launch(argv: Sequence[str]) -> int:
     """Run a script in the processes that the options describe. Return the exit code.
 
-    A single process replaces the calling process. Several processes are started, monitored and ended together by
-    torch's elastic agent.
+    A single process replaces the calling process. torch's elastic agent starts, monitors and ends several processes.
 
     Raises:
         ConfigurationError: An option or the script is not valid. No process has been started.
@@ -84,11 +83,11 @@ def check(command: LaunchCommand) -> None:
     if command.kind == "script" and not command.config.kubernetes:  # the image has the script
         _check_script(command.script)
     elif command.kind == "program" and not command.config.kubernetes and shutil.which(command.script) is None:
-        raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable.")
+        raise ConfigurationError(f"the program {command.script!r} was not found, or is not executable. Check PATH.")
 
 
 def check_options(config: LaunchConfig) -> None:
-    """Check options against each other."""
+    """Raise ConfigurationError if options exclude each other, are out of range, or need other options."""
     check_supported(config)
     for one, other in (
         *combinations(("use_fsdp", "use_deepspeed", "use_megatron_lm"), 2),
@@ -121,12 +120,12 @@ def check_options(config: LaunchConfig) -> None:
     if config.num_processes is not None and config.num_processes % machines:
         raise ConfigurationError(
             f"--num_processes {config.num_processes} is the number on all machines, and cannot be divided by "
-            f"--num_machines {machines}."
+            f"--num_machines {machines}. Pass a multiple."
         )
 
 
 def check_packages(config: LaunchConfig) -> None:
-    """Check that this environment has the packages that options need."""
+    """Raise an error if this environment lacks a package that an option needs."""
     if config.tpu:
         from trainwright.core.host.xla_library import check_versions  # imports torch
 
@@ -136,7 +135,7 @@ def check_packages(config: LaunchConfig) -> None:
 def _check_script(script: str) -> None:
     path = Path(script)
     if not path.is_file():
-        raise ConfigurationError(f"the script {script!r} does not exist.")
+        raise ConfigurationError(f"the script {script!r} does not exist. Check the path.")
     try:
         compile(path.read_bytes(), script, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -321,9 +320,9 @@ class FirstFailure:
 def first_failure(error: Any, logs: str | Path) -> FirstFailure:
     """Return the failure that caused other failures.
 
-    This is a process that a signal killed, or else the earliest error that no other process caused, by the time of the
-    last output. Processes whose output is not in a file come last. The times in torch's error have a resolution of one
-    second only.
+    A process that a signal killed comes first, then the earliest error that does not follow from the end of another
+    process, such as a lost connection. Processes whose output is not in a file come last. The time of an error is that
+    of the process's last output, because torch's error has whole seconds.
 
     Args:
         error: `ChildFailedError` of torch's agent.
@@ -365,7 +364,7 @@ def _help() -> str:
 
 
 def options_help() -> str:
-    """Return the description of all options in `--help`."""
+    """Return the text about all options for `--help`."""
     groups: dict[str, list[str]] = {}
     short = {name: flag for flag, name in SHORT.items()}
     for option in options():

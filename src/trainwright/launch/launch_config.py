@@ -52,7 +52,7 @@ class Option:
 
     @property
     def is_refused(self) -> bool:
-        """True if the option has no value with an effect."""
+        """True if each value of the option is refused or has no effect."""
         return self.group == _LATER
 
     def refusal(self, value: object) -> str:
@@ -185,7 +185,7 @@ class LaunchConfig:
     cpu: bool | None = _hardware("Train on the CPU.", as_bool, "ACCELERATE_USE_CPU")
     multi_gpu: bool | None = _hardware("Use all GPUs of the machine, which is the default.", as_bool)
     tpu: bool | None = _hardware("Train on a TPU, or another device of torch_xla that PJRT_DEVICE names.", as_bool)
-    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 there.", as_bool, "XLA_DOWNCAST_BF16")
+    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 on a TPU.", as_bool, "XLA_DOWNCAST_BF16")
     gpu_ids: str | None = _hardware("Numbers of the GPUs to use, separated by commas, or 'all'.")
     num_processes: int | None = _processes("Number on all machines. Default: one for each GPU; with --cpu 1.", int)
     num_cpu_threads_per_process: int | None = _processes("Threads of torch in each process.", int, "OMP_NUM_THREADS")
@@ -328,7 +328,7 @@ class LaunchConfig:
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which set options reach the script."""
+        """Return the environment variables that pass the options to the script."""
         found = {}
         for option in options():
             value = getattr(self, option.name)
@@ -348,7 +348,7 @@ def options() -> Iterator[Option]:
 
 
 def refused_options() -> Iterator[Option]:
-    """Yield the options without effect, which are not fields. With a `refusal`, they raise an error."""
+    """Yield the options that are not fields of `LaunchConfig`, because they have no effect or are refused."""
     for reason, names in _REFUSED.items():
         for text in names.split():
             name, _, harmless = text.partition("=")

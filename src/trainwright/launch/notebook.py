@@ -128,8 +128,8 @@ def notebook_launcher(
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
     """Call `function(*args)` in several new processes on the CPU, for tests of distributed code. Main thread only.
 
-    Arguments, result and errors are those of `notebook_launcher`. The default of `num_processes` is 2. The calling
-    process may have an `Accelerator`.
+    For arguments, result and errors, see `notebook_launcher`. `num_processes` is 2 by default. The calling process may
+    have an `Accelerator`.
     """
     config = _config(cpu=True, num_processes=num_processes, mixed_precision="no", main_process_port=0)
     return _launch(function, args, config, num_processes, None)
@@ -146,7 +146,7 @@ def _config(**values: object) -> LaunchConfig:
 def _check_unused() -> None:
     """Check that this process has not created an Accelerator or used CUDA."""
     found = PartialState._shared_state.get("_created")
-    problem = f"created an Accelerator or PartialState already, in {found} (a single process is this one)"
+    problem = f"created an Accelerator or PartialState already, in {found}"
     if found is None and _cuda_is_initialized():
         problem = f"initialized CUDA already{''.join(_cuda_users[:1])}"
     elif found is None:
@@ -158,7 +158,7 @@ def _check_unused() -> None:
 
 
 def _save(result: object, file: Path) -> None:
-    """Save a function's result and an empty text. If it cannot be pickled, save None and the reason."""
+    """Save the tuple (result, ""). If the result cannot be pickled, save (None, reason)."""
     import cloudpickle
 
     try:

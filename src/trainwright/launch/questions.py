@@ -177,7 +177,7 @@ class Questions:
     def number(
         self, name: str, default: int | str, least: int = 1, problem: Callable[[Any], str] = lambda value: ""
     ) -> Any:
-        """Ask for a number until it has no `problem`. With an empty default, an empty answer returns None."""
+        """Ask for a number of at least `least` for which `problem` is empty. An empty `default` also allows None."""
 
         def of_text(text: str) -> str:
             if not text:

@@ -73,7 +73,7 @@ class LaunchCommand:
 
 @cache
 def known_options() -> dict[str, Option]:
-    """Return all options by their names, with those that are refused."""
+    """Return all options by their names, including `refused_options`."""
     return {option.name: option for option in (*options(), *refused_options())}
 
 
@@ -262,7 +262,7 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     for section in _SECTIONS:
         values = left.pop(section, None) or {}
         if not isinstance(values, dict):
-            raise ConfigurationError(f"{origin}: {section}={values!r} is not a mapping.")
+            raise ConfigurationError(f"{origin}: {section}={values!r} is not a mapping. Write `key: value`.")
         if section == "parallelism_config" and values:
             flat["use_parallelism_config"] = True
         beginning = {"fsdp_config": "fsdp_", "fp8_config": "fp8_"}.get(section, "")  # which keys may leave out

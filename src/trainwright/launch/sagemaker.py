@@ -30,7 +30,7 @@ _PORT = "7777"  # of SageMaker's containers
 
 
 def check_job(config: LaunchConfig) -> None:
-    """Check the options of a job."""
+    """Raise ConfigurationError if options of `--sagemaker` are missing or not supported."""
     kind = config.sagemaker_distributed_type or "NO"
     missing = [name for name in ("ec2_instance_type", "iam_role_name") if getattr(config, name) is None]
     if config.image_uri is None:
@@ -121,7 +121,7 @@ def hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
             text = left.pop(0)
         name = flag.lstrip("-")
         if name in found:
-            raise ConfigurationError(f"{flag} is given twice. SageMaker passes an argument once.")
+            raise ConfigurationError(f"{flag} is given twice. SageMaker passes an argument once. Remove one.")
         found[name] = _value(text)
     return found
 

@@ -96,7 +96,7 @@ class LowRankAdamW(Optimizer):
 
 
 def _directions(grad: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return singular vectors of the shorter side, one in each row."""
+    """Return the first `rank` singular vectors of the gradient's shorter side, one in each row."""
     left, _, right = torch.linalg.svd(grad.float(), full_matrices=False)
     chosen: torch.Tensor = right[:rank] if grad.shape[0] >= grad.shape[1] else left[:, :rank].T
     return chosen.to(grad.dtype).contiguous()

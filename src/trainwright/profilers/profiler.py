@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Profiler:
     """Base class of profilers. Sub-classes override `start`, `stop` and `summary`.
 
-    A Trainer calls `setup` when a stage begins, `start` and `stop` around each action, `end_step` after each optimizer
-    step (in evaluations after each batch), `close` before the process group is closed, and then `describe` and
-    `teardown`. Call `start` and `stop` from one thread only.
+    A Trainer calls `setup` when a stage begins, `start` and `stop` around each action (such as a hook, or the fetch of
+    a batch), `end_step` after each optimizer step (in evaluations after each batch), `close` before the process group
+    is closed, and then `describe` and `teardown`. Call `start` and `stop` from one thread only.
 
     Args:
         dirpath: Folder of the profiler's files. Default: None, which is `default_root_dir` of the Trainer.
@@ -53,7 +53,7 @@ class Profiler:
         """Start recording the action `name`."""
 
     def stop(self, name: str) -> None:
-        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it is not running."""
+        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it was not started."""
 
     @contextmanager
     def profile(self, name: str) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Profiler:
         return ""
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
-        """Write the summary to its file, or pass rank 0's summary to `show` (default: print). Also show file names."""
+        """Write the summary to a file, or show rank 0's if `dirpath` and `filename` are None. Show the file names."""
         text, path = self.summary(), self.path(".txt")
         if text and (self.dirpath is not None or self.filename is not None):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,19 +108,19 @@ class Profiler:
             show(f"Files of the profiler in {path.parent}: {', '.join(files)}")
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Mark the modules of a prepared model. Default: nothing."""
+        """Override to mark the modules of the model that a stage runs. Does nothing by default."""
 
     def teardown(self, stage: str) -> None:
         """Release everything at the end of a stage."""
 
     def path(self, ending: str, part: str | int | None = None) -> Path:
-        """Return the path of a file. `part` of the name is this rank by default."""
+        """Return the path of the file `{stage}-{filename}-{part}{ending}`. `part` is this rank by default."""
         part = self.rank if part is None else part
         return (self.dirpath or self._root) / f"{self.stage}-{self.filename or 'profile'}-{part}{ending}"
 
 
 class PassThroughProfiler(Profiler):
-    """Profiler that records nothing: `trainer.profiler` of a Trainer without one."""
+    """Profiler that records nothing, for a Trainer without a profiler."""
 
     enabled = False
 

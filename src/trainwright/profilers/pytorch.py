@@ -61,7 +61,7 @@ def make_schedule(given: Mapping[str, int] | Schedule | None) -> Schedule | None
 
 
 class CycleProfile(torch.profiler.profile):
-    """torch's profiler, which can export each cycle several times and counts the recorded steps.
+    """torch's profiler. It can export a cycle of its schedule several times, and counts the recorded steps.
 
     Args:
         schedule: See `make_schedule`. None records everything.
@@ -155,11 +155,10 @@ class PyTorchProfiler(Profiler):
         table_kwargs: Further arguments of torch's `table`. Default: None.
         schedule: The steps to record: `wait`, `warmup`, `active`, `repeat` and `skip_first`, or a function of the step.
             Default: None, which is `wait=1, warmup=1, active=3, repeat=1`.
-        memory_timeline: Write `{stage}-{filename}-{rank}-memory.json` with the memory by its use. Default: False.
+        memory_timeline: Write `{stage}-{filename}-{rank}-memory.json`, memory by category over time. Default: False.
         memory_snapshot: On CUDA, write `{stage}-{filename}-{rank}-memory.pickle` for pytorch.org/memory_viz. Default:
             False.
-        peak_flops: Peak of a device in FLOP/s. With `with_flops=True`, FLOPs of a step are compared with it. Default:
-            None.
+        peak_flops: A device's peak in FLOP/s, with which FLOPs are compared if `with_flops=True`. Default: None.
         **profiler_kwargs: Arguments of `torch.profiler.profile`.
 
     Raises:

@@ -32,8 +32,7 @@ def part_of(name: str) -> str | None:
 
 
 class StepPartsProfiler(SimpleProfiler):
-    """Profiler that sums the seconds of each part of a step, without nested parts. A step begins when the previous step
-    ends.
+    """Profiler of the seconds in each part of a step, without nested parts. A step begins when the previous one ends.
 
     Args:
         steps: number of measured steps.
@@ -98,7 +97,7 @@ class StepPartsProfiler(SimpleProfiler):
         return ""
 
     def result(self) -> dict[str, Any]:
-        """Return the milliseconds of a step and of each of its parts, and of each callback."""
+        """Return the mean milliseconds of a step, of its parts and each callback, and the longest data wait."""
         self.close()
         steps, parts = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0)
         callbacks = defaultdict[str, float](float)

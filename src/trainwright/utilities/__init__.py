@@ -2,7 +2,7 @@
 
 `rank_zero_only`, `rank_zero_info`, `rank_zero_warn` and `rank_zero_deprecation` act on the main process, `grad_norm`
 and `measure_flops` measure a model, `move_data_to_device` moves a batch, `CombinedLoader` reads several loaders, and
-`AttributeDict` is the dict that hyper-parameters are. `local_files_only` checks that a model of Hugging Face's hub can
+`AttributeDict` is the class of hyper-parameters. `local_files_only` checks that a model of Hugging Face's hub can
 be loaded.
 """
 

@@ -32,17 +32,17 @@ class AlignDevicesHook(ModelHook):
     """Hook that moves a module's inputs to its device, and with `offload` loads its weights for each forward.
 
     Args:
-        execution_device: The device that runs the forward. None: weights and inputs are not moved, and offloaded
-            weights are loaded to their original device.
-        offload: Store the weights in `weights_map` between forwards. The module then has meta tensors.
+        execution_device: The device that runs the forward. None with `offload`: the device of the module's first
+            tensor that is not on the meta device, or the CPU. None without `offload`: nothing is moved.
+        offload: Between forwards, the weights are in `weights_map`, and the module has meta tensors in their place.
         io_same_device: Move the output to the device of the first input tensor.
-        weights_map: The weights by their names in the module. Default: a copy on the CPU.
+        weights_map: Name of a weight in the module → its value. Default: copies of the weights on the CPU.
         offload_buffers: Also offload persistent buffers. By default, buffers stay on the execution device.
-        place_submodules: Include the tensors of submodules.
-        skip_keys: Names of arguments, and keys of an output, that are not moved.
-        tied_params_map: Accepted without effect.
-        prefetcher: Loads weights before their use.
-        tensor_names: The tensors to place or offload. Default: all.
+        place_submodules: Also move or offload the tensors of submodules. By default, only the module's own tensors.
+        skip_keys: Names of arguments, and keys of an output dict, that stay on their device.
+        tied_params_map: Accepted for compatibility; has no effect.
+        prefetcher: `Prefetcher` that loads the weights before the forward. Default: the forward loads them.
+        tensor_names: Names of the tensors to move or offload. Default: all.
     """
 
     runs_after_failure = True  # to unload the weights
@@ -117,7 +117,7 @@ class AlignDevicesHook(ModelHook):
         return self.offload or self.io_same_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the module's tensors to the device, or replace them by meta tensors. Blocks if tensors are moved.
+        """Move the module's tensors to the device (blocks), or replace them by meta tensors if they are offloaded.
 
         Raises:
             CheckpointError: A weight is not in the weights map, or has another shape in the weights map.
@@ -157,10 +157,10 @@ class AlignDevicesHook(ModelHook):
         try:
             value = self.weights_map[name]
         except KeyError:
-            raise CheckpointError(f"the weights map does not contain {name!r}, which is offloaded.") from None
+            raise CheckpointError(f"the weights map does not contain {name!r}, which is offloaded. Add it.") from None
         if value.shape != tensor.shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(value.shape)} in the weights map and {tuple(tensor.shape)} in the module."
+                f"{name!r} has shape {tuple(value.shape)} in the weights map, expected {tuple(tensor.shape)}."
             )
         return Slot.of(name, tensor, is_buffer, value)
 
@@ -178,16 +178,14 @@ class AlignDevicesHook(ModelHook):
             self._number = self.prefetcher.add(self)
 
     def note_shared(self, present: Collection[int]) -> None:
-        """Record which offloaded weights are also in modules that are not offloaded, given those modules' parameter
-        ids.
-        """
+        """Record which offloaded weights other modules have in memory. `present` are the ids of these parameters."""
         for slot in self._slots:
             slot.is_shared = slot.former is not None and id(slot.former) in present
 
     def offloaded(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, FileSpan | None]]:
         """Yield name, placeholder, value and location in a file (or None) of each offloaded tensor.
 
-        The placeholder has the dtype of the forward.
+        The placeholder is the meta tensor that the module has. Its dtype is the dtype of the forward.
         """
         assert self.weights_map is not None
         for slot in self._slots:
@@ -196,9 +194,9 @@ class AlignDevicesHook(ModelHook):
             yield slot.name, placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
 
     def replace(self, module: nn.Module, name: str, value: torch.Tensor, span: FileSpan | None) -> None:
-        """Replace the value of an offloaded tensor. The module already contains the new placeholder.
+        """Replace the value of an offloaded tensor. The module must already have a meta tensor like the new value.
 
-        `span` is the location of the value if the value is in a file.
+        `span` is the location of the value in a file. None: the value is in memory.
         """
         weights = StoredWeights()
         for known, _, former, former_span in self.offloaded(module):
@@ -218,9 +216,9 @@ class AlignDevicesHook(ModelHook):
         self._locate_weights()
 
     def release(self, module: nn.Module) -> StoredWeights:
-        """Restore weights that are in memory, without a copy. Return the weights that are in files.
+        """Put weights that are in memory back into the module, without a copy. Return the weights that are in files.
 
-        The module keeps placeholders for weights in files. The hook is unchanged.
+        The module keeps meta tensors for weights in files. The hook is unchanged.
         """
         in_files = StoredWeights()
         for slot in self._slots:
@@ -281,10 +279,10 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def load(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Load the weights into the module. They stay loaded until this thread has called `unload` for each `load`.
+        """Load the weights into the module. They stay loaded until every thread has called `unload` for each `load`.
 
-        If the weights are already loaded, they stay on the device of the earlier use. `device` is the device for a use
-        outside of a forward.
+        `device` is the device for a use outside of a forward. None: the execution device. If the weights are already
+        loaded, they stay on the device of the earlier `load`.
         """
         thread = threading.get_ident()
         users = self._users
@@ -330,7 +328,7 @@ class AlignDevicesHook(ModelHook):
             table[leaf] = loaded
 
     def _is_still_ready(self) -> bool:
-        """Return whether the module has the same meta tensors as in the last forward, unchanged."""
+        """Return whether the module's meta tensors, their dtypes and `requires_grad` are those of the last forward."""
         with without_guard():
             for table, leaf, shown, weight in self._ready:
                 if table.get(leaf) is not shown or weight.dtype != shown.dtype:
@@ -340,7 +338,7 @@ class AlignDevicesHook(ModelHook):
         return True
 
     def _is_cached(self) -> bool:
-        """Return whether the files of cached weights are in the page cache. Check that no file was truncated."""
+        """Return whether the weights are small enough to stay in the page cache. Raise if a file was truncated."""
         if self.prefetcher is not None and self.prefetcher.total_bytes > _STAYS_CACHED_BYTES:
             return False
         for file in self._files:
@@ -357,7 +355,7 @@ class AlignDevicesHook(ModelHook):
         return fetched
 
     def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
-        """Return whether a host weight is a view of a file, or of other memory that stays allocated."""
+        """Return whether the next forward can use a loaded weight again: it is a view of memory that is not freed."""
         assert self.weights_map is not None
         known = (slot.name in self._spans or slot.former is not None) and (weight is slot.former or not slot.is_shared)
         return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
@@ -399,7 +397,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """Return the hooks that offload a module's own weights. Tensors with own map entries have own hooks."""
+    """Return the hooks that offload a module's own weights. A tensor with its own device map entry has its own hook."""
     return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook) and each.offload]
 
 
@@ -422,9 +420,10 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     """Return a context in which a module's own weights, without those of submodules, are loaded.
 
     Args:
-        module: The module. Offloaded weights are loaded to the device and unloaded at the end, when changes may be
-            lost. Other weights are moved to the device and back, with their changes.
-        execution_device: The device. Default: the hook's device for offloaded weights. Other weights are not moved.
+        module: The module. If its weights are offloaded, they are loaded to the device and unloaded at the end, and
+            changes may be lost. Otherwise they are moved to the device and back, with their changes.
+        execution_device: The device. None: offloaded weights are loaded to the device of their hook, and weights that
+            are not offloaded stay on their device.
     """
     hooks = offloading_hooks(module)
     if hooks:

@@ -1,4 +1,4 @@
-"""Add the hooks that align devices to a model, and check that they load all of its weights."""
+"""Add an `AlignDevicesHook` to the modules of a model, and check that the hooks load all of the model's weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _HookArguments(NamedTuple):
     prefetcher: Prefetcher | None
 
     def is_loaded_as_one(self, module: nn.Module) -> bool:
-        """Return whether a module uses weights of its submodules without calling them."""
+        """Return whether a module's weights are loaded with those of its submodules, because it does not call these."""
         return type(module).__name__ in self.preload or isinstance(module, nn.MultiheadAttention)  # its out_proj
 
 
@@ -43,7 +43,7 @@ def attach_execution_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Make a module and its submodules with weights run on a device. Modules with a hook keep their hook.
+    """Add hooks that run a module and its submodules with weights on a device. Modules with a hook keep their hook.
 
     Args:
         module: The module, which is changed in place. Its weights are moved to the device.
@@ -81,10 +81,10 @@ def attach_align_device_hook(
 
     Args:
         module: The module, which is changed in place with all its submodules.
-        execution_device: The device that runs the modules.
+        execution_device: The device that runs the modules. For None, see `AlignDevicesHook`.
         offload: Offload the modules' weights between forwards.
-        weights_map: The weights by their names in the full model. Default: a copy of each on the CPU.
-        module_name: The name of the module in the full model.
+        weights_map: Name of a weight in the full model → its value. Default: copies of the weights on the CPU.
+        module_name: The name of the module in the full model. Default: `""`, the full model.
         preload_module_classes: Names of classes whose offloaded weights, including those of submodules, are loaded
             together. Required for modules that use the weight of a submodule without calling it.
         offload_buffers, skip_keys, tied_params_map, prefetcher: See `AlignDevicesHook`.
@@ -106,12 +106,12 @@ def attach_align_device_hook_on_blocks(
     *,
     prefetcher: Prefetcher | None = None,
 ) -> None:
-    """Add hooks to the blocks of a model. Device and offloading are set for each block.
+    """Add hooks to a model. Each block (a module or tensor that the maps name) has its own device and offloading.
 
     Args:
         module: Modified in place, with all its submodules.
-        execution_device: One device, or a device for each block by name. `""` is the model itself.
-        offload: One value, or a value for each block by name.
+        execution_device: One device, or a map: name of a block → device. `""` is the model itself.
+        offload: Offload the weights between forwards. One value, or a map: name of a block → value.
         weights_map, module_name, preload_module_classes: See `attach_align_device_hook`.
         offload_buffers, skip_keys, tied_params_map, prefetcher: See `AlignDevicesHook`.
     """
@@ -137,10 +137,10 @@ def _attach(
     *,
     outer: bool,
 ) -> None:
-    """Add a hook to each module that has weights, and to each tensor that has an entry of its own.
+    """Add a hook to each module that has weights, and one for each tensor that has its own entry in `devices`.
 
-    With `outer`, modules whose submodules have weights get a hook, too. Any of these modules may be called with inputs
-    on another device, and the model returns its output on the device of its input.
+    With `outer`, modules whose submodules have weights also get a hook, which moves the inputs of a call to the device
+    of the module. The full model then returns its output on the device of its input.
     """
     entries = devices.keys() & offloads.keys()
     loaded_with_outer: tuple[str, ...] = ()  # prefixes of modules whose weights are loaded as one
@@ -179,11 +179,11 @@ def _attach(
 
 
 def check_first_forward(model: nn.Module) -> None:
-    """Check the weights of each part of an offloaded model before the part's first forward.
+    """Check the weights of each module with submodules in an offloaded model before the module's first forward.
 
-    The forward raises ConfigurationError if a weight of the part is on the meta device and no hook loads it. An adapter
-    that is added to an offloaded model gets meta weights, and torch multiplies meta weights on the CPU without an
-    error. Each part is checked separately, because wrappers such as peft's do not call the full model.
+    The forward raises ConfigurationError if a weight is on the meta device and no hook loads it. An adapter that is
+    added to an offloaded model gets meta weights, and torch multiplies meta weights on the CPU without an error. Each
+    module is checked separately, because wrappers such as peft's do not call the full model.
     """
     for module in model.modules():
         if module._modules:
@@ -211,7 +211,7 @@ def _check_initialized(module: nn.Module) -> None:
 
 
 def innermost(name: str, entries: Collection[str]) -> str | None:
-    """Return the device map's entry for a module or tensor, or else for the closest module that contains it."""
+    """Return `name` if it is in `entries`, or else the closest module in `entries` that contains it, or else None."""
     while name not in entries:
         if not name:
             return None

@@ -52,15 +52,15 @@ def dispatch_model(
             tensors on the meta device must be in `state_dict`, in `offload_dir`, or in files of an earlier load to the
             disk.
         device_map: Module name → device, `"cpu"` or `"disk"`, such as `{"": "disk"}`. The map must cover the model.
-            Parameters in the model's `_no_placement_params` are not moved. `"auto"`, `"balanced"`, `"balanced_low_0"`
-            and `"sequential"` compute a map for the free memory, without splitting the classes in the model's
-            `_no_split_modules`. Default: `"auto"`.
-        main_device: The device that runs parts on the CPU and the disk. If no input is a tensor, it also gets the
-            output. Default: the first accelerator of the map, or the CPU.
+            Parameters whose names end with one of the model's `_no_placement_params` may be left out. `"auto"`,
+            `"balanced"`, `"balanced_low_0"` and `"sequential"` compute a map for the free memory, without splitting the
+            classes in the model's `_no_split_modules`. Default: `"auto"`.
+        main_device: The device that runs the modules whose weights are on the CPU or the disk. Default: the first
+            accelerator of the map. If all weights are on the disk, the current accelerator. Otherwise the CPU.
         state_dict: Values of offloaded weights and of tensors on the meta device. Default: the model's values.
         offload_dir: Folder to which weights on the disk are written. Not needed for weights of a safetensors checkpoint
             that was loaded to the disk, and for weights that a previous call has written.
-        offload_index: Replaces the `index.json` of the folder.
+        offload_index: Index of the files in `offload_dir`. Default: the folder's `index.json`.
         offload_buffers: Also offload buffers.
         skip_keys: Names of arguments that are not moved between devices, such as a cache.
         preload_module_classes: See `attach_align_device_hook`.
@@ -217,7 +217,7 @@ def _offloaded_weights(
 
 
 def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights: StoredWeights) -> None:
-    """Write tensors into the folder, each memory once, and add them to the offloaded weights."""
+    """Write tensors into the folder, and add them to `weights`. Tensors that share memory are written once."""
     if folder is None:
         raise ConfigurationError(
             f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, but they "
@@ -235,7 +235,7 @@ def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights
 
 
 def choose_main_device(devices: list[Device], asked: Device | None = None) -> torch.device:
-    """Return the device that runs parts on the CPU and the disk: `asked`, or the first accelerator, or the CPU."""
+    """Return `asked`, or else the default of `main_device` in `dispatch_model` for the devices of a map."""
     if asked is not None:
         return checked_device(asked)
     first = next((device for device in devices if device not in ("cpu", "disk")), None)
@@ -290,7 +290,7 @@ def cpu_offload(
         model: Modified in place.
         execution_device: The device that runs the model. Default: the accelerator that the model is on, or the current
             accelerator.
-        state_dict: Weights on the CPU, and values of tensors on the meta device. Default: the model's values.
+        state_dict: Name of a weight → its value, also for weights on the meta device. Default: the model's values.
         offload_buffers, preload_module_classes, prefetch_bytes: See `dispatch_model`.
 
     Returns:

@@ -76,8 +76,8 @@ def load_checkpoint_in_model(
 
     All checks precede the first change of a weight. Meta tensors that are loaded to the CPU from safetensors become
     views of the file, which are read on first access. The file may be replaced, but must not be modified. Writes to a
-    weight do not change the file. Files of `torch.save` are read into memory. Weights on the disk are read from their
-    safetensors file. Weights in other formats are first written to `offload_folder`.
+    weight do not change the file. Files of `torch.save` are read into memory. Weights that the map puts on the disk
+    stay in their safetensors file. Those of other formats are first written to `offload_folder`.
 
     Args:
         model: The model, which is changed. Weights that are already on their device are overwritten in place. Offloaded
@@ -113,7 +113,7 @@ def load_checkpoint_in_model(
 
 
 def load_weights(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: LoadOptions) -> LoadedKeys:
-    """Load weights that are already mapped or in memory. Messages contain `checkpoint`."""
+    """Load the weights in `stored` into a model. `checkpoint` is only used in messages."""
     targets = find_targets(model)
     if options.device_map is not None:
         _check_map(targets, options.device_map)
@@ -405,10 +405,10 @@ def load_checkpoint_and_dispatch(
         The model. If it was dispatched, it has the attribute `hf_device_map`.
 
     Raises:
-        CheckpointError: `load_checkpoint_in_model` raises, or a weight has values neither in the checkpoint nor in the
-            model.
-        ConfigurationError: The map is unknown, does not cover the model, or contains a device that is not on this
-            machine. The model and the files are as before.
+        CheckpointError: `load_checkpoint_in_model` raises it, or a weight has values neither in the checkpoint nor in
+            the model.
+        ConfigurationError: `device_map` is an unknown word, does not cover the model, or contains a device that is not
+            on this machine. The model and the files are as before.
     """
     places: Mapping[str, Device] | None
     if device_map is not None:

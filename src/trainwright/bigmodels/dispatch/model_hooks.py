@@ -142,9 +142,9 @@ class _Once:
 
 
 def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> None:
-    """Call a function with the module before the next forward and all hooks. After an error, call it again.
+    """Call `act(module)` once, before all hooks of the next forward. If `act` raises, call it before later ones, too.
 
-    `remove_hook_from_module` removes the function, too.
+    `remove_hook_from_module` cancels the call.
     """
     _forget_once(module)
     module.register_forward_pre_hook(_Once(act), prepend=True)
@@ -197,7 +197,7 @@ def _unregister(module: nn.Module) -> None:
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """Return a module's hook. For several hooks, this is a `SequentialHook`."""
+    """Return a module's hook, a `SequentialHook` if it has several hooks, or None if it has no hook."""
     found: ModelHook | None = module.__dict__.get(_HOOK)
     return found
 

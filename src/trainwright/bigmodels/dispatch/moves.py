@@ -1,4 +1,4 @@
-"""Record of a model's weights that are only on disk, and errors for moves of a model without its weights."""
+"""Record of a model's weights that are only on disk, and errors if a model is moved while its weights are offloaded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_left_on_disk(model: nn.Module, weights: StoredWeights) -> None:
 
 
 def refuse_moves(model: nn.Module) -> None:
-    """Raise ConfigurationError if a model is moved to a device while weights are offloaded or only on disk."""
+    """Make `model.to(device)`, `cuda()` and similar raise ConfigurationError while weights are offloaded or on disk."""
     for name in _MOVES:
         if hasattr(type(model), name) and name not in model.__dict__:
             model.__dict__[name] = _Move(name, model)

@@ -94,7 +94,7 @@ def assign(model: nn.Module, target: Target, value: torch.Tensor) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
-    """Overwrite a target in place."""
+    """Copy a target's value from the checkpoint into its existing memory."""
     assert target.source is not None
     for value in {id(each.value): each.value for each in target.offloaded}.values():
         value.copy_(stored[target.source])
@@ -107,9 +107,9 @@ def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
 
 
 def replace_offloaded(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
-    """Replace a target by placeholders under all its names. Replace its value in hooks by a new value.
+    """Replace an offloaded target: the model gets meta tensors under all its names, and the hooks get `value`.
 
-    `span` is the location of the value if the value is in a file.
+    `span` is the location of `value` in a file. None: the value is in memory.
     """
     assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
     for each in target.offloaded:

@@ -131,7 +131,7 @@ def resolve_device_map(
         model: A model on any device.
         device_map: `"auto"` or `"balanced"`: distribute evenly over the accelerators. `"balanced_low_0"`: distribute
             evenly, with as little as possible on the first accelerator. `"sequential"`: fill each device before the
-            next one. A map is only checked.
+            next one. A map is checked. Names that the model does not have are removed, with a warning.
         max_memory: See `get_max_memory`. This argument and those below have no effect if `device_map` is a map.
         no_split_module_classes, dtype, special_dtypes, offload_buffers: See `infer_auto_device_map`.
 
@@ -177,8 +177,8 @@ def get_balanced_memory(
     """Lower the accelerators' budgets so that filling them one after the other spreads a model evenly.
 
     Each budget becomes an equal fraction of the model plus an allowance, because modules are not split at the exact
-    boundary. The allowance is the larger of 1.25 times the largest block of `no_split_module_classes` and 1.25 times
-    the mean module. The last accelerator keeps its budget.
+    boundary. The allowance is 1.25 times the largest module of `no_split_module_classes`, or 1.25 times the mean size
+    of modules without submodules if this is larger. The last accelerator keeps its budget.
 
     Args:
         model: A model on any device.
@@ -273,7 +273,7 @@ def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], st
 
 
 def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
-    """Raise ConfigurationError unless a device map maps names to devices. This machine need not have them."""
+    """Raise ConfigurationError unless a device map maps names to devices of torch. The machine need not have them."""
     if not isinstance(device_map, Mapping):
         raise ConfigurationError(
             f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Call "
@@ -439,7 +439,7 @@ def memory_budgets(max_memory: Mapping[Device, float | str] | None) -> dict[Devi
     for name, size in max_memory.items():
         device = parse_device(name)
         if device in budgets:
-            raise ConfigurationError(f"max_memory names the device {device!r} twice: {list(max_memory)}.")
+            raise ConfigurationError(f"max_memory names the device {device!r} twice: {list(max_memory)}. Keep one.")
         number = int(size) if isinstance(size, float) and isfinite(size) else size
         budgets[device] = convert_file_size_to_int(number)  # type: ignore[arg-type]  # it refuses other floats
     return dict(sorted(budgets.items(), key=lambda item: _filling_order(item[0])))

@@ -92,7 +92,7 @@ def count_stored_weights(path: Path) -> WeightCount:
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):
-        raise CheckpointError(f"{path} contains no safetensors file.")
+        raise CheckpointError(f"{path} contains no safetensors file. Pass such a file, or its folder.")
     layers: defaultdict[str, int] = defaultdict(int)
     fixed: defaultdict[str, int] = defaultdict(int)
     for file in files:
@@ -116,9 +116,9 @@ def count_stage_bytes(
     """Return the bytes that autograd saves in each pipeline stage, and the bytes that each stage sends to the next.
 
     `forward` calls the model, with gradients enabled. Fake tensors (`torch._subclasses.FakeTensorMode`) take no memory.
-    A stage ends with the call of its last module. Tensors that two stages save count in both stages. The model's
-    parameters and buffers do not count. Without `stages`, the model is one stage. Activation checkpointing reduces the
-    result.
+    `stages` lists the modules of each stage. A stage ends with the call of its last module. If `stages` is empty, the
+    model is one stage. Tensors that two stages save count in both stages. The model's parameters and buffers do not
+    count. Activation checkpointing reduces the result.
     """
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     kept: list[dict[int, torch.UntypedStorage]] = [{}]
@@ -168,8 +168,8 @@ class FakeGroupedProducts(TorchFunctionMode):
 def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_length: int, dtype: DType) -> int | None:
     """Return the bytes of a model's KV cache in text generation, or None if the model has no such cache.
 
-    Layers with sliding windows cache the tokens in the window. A decoder is assumed to cache equal numbers of encoder
-    and decoder tokens. Latent attention caches compressed vectors.
+    Layers with sliding windows cache the tokens in the window. The decoder of an encoder-decoder model is assumed to
+    cache equal numbers of encoder and decoder tokens. Latent attention caches compressed vectors.
 
     `config` is a transformers configuration of any model family. For models of text and images, its `text_config` is
     used. `sequence_length` includes the prompt.
@@ -223,7 +223,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is not a JSON file: {error}.") from error
+        raise ConfigurationError(f"{path} is not a JSON file: {error}. Pass a config.json.") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise ConfigurationError(f"{path} is not a configuration of a transformers model: it has no model_type.")
+        raise ConfigurationError(f"{path} is not a config.json of transformers: it has no model_type. Pass one.")
     return config

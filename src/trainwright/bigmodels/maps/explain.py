@@ -65,7 +65,7 @@ class DeviceMapReport:
 
 
 def explain(outline: Outline, budgets: Mapping[Device, int | None], placement: Placement) -> DeviceMapReport:
-    """Return a report of a placement, given the arguments and the result of `place`."""
+    """Return a report of a placement, given the arguments and the result of `assign_devices`."""
     names: dict[Device, list[str]] = {device: [] for device in budgets}
     for part, device in collapse(outline, outermost(outline, placement.device_of)).items():
         names[device].append(outline.names[part])

@@ -55,7 +55,7 @@ class FullDevice(NamedTuple):
 
 @dataclass(slots=True)
 class Placement:
-    """The device of each part, and the reasons.
+    """The device of each part, and records that explain the choice.
 
     Attributes:
         device_of: Index of a part → device. The entry of a module also covers its parts.
@@ -87,8 +87,7 @@ def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallb
 
     Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A part is never on an
     earlier device than the part before it, unless it shares a tensor with an earlier part. With `fallback`, if the next
-    part does not fit an empty device, the first later part that fits is placed there; modules are tried before their
-    children.
+    part does not fit an empty device, the first later part that fits is placed there, modules before their children.
 
     Raises:
         ConfigurationError: Only the disk can hold the largest layer, or the budgets are too small for the model.
@@ -186,7 +185,7 @@ class _Ties:
 
 
 class _Filling:
-    """One pass over the parts, filling one device after the other."""
+    """A pass that fills one device after the other. With `reserve`, it keeps memory free for offloaded layers."""
 
     def __init__(self, outline: Outline, budgets: dict[Device, int | None], *, fallback: bool, reserve: bool) -> None:
         self.outline = outline
@@ -254,7 +253,7 @@ class _Filling:
             result.device_of[part] = self.devices[min(position, len(self.devices) - 1)]
 
     def _requirements(self, index: int, device: Device) -> tuple[int, list[int], bool]:
-        """Return the bytes that a part still needs, its tied parts, and whether a part of it is on another device."""
+        """Return a part's missing bytes, unplaced parts that share its tensors, and whether it is partly elsewhere."""
         needed, is_split = self.outline.sizes_bytes[index], False
         first = bisect.bisect_left(self.ahead, index)
         last = bisect.bisect_left(self.ahead, self.outline.ends[index])

@@ -55,10 +55,10 @@ class TrainingShape:
 
     Attributes:
         sizes: Elements of each parameter, in the model's order. Shared parameters count once.
-        unit: Elements of the largest numbered block. Strategies gather or move one block at a time.
+        unit: Elements of the largest numbered block (such as `layers.0`). Strategies gather or move a block at a time.
         outside: Elements outside the blocks: embeddings, heads and norms.
-        uses: Number of names of the largest parameter. Each use creates a gradient. All are in memory until the last
-            use.
+        uses: Number of modules that share the largest parameter, such as 2 for tied embeddings. Each has a gradient.
+            These gradients are in memory at the same time.
         together: Elements of all blocks that use the same input tensor, such as a decoder's blocks that use the
             encoder's output. The backward finishes all of them at the same time.
     """
@@ -81,7 +81,7 @@ class TrainingShape:
 
 
 def training_shape(model: nn.Module) -> TrainingShape:
-    """Return the shape of a model on any device, the meta device included."""
+    """Return the `TrainingShape` of a model on any device, the meta device included."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -96,7 +96,7 @@ def training_shape(model: nn.Module) -> TrainingShape:
 
 
 def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
-    """Return the shape of a model from its parameters' names and numbers of elements."""
+    """Return the `TrainingShape` of a model from its parameters' names and numbers of elements."""
     blocks: Counter[str] = Counter()
     for name, elements in sizes.items():
         if block := NUMBERED_BLOCK.match(name):
@@ -115,8 +115,8 @@ def rank_peaks(
 ) -> dict[str, int]:
     """Return the peak bytes on one rank's device in a step, by strategy. All ranks have the same activations.
 
-    `activation_bytes` is what autograd saves in one rank's forward; see `count_stage_bytes`. With `foreach`, torch's
-    default on a GPU, Adam updates all parameters at once.
+    `activation_bytes`: bytes that autograd saves in one rank's forward, from `count_stage_bytes`. `buckets`: None for
+    the defaults of `ZeroBuckets`. With `foreach`, torch's default on a GPU, Adam updates all parameters at once.
     """
     ranks, kept = world_size, activation_bytes
     weights = gradients = _BYTES * shape.elements
@@ -151,7 +151,7 @@ def _temporary_bytes(shape: TrainingShape, foreach: bool) -> int:
 def _flat_peak(
     sizes: Sequence[int], *, stage: int, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
 ) -> int:
-    """Return the peak bytes on one rank's device in a step at stage 1 or 2, for parameters of these sizes.
+    """Return the peak bytes on one rank's device in a step at ZeRO stage 1 or 2, for parameters of these sizes.
 
     Simulates a step of DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py). The backward computes gradients
     from the last parameter to the first and frees activations. Gradients are collected in buckets, copied into a buffer
@@ -173,7 +173,7 @@ def _flat_peak(
 def _sharded_peak(
     sizes: Sequence[int], *, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
 ) -> int:
-    """Return the peak bytes on one rank's device in a step at stage 3. See `_flat_peak`."""
+    """Return the peak bytes on one rank's device in a step at ZeRO stage 3. For the arguments, see `_flat_peak`."""
     shard = sum(math.ceil(size / world_size) for size in sizes)
     held = _BYTES * (5 * shard + buckets.reduce)  # parameters, the updated copy, two averages, gradients
     gathered = _BYTES * _gathered(sizes, buckets)
@@ -193,7 +193,10 @@ def _owned(sizes: Sequence[int], begin: int, end: int) -> list[bool]:
 def _backward_peak(
     sizes: Sequence[int], owned: Sequence[bool], stage: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
 ) -> int:
-    """Return the peak bytes of activations and gradients in the backward, without the buckets."""
+    """Return the peak bytes of activations and gradients in the backward, without the buckets.
+
+    `owned` is the result of `_owned`: True for parameters of which this rank keeps gradients.
+    """
     total, done, peak = sum(sizes), 0, 0
     shard_bytes = _BYTES * sum(size for size, mine in zip(sizes, owned, strict=True) if mine)
     kept = 0  # gradients of the shard, allocated together with the first one
@@ -218,14 +221,14 @@ def _backward_peak(
 
 
 def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
-    """Return the largest number of gathered elements, reached between the forward and the backward."""
+    """Return the largest number of gathered elements at ZeRO stage 3, reached between forward and backward."""
     others = [size for size in sizes if size > buckets.persistent]
     ahead = buckets.reuse // 2 + min(buckets.prefetch, buckets.live) + max(others, default=0)
     return sum(sizes) - sum(others) + min(sum(others), ahead)
 
 
 def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
-    """Return the peak bytes on one rank's device in a step under `tp`, for the shape of one rank's shards.
+    """Return the peak bytes of one rank with tensor parallelism. `share` is the shape of the rank's shards.
 
     The loss's backward makes two gradients of the size of the full logits. At that time, the rank's logits and the
     gathered logits may also be in memory.
@@ -243,7 +246,7 @@ def pipeline_peak(
     sent_bytes: Sequence[int],
     foreach: bool = False,
 ) -> int:
-    """Return the peak bytes on one rank's device in a step of a pipeline with schedule `1f1b`.
+    """Return the peak bytes of the rank with the highest peak, in a step of a pipeline with schedule `1f1b`.
 
     `activation_bytes` and `sent_bytes` are the result of `count_stage_bytes` for one micro-batch. torch receives the
     activations and gradients of each micro-batch in a separate buffer, and keeps all buffers.
@@ -277,10 +280,10 @@ def stage_shapes(model: nn.Module, pp: int) -> list[TrainingShape] | None:
 
 
 def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
-    """Return the peak bytes of streamed units, gradients and activations under `offload`.
+    """Return the peak bytes of the blocks on the device, gradients and activations with strategy `offload`.
 
-    The peak of the backward is between two units. The previous unit is still on the device without its activations, and
-    the next unit is prefetched.
+    The peak of the backward is between two blocks. The previous block is still on the device without its activations,
+    and the next block is prefetched.
     """
     inside = shape.elements - shape.outside
     largest = _BYTES * shape.tensor
@@ -295,7 +298,7 @@ def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
 def ranks_that_fit(shape: TrainingShape, device_bytes: int, **load: Any) -> dict[str, int | None]:
     """Return the smallest number of devices with which each strategy can train a model. None means more than 4,096.
 
-    `load` are the other arguments of `rank_peaks`.
+    `load`: `activation_bytes`, `buckets` and `foreach` of `rank_peaks`.
     """
     by_count = {ranks: rank_peaks(shape, world_size=ranks, **load) for ranks in (2**power for power in range(13))}
     found: dict[str, int | None] = {}
@@ -309,9 +312,9 @@ _ENDS = ("embedding", "colwise_gathered")  # styles of layers whose input or out
 
 
 def model_of_one_rank(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Module | None:
-    """Return a copy of a model on the meta device with the shapes of one rank's shards, by the model's known plan.
+    """Return a copy of a meta model with the shapes of one rank's shards under its built-in tensor-parallel plan.
 
-    Return None if there is no known plan, or the plan cannot split the model over `tp` ranks. Only the copy's shapes
+    Return None if there is no such plan, or the plan cannot split the model over `tp` ranks. Only the copy's shapes
     are meaningful. Without `ends`, the embedding and the output layer are not split: the copy can be called, and
     autograd saves the same bytes as on one rank.
     """

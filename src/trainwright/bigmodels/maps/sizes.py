@@ -69,7 +69,7 @@ def dtype_byte_size(dtype: DType) -> float:
 
 
 def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> Callable[[str, torch.Tensor], int]:
-    """Return a function that returns the bytes of a tensor, after conversion to `dtype` if that is smaller."""
+    """Return a function from a tensor and its name to its bytes. For the arguments, see `compute_module_sizes`."""
     target = None if dtype is None else dtype_byte_size(dtype)
     special = {name: dtype_byte_size(own) for name, own in (special_dtypes or {}).items()}
 
@@ -90,7 +90,7 @@ def is_floating(tensor: torch.Tensor) -> bool:
 
 
 def enclosing(name: str) -> list[str]:
-    """Return the modules that contain a tensor or module, from the model `""` inward, and the name itself."""
+    """Return the names of the modules that contain a tensor or module, outermost (`""`) first, and then its name."""
     return ["", *itertools.accumulate(name.split("."), "{}.{}".format)] if name else [""]
 
 
@@ -120,8 +120,7 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every module, parameter and buffer by dotted name. `""` is the model.
 
-    A tensor with several names counts at the first name. Modules without tensors are not listed. The dict returns 0 for
-    them.
+    A tensor counts at its first name. Modules without tensors are not listed, and the dict returns 0 for them.
 
     Args:
         model: A model on any device, the meta device included.
@@ -157,7 +156,7 @@ def get_max_layer_size(
     """Return the bytes of the largest layer and the names of all layers of that size, in order.
 
     A layer is never split over devices: a module without submodules, a module of `no_split_module_classes`, or a tensor
-    that belongs directly to another module. `module_sizes` is the result of `compute_module_sizes`.
+    that belongs directly to another module. `module_sizes` is from `compute_module_sizes`, for the model of `modules`.
     """
     no_split = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
@@ -215,9 +214,8 @@ def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Tie parameters again after loading has replaced some of them.
 
-    Each group of names from `find_tied_parameters` then shares the first parameter that is not on the meta device. If
-    all are on the meta device, the group shares the first parameter. An unknown name raises AttributeError before any
-    change.
+    For each group of names from `find_tied_parameters`, the first parameter that is not on the meta device (or else the
+    first) replaces the others. An unknown name raises AttributeError before any change.
     """
     groups = []
     for names in tied_params:
@@ -242,7 +240,7 @@ def read_outline(
     """Return a model's parts with their sizes, in the order of registration. Visits each module once.
 
     Layers are modules without children, modules of `no_split_module_classes`, and tensors that belong directly to
-    another module. The parameters of such a module come before its children, its buffers after them.
+    another module. A module's own parameters come before its children, its own buffers after them.
 
     Raises:
         ConfigurationError: A dtype is unknown.

@@ -179,7 +179,7 @@ def load_and_quantize_model(
         bnb_quantization_config: A `BnbQuantizationConfig` or `TorchaoQuantizationConfig`.
         weights_location: See `load_checkpoint_in_model`. May be a quantized model that `save_model` wrote with the same
             configuration. Its layers are not quantized again.
-        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current device.
+        device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current one.
         no_split_module_classes, max_memory: See `load_checkpoint_and_dispatch`.
         offload_folder: See `load_checkpoint_and_dispatch`. Also required for int8 layers on the disk.
         offload_state_dict: Accepted for compatibility; has no effect.
@@ -246,7 +246,7 @@ def _linears_to_quantize(
 ) -> dict[str, nn.Linear]:
     """Return the linear layers to quantize, by name.
 
-    With `may_be_quantized`, layers that an earlier call quantized are included, as empty linear layers.
+    With `may_be_quantized`, layers that an earlier call quantized are included, as linear layers on the meta device.
     """
     skip = default_skip_modules(model) if config.skip_modules is None else config.skip_modules
     skipped = [*skip, *(config.keep_in_fp32_modules or ())]
@@ -308,7 +308,7 @@ def _parts(name: str, stored: StoredWeights, layers: QuantizedLayers) -> dict[st
         if prefix + key in stored:
             found[key] = stored[prefix + key]
     if "weight" not in found and not any(key in found for key in layers.extra_keys):
-        raise CheckpointError(f"{prefix}weight, which is to be quantized, is not in the checkpoint.")
+        raise CheckpointError(f"{prefix}weight, which is to be quantized, is not in the checkpoint. Pass another one.")
     return found
 
 
@@ -345,8 +345,7 @@ def _swap(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
 def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a quantized model with plain tensors, which can be saved in any format.
 
-    The tensors of a torchao weight get separate names (`"weight.qdata"`, `"weight.scale"`, …), like those of a
-    bitsandbytes weight.
+    The tensors of a torchao weight get separate names: `"weight.qdata"`, `"weight.scale"`, and so on.
     """
     unpack_4bit_weights(model)
     return flatten_quantized(model.state_dict())

@@ -43,7 +43,7 @@ class QuantizedLayers(ABC):
 
     @abstractmethod
     def make(self, linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-        """Return a quantized copy of `linear` on `device`. Blocks."""
+        """Return a quantized copy of `linear` with the values in `parts`. Other tensors get `dtype`. Blocks."""
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
         """Return a quantized copy of `linear` that supports offloading, or None if the backend has no such layer."""
@@ -63,7 +63,7 @@ def _bias(linear: nn.Linear, parts: Parts, device: torch.device, dtype: torch.dt
     if "bias" not in linear._parameters or linear._parameters["bias"] is None:
         return None
     if "bias" not in parts:
-        raise CheckpointError("the checkpoint contains the weight of this layer but not its bias.")
+        raise CheckpointError("the checkpoint contains the weight of this layer but not its bias. Pass another one.")
     bias = parts["bias"].to(device, dtype or linear.bias.dtype, copy=True)
     return nn.Parameter(bias, requires_grad=False)
 

@@ -20,8 +20,7 @@ _PLAIN = (int, float, str, type(None))
 def to_device(device: Device) -> torch.device:
     """Convert to a `torch.device`. A number is an index of the current accelerator type.
 
-    A device type without an index gets the index of the current device. Does not check that this machine has the
-    device.
+    A device type without an index gets the index of the current device. The machine need not have the device.
     """
     try:
         found = torch.device(int(device) if isinstance(device, str) and device.isdecimal() else device)
@@ -71,7 +70,7 @@ def default_device() -> torch.device:
 def move_inputs(values: object, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
     """Move the tensors in `values` to `device`. Return `values` itself if all tensors are already on the device.
 
-    Values of `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
+    Values of the dict keys in `skip_keys`, at every depth, are not moved. Blocks if a tensor is copied to the host.
     """
     if not _has_foreign(values, device, skip_keys):
         return values

@@ -1,4 +1,4 @@
-"""Offloaded tensors: the placeholder between two forwards, the tensor during one, and the original afterwards.
+"""Offloaded tensors: a placeholder between forwards, the weight during a forward, the original after offloading ends.
 
 The placeholder in the module defines the dtype and `requires_grad` of the weight that replaces it. If a user assigns a
 tensor with values, this tensor is used instead. Gradients of offloaded weights are discarded as soon as they are
@@ -34,7 +34,7 @@ _ALLOWED = frozenset(
 def _call_checked(
     function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Call a torch function on placeholders. The results are placeholders. Raise an error if an argument has values."""
+    """Call a torch function on placeholders. The results are placeholders. Raise if another argument has values."""
     kwargs = kwargs or {}
     name = getattr(function, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
@@ -77,7 +77,7 @@ class OffloadedTensor(torch.Tensor):
 
 
 def guard(tensor: torch.Tensor, name: str) -> None:
-    """Make a meta tensor a placeholder for the weight `name`. Does nothing for subclasses of other libraries."""
+    """Make a meta tensor raise an error when it is used in place of the weight `name`. Ignores other subclasses."""
     if type(tensor) in _GUARDED:
         tensor.__class__ = _GUARDED[type(tensor)]
         setattr(tensor, _NAME, name)
@@ -186,7 +186,7 @@ class Slot:
         return owner._buffers if self.is_buffer else owner._parameters
 
     def replaced(self, module: nn.Module, value: torch.Tensor, span: object) -> Slot:
-        """Return the slot for another value. The module must already contain the new placeholder.
+        """Return the slot for a new value. The module must already have the meta tensor for it.
 
         `span` is the location of the value in a file. None means that the value is in memory.
         """
@@ -197,10 +197,10 @@ class Slot:
         return replace(self, placeholder=shown, origin=origin, former=None, is_shared=False)
 
     def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, for_user: bool) -> torch.Tensor:
-        """Return the tensor for the module. Must be called outside of inference mode, with gradients disabled.
+        """Return the weight that replaces `shown`, the module's meta tensor. Call with gradients disabled.
 
-        `value` is on the device of the forward. With `records`, autograd may record the use for a backward. The
-        gradient is discarded, unless `for_user` is True for a use outside of a forward.
+        Must not be called in inference mode. `value` is on the device of the forward. With `records`, autograd may
+        record the use, and the gradient is discarded. It is kept with `for_user`, for a use outside of a forward.
         """
         former = self.former
         if (
@@ -287,7 +287,7 @@ def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 
 
 def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Convert `value` to a parameter with the class and attributes of `tensor`. For a buffer, return `value`."""
+    """Convert `value` to a parameter with the class and attributes of `tensor`. Return it unchanged for a buffer."""
     if value.is_inference() and not torch.is_inference_mode_enabled():
         with torch.inference_mode():  # inference tensors can become parameters only in this mode
             return like(tensor, value)
@@ -354,7 +354,7 @@ def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Map
 
 
 def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
-    """Replace meta tensors of a model by CPU tensors. Each shares the memory of the first source with its name.
+    """Replace meta tensors of a model by CPU tensors, which use the memory of the first source that has their name.
 
     Tied parameters stay tied. Tensors with values are not changed.
 
@@ -378,7 +378,7 @@ def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, to
             continue
         if value.shape != tensor.shape:
             raise CheckpointError(
-                f"{name!r} has shape {tuple(value.shape)} in the given values and {tuple(tensor.shape)} in the model."
+                f"{name!r} has shape {tuple(value.shape)} in the given values, expected {tuple(tensor.shape)}."
             )
         new = restored(tensor, value.detach().to("cpu", tensor.dtype))
         for same in tied[id(tensor)]:

@@ -68,7 +68,7 @@ class MappedFile:
         return twin
 
     def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
-        """Return the tensor of this copy that corresponds to a tensor of the original `other`, or None."""
+        """Return the tensor of this copy for a tensor of the original `other`. None if it is not a view of `other`."""
         start = tensor.data_ptr() - other._bytes.data_ptr()
         if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
             return None
@@ -84,7 +84,7 @@ class MappedFile:
         if start < 0 or start + num_bytes > self.num_bytes:
             raise CheckpointError(
                 f"{self.path} is truncated: a tensor of {num_bytes} bytes begins at {start}, the file has "
-                f"{self.num_bytes} bytes."
+                f"{self.num_bytes} bytes. Copy or download the file again."
             )
         content = self._bytes[start : start + num_bytes]
         if start % dtype.itemsize:
@@ -120,7 +120,7 @@ class MappedFile:
             done += count
 
     def load(self, start: int, num_bytes: int) -> None:
-        """Read a part of the file into memory. Blocks, but returns quickly if the part is in memory.
+        """Read `num_bytes` bytes from `start` on into memory. Blocks, but returns quickly if they are in memory.
 
         Releases the GIL. Raises CheckpointError if the file has shrunk.
         """
@@ -140,7 +140,7 @@ class MappedFile:
         self._mapped.add((start, num_bytes))
 
     def _is_in_memory(self, start: int, num_bytes: int) -> bool:
-        """Return whether a part seems to be in the page cache. Other parts are read on first access."""
+        """Return whether a range seems to be in the page cache. Probes a byte in each MiB."""
         flag, byte = getattr(os, "RWF_NOWAIT", None), [bytearray(1)]
         if flag is None or not num_bytes:
             return False
@@ -152,7 +152,7 @@ class MappedFile:
 
 
 def load_spans(spans: Iterable[FileSpan]) -> None:
-    """Read parts of files into memory. Adjacent parts are read together. See `MappedFile.load`."""
+    """Read parts of files into memory with `MappedFile.load`. Parts with gaps of up to 64 KiB are read together."""
     runs: list[FileSpan] = []
     for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
         run = runs[-1] if runs else None
@@ -210,7 +210,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return twin
 
     def locate(self, name: str) -> FileSpan | None:
-        """Return the location of a tensor in a safetensors file, or None."""
+        """Return the location of a tensor in a safetensors file. None for other tensors."""
         return self._spans.get(name)
 
     def add(self, name: str, tensor: torch.Tensor, span: FileSpan | None = None) -> None:
@@ -242,15 +242,15 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         begin = 8 + int.from_bytes(file.tensor(0, torch.uint8, (8,)).numpy().tobytes(), "little")
         for name in header if names is None else names:
             if name not in header:
-                raise CheckpointError(f"{path} does not contain {name!r}, which is listed in the index.")
+                raise CheckpointError(f"{path} lacks {name!r}, which the index lists. Copy the file again.")
             start, dtype, shape = _entry(header[name], name, path)
             self._tensors[name] = file.tensor(begin + start, dtype, shape)
             self._spans[name] = FileSpan(file, begin + start, self._tensors[name].nbytes)
 
     def add_torch_file(self, path: Path, names: Iterable[str] | None = None, *, mapped: bool = True) -> None:
-        """Add tensors of a state dict that `torch.save` wrote. No code in the file is executed.
+        """Add tensors of a state dict that `torch.save` wrote, by default all. No code in the file is executed.
 
-        Do not write to the file while its tensors are `mapped`: `torch.save` truncates it first.
+        With `mapped`, they are views of the file. Do not write to it while they exist: `torch.save` truncates it first.
 
         Raises:
             CheckpointError: The file is damaged, is not a dict of tensors, or does not contain one of `names`.
@@ -266,7 +266,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             )
         for name in found if names is None else names:
             if not isinstance(found.get(name), torch.Tensor):
-                raise CheckpointError(f"{path} does not contain the tensor {name!r}.")
+                raise CheckpointError(f"{path} does not contain the tensor {name!r}. Copy the file again.")
             self._tensors[name] = found[name]
 
 
@@ -380,7 +380,7 @@ def _add_indexed(weights: StoredWeights, path: Path) -> None:
         by_file.setdefault(check_relative(file, str(path)), []).append(name)
     for file, names in by_file.items():
         if not (path.parent / file).is_file():
-            raise CheckpointError(f"{path} lists the file {file!r}, which is missing.")
+            raise CheckpointError(f"{path} lists the file {file!r}, which is missing. Copy it.")
         _add_file(weights, path.parent / file, names)
     _add_notes(weights, notes, path)
 
@@ -392,7 +392,7 @@ def _add_notes(weights: StoredWeights, notes: Mapping[str, Any], path: Path) -> 
             weights.add(name, from_storable(weights[name], dtype))
     for name, same in dict(notes.get("tied", {})).items():
         if same not in weights:
-            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not contain.")
+            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it lacks. Copy it again.")
         weights.add_alias(name, same)
 
 

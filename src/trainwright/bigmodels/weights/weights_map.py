@@ -52,7 +52,7 @@ def offload_weight(
 def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
     """Write a tensor to a temporary file. Return the temporary and the final path."""
     if weight.is_meta:
-        raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
+        raise CheckpointError(f"{name!r} is on the meta device: it has no values to write. Load them first.")
     target = folder / (check_relative(name, "the model") + _SUFFIX)
     try:
         return _write_bytes(target, memoryview(host_bytes(weight)) if weight.numel() else b""), target
@@ -120,8 +120,7 @@ def offload_state_dict(
 ) -> None:
     """Write tensors into a folder, one file each, and add them to its index.
 
-    Existing files with these names are replaced once all new files are complete. Old and new files both need disk
-    space.
+    Existing files with these names are replaced after all new files are complete, so both need disk space.
 
     Args:
         save_dir: A folder; created if it does not exist.
@@ -270,14 +269,14 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             stored.add_safetensors(Path(file))
         inner = entry.get("weight_name", name)
         if inner not in stored:
-            raise CheckpointError(f"{file} does not contain {inner!r}, which is listed in the index.")
+            raise CheckpointError(f"{file} lacks {inner!r}, which the index lists. Copy the file again.")
         tensor, span = stored[inner], stored.locate(inner)
         dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
         return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
 
 
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """A view of a mapping with the entries of one module: `prefix`, such as `"block.linear."`, precedes each name."""
+    """A view of the entries whose names begin with `prefix`, such as `"block.linear."`, by names without the prefix."""
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset

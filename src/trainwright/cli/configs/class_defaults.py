@@ -22,9 +22,9 @@ _NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
 
 
 def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
-    """Write the defaults of classes named in arguments of the classes at `keys` into the configuration, in place.
+    """Write the defaults of classes that are named in the arguments of other classes into the configuration, in place.
 
-    Classes that cannot be found, and defaults that YAML cannot represent, are skipped; the parser treats them.
+    `keys` are those of the outer classes. Classes that cannot be found, and defaults that YAML lacks, are skipped.
     """
     for key in keys:
         spec = config.get(key)
@@ -35,7 +35,7 @@ def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
 def place_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]], keys: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Apply assignments of a class to keys without a value, and return the other assignments.
+    """Apply assignments (key, text) that give a class to a key without a value. Return the other assignments.
 
     The classes are written into the configuration, so that `fill_nested_defaults` adds their defaults.
     """

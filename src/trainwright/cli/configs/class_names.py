@@ -30,7 +30,7 @@ def public_names(module: str) -> Iterable[str]:
 
 
 def own_name(path: str) -> str | None:
-    """Return the full name of our counterpart of a `path` in Lightning or Accelerate, or None without a counterpart."""
+    """Return Trainwright's class path for a class `path` of Lightning or Accelerate. None: there is no such class."""
     module, _, name = path.rpartition(".")
     library = LIBRARIES[path.partition(".")[0]]
     if name in RENAMED[library]:
@@ -42,12 +42,12 @@ def own_name(path: str) -> str | None:
 
 
 def is_unused(name: str, text: str) -> bool:
-    """Return whether this text as an argument of Lightning's Trainer means "not used"."""
+    """Return whether the argument `name` of Lightning's Trainer has no effect if its source text is `text`."""
     return name in UNUSED and str(UNUSED[name]) == text
 
 
 def translate_config(config: dict[str, Any]) -> None:
-    """Replace class paths of Lightning by ours, and remove unused arguments of Lightning's Trainer, in place."""
+    """Replace class paths of Lightning and Accelerate, and remove unused arguments of Lightning's Trainer, in place."""
     from trainwright import Trainer
 
     _translate(config, "")
@@ -69,7 +69,7 @@ def _translate(node: object, place: str) -> None:
         own = own_name(path)
         if own is None:
             told = answer(path.rpartition(".")[2], LIBRARIES[path.partition(".")[0]])
-            raise ConfigurationError(f"{place}.class_path={path}: {told or 'there is no such class here.'}")
+            raise ConfigurationError(f"{place}.class_path={path}: {told or 'Trainwright has no such class.'}")
         node["class_path"] = own
     for key, item in node.items():
         _translate(item, f"{place}.{key}" if place else str(key))

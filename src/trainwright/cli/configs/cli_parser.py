@@ -45,7 +45,7 @@ def class_of(cls: Callable[..., Any]) -> Any:
 
 
 class ComponentArguments:
-    """Methods of the parser that add arguments of classes, whose instances `CLI` builds and uses."""
+    """Methods of the parser that add the arguments of a class as options. `CLI` builds and uses the instance."""
 
     callback_keys: tuple[str, ...] = ()
     optimizers: tuple[tuple[str, Any, str], ...] = ()
@@ -109,7 +109,7 @@ class ComponentArguments:
             parser.add_class_arguments(cls, key, sub_configs=True, **options)
 
     def link_settings(self) -> None:
-        """Link the settings of optimizers and schedules to the arguments in `link_to`."""
+        """Pass the settings of optimizers and schedules to the arguments that `link_to` names."""
         parser: Any = self
         for key, cls, link_to in (*self.optimizers, *self.schedules):
             if link_to == AUTOMATIC:
@@ -120,7 +120,7 @@ class ComponentArguments:
                 parser.link_arguments(key, link_to, compute_fn=_WithClass(f"{cls.__module__}.{cls.__qualname__}"))
 
     def automatic(self) -> tuple[tuple[str, Any] | None, tuple[str, Any] | None]:
-        """Return key and class of the optimizer and of the schedule from which `CLI` creates `configure_optimizers`."""
+        """Return key and class of the optimizer (or None) and of the schedule (or None) for `configure_optimizers`."""
         chosen: list[tuple[str, Any] | None] = []
         for kind, groups in (("optimizer", self.optimizers), ("lr_scheduler", self.schedules)):
             found = [(key, cls) for key, cls, link_to in groups if link_to == AUTOMATIC]
@@ -134,7 +134,7 @@ class ComponentArguments:
 
 
 class _WithClass:
-    """Function that adds the name of a fixed class to its settings."""
+    """Function that converts the settings of a fixed class to `class_path` and `init_args`."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -49,7 +49,7 @@ class _Line:
 
 
 def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
-    """Convert the parser's message about a value to one line. Return a message in an unknown form unchanged."""
+    """Convert the parser's message to one line if its form is known. `known_names` returns class names for a key."""
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message
@@ -77,7 +77,7 @@ def _tree(message: str) -> _Line:
 
 
 def _reasons(lines: Sequence[_Line], place: _Reason) -> Iterator[_Reason]:
-    """Yield every reason below `place`."""
+    """Yield every reason in the lines. `place` is the position of the lines in the settings."""
     for line in lines:  # statements about all alternatives are at the same level
         if match := _UNION.fullmatch(line.text):
             place = replace(place, types=match["types"])

@@ -28,7 +28,7 @@ _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 @dataclass(slots=True)
 class CommandLine:
-    """Arguments of `trainwright fit`."""
+    """The command line of `trainwright fit`, divided into files, overrides of settings, and flags."""
 
     configs: list[Path] = field(default_factory=list)  # later ones win
     assignments: list[tuple[str, str]] = field(default_factory=list)  # dotted key, text
@@ -108,7 +108,7 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 def _read_text(path: Path) -> str:
     try:
         if path.exists() and not path.is_file() and not path.is_fifo():  # a shell passes output as a fifo
-            raise ConfigurationError(f"--config {path} is not a file.")
+            raise ConfigurationError(f"--config {path} is not a file. Pass a YAML file.")
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
     except OSError as error:
@@ -116,7 +116,7 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path} is not text in UTF-8: {error}.") from None
     if len(text) > _MAX_CHARACTERS:
-        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters, the maximum.")
+        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters. Shorten it.")
     return text
 
 
@@ -129,7 +129,7 @@ def _check_finite(content: object, path: Path) -> None:
         nonlocal count
         count += 1
         if count > _MAX_VALUES:
-            raise ConfigurationError(f"--config {path} has more than {_MAX_VALUES} values, the maximum.")
+            raise ConfigurationError(f"--config {path} has more than {_MAX_VALUES} values. Shorten it.")
         if not isinstance(value, (dict, list, set, tuple)):
             return
         if id(value) in inside:
@@ -169,7 +169,7 @@ def _same_class(old: object, new: object) -> bool:
 def swap_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Apply the assignments that replace the class of a class specification, in `config`.
+    """Apply the assignments that replace the class of a specification (a mapping with `class_path`) in `config`.
 
     Arguments of the old class are discarded. Otherwise, the new class would receive arguments of the same name, such as
     a learning rate for Adam.
@@ -195,7 +195,7 @@ def swap_classes(
 
 
 def find_spec(config: object, parts: Sequence[str]) -> dict[str, Any] | None:
-    """Return the class specification at a dotted key, through `init_args` if the key omits them."""
+    """Return the mapping with `class_path` at a dotted key, or None. The key may omit `init_args`."""
     node = config
     for part in parts:
         if not isinstance(node, dict):

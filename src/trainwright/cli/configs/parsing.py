@@ -29,13 +29,13 @@ def parse(
     known: Sequence[str],
     classes: Mapping[str, type] | None = None,
 ) -> Any:
-    """Return the settings that a parser can build.
+    """Return the typed settings of files and a command line. `build` converts them to objects.
 
     Args:
         parser: parser of jsonargparse.
         config: settings of the files. Changed in place.
         line: command line with overrides. This function does not read its files.
-        known: the allowed top-level keys.
+        known: the allowed top-level keys. Others raise ConfigurationError.
         classes: classes by key, for keys with arguments of one class directly below them (`model.lr`). Default: None.
     """
     import argparse
@@ -86,7 +86,7 @@ def _use_own_model_key(
 
 
 def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
-    """Convert the settings of a fixed class to a class specification, so that both are treated in the same way."""
+    """Write a fixed class as `class_path` with `init_args`, like the classes that a configuration names."""
     for key, cls in classes.items():
         config[key] = {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": config.get(key) or {}}
 
@@ -125,9 +125,7 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
 
 
 class _Failure(BaseException):
-    """Exception that carries a constructor's error through jsonargparse, which joins all errors below an optional type
-    into one text.
-    """
+    """Exception that carries a constructor's error through jsonargparse, which would convert the error to text."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -135,8 +133,8 @@ class _Failure(BaseException):
 
 
 class _Constructor:
-    """Callable that constructs classes; while `carries`, their errors are passed through the parser. A factory
-    (`Callable[[Iterable], Optimizer]`) keeps it and calls it in the run, where errors are raised normally.
+    """Callable that constructs objects. While `carries` is True, their errors are raised as `_Failure`. A factory of
+    optimizers keeps this callable and calls it during training, when `carries` is False.
     """
 
     def __init__(self) -> None:
@@ -152,7 +150,7 @@ class _Constructor:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> Any:
-    """Return the settings with objects instead of class paths."""
+    """Return the settings with objects instead of class paths. Errors of constructors are raised unchanged."""
     construct = _Constructor()
     failed: Exception | None = None
     try:

@@ -87,7 +87,7 @@ class _Scope:
 
 @dataclass(frozen=True, eq=False)
 class _Import:
-    """Alias in an import of another library."""
+    """A name that an import statement imports from Lightning or Accelerate."""
 
     node: ast.Import | ast.ImportFrom
     alias: ast.alias
@@ -210,7 +210,7 @@ class _Program:
         return chain
 
     def _new_names(self, own: dict[_Import, str | None]) -> dict[str, str]:
-        """Return the new name of each local name. A name in a string or with a second meaning does not change."""
+        """Return the new name of each local name. Names in strings, or bound by other statements, do not change."""
         words = {word for _, text in self.strings for word in re.findall(r"\w+", text)}
         words |= set(re.findall(r"\w+", " ".join(re.findall(r"#\s*type:(.*)", self.source.decode()))))
         words |= {name for scope in self.scopes if scope.is_class for name in scope.bound}
@@ -399,7 +399,7 @@ class _Program:
 
 
 def counterpart(path: str) -> str | None:
-    """Return the full name of our counterpart of a name in Lightning or Accelerate, or None without a counterpart.
+    """Return Trainwright's dotted name for a dotted name of Lightning or Accelerate, or None if there is none.
 
     The counterpart of a library's top package is `trainwright`.
     """
@@ -407,19 +407,19 @@ def counterpart(path: str) -> str | None:
 
 
 def _own_module(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
-    """Return the counterpart of an imported sub-module, which is determined from a use of a name in it."""
+    """Return the counterpart of an imported sub-module. None if no name that the program uses in it has one."""
     used = any(counterpart(f"{path}.{chain[1].attr}") for chain in chains if len(chain) > 1)
     return own_module(path) if used else None
 
 
 def own_object(path: str) -> Any:
-    """Return the object with a full name."""
+    """Import the object with a dotted name, such as `trainwright.Trainer`."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def is_module(path: str) -> bool:
-    """Return whether a full name is that of a module."""
+    """Return whether a dotted name is the name of a module."""
     return path == FACE or inspect.ismodule(own_object(path))
 
 
@@ -439,7 +439,7 @@ def instead(own: str, name: str) -> str:
 
 
 def _plain_name(each: _Import, own: str | None) -> str:
-    """Return the local name that an import without an alias binds here."""
+    """Return the local name that the rewritten import binds, if it has no alias."""
     if isinstance(each.node, ast.Import):
         return FACE if each.local in LIBRARIES else each.local
     return each.local if own is None or each.alias.asname else own.rpartition(".")[2]

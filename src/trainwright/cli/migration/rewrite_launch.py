@@ -1,7 +1,6 @@
 """Rewriting of Accelerate's commands in shell files, Makefiles, batch scripts and YAML files.
 
-Trainwright's commands take the same options and read the same configuration files. Commands without a counterpart are
-reported.
+Trainwright's commands take the same options and configuration files. Commands that Trainwright lacks are reported.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def _subject(name: str) -> str:
 
 
 def _progress_charts(run: RunFiles, *, has_rate: bool) -> list[dict[str, Any]]:
-    """Return charts of learning rate, gradient norm, throughput and memory from the record."""
+    """Return charts of learning rate, gradient norm, throughput and memory from the run's progress file."""
     lines = run.progress
     series: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for line, before in zip(lines, [None, *lines], strict=False):

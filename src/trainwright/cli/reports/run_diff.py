@@ -55,10 +55,10 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
     """Return the differences of two runs.
 
     Returns:
-        Rows by topic. If a run has no record, the topics are `metrics` and `curves`. A row has a name and the value of
-        each run. A row of `curves` has the name, the first step with unequal values, the first step whose values differ
-        by more than `tolerance` (relative to the larger value), and both values at the last common step. Equal curves
-        have no row.
+        Rows by topic. If a run has no `run.jsonl`, the topics are `metrics` and `curves`. A row has a name and the
+        value of each run. A row of `curves` has the name, the first step with unequal values, the first step whose
+        values differ by more than `tolerance` (relative to the larger value), and both values at the last common step.
+        Equal curves have no row.
 
     Raises:
         ConfigurationError: the runs have no metric and no record in common, or are the same folder.
@@ -70,7 +70,8 @@ def compare(first: RunFiles, second: RunFiles, *, tolerance: float = 0.01) -> di
     if not common and not (a and b):
         names = [", ".join(sorted(run.curves)) or "no metrics" for run in (first, second)]
         raise ConfigurationError(
-            f"the runs share nothing: {first.folder} has {names[0]}, and {second.folder} has {names[1]}."
+            f"the runs share nothing: {first.folder} has {names[0]}, and {second.folder} has {names[1]}. Pass runs of "
+            "one task."
         )
     found: dict[str, list[list[Any]]] = {}
     if a and b:
@@ -114,7 +115,7 @@ def _data_order(first: RunFiles, second: RunFiles) -> list[list[Any]]:
 
 
 def _parting(first: Curve, second: Curve, tolerance: float) -> tuple[int | None, int | None, float, float]:
-    """Return the first step with unequal values, the first step beyond the tolerance, and the last common values."""
+    """Return the first step with unequal values, the first beyond the tolerance, and both values at the last step."""
     steps, at_first, at_second = np.intersect1d(first.steps, second.steps, return_indices=True)
     a, b = first.values[at_first], second.values[at_second]
     if not len(steps):

@@ -1,4 +1,4 @@
-"""Read the folder of a run: its record, curves and hyper-parameters.
+"""Read the folder of a run: its record (`run.jsonl`), curves and hyper-parameters.
 
 Curves come from files of the loggers: `metrics.csv`, `metrics.jsonl` or TensorBoard's event files. Folders without a
 record, such as Lightning's `lightning_logs/version_0`, have curves only.
@@ -65,7 +65,7 @@ class RunFiles:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The record's line of the last `fit` or, without one, of the last other stage. Empty without a record."""
+        """The line that the last `fit` (or else the last other stage) wrote when it began. Empty without a record."""
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
         return next(reversed(fits or starts), {})
@@ -98,7 +98,7 @@ def read_run(path: str | Path) -> RunFiles:
         if not below:
             raise ConfigurationError(
                 f"{given} is not the folder of a run, and has none below it: there is no {RECORD_FILE}, metrics.csv, "
-                "metrics.jsonl or event file of TensorBoard."
+                "metrics.jsonl or event file of TensorBoard. Pass the folder of a run."
             )
         found.folder = max(below, key=lambda file: file.stat().st_mtime).parent
         _read_curves(found.folder, found)
@@ -132,7 +132,7 @@ def _read_record(path: Path, found: RunFiles) -> None:
     found.sources.append(path)
     for number, line in _json_lines(path):
         if not isinstance(line, dict) or not {"event", "step", "time"} <= line.keys():
-            raise RunFileError(f"{path}, line {number}: not an event of a run's record.")
+            raise RunFileError(f"{path}, line {number}: not an event of a run's record. The file is damaged.")
         if line["event"] == "progress":
             found.progress.append(line)
             continue

@@ -148,7 +148,8 @@ def replay_step(
     found.skipped = trainer.skipped_batches
     if step not in found.losses and step not in found.grad_norms:
         raise ConfigurationError(
-            f"step {step} was not reached: training ended after step {max(found.losses, default=manifest.step)}."
+            f"step {step} was not reached: training ended after step {max(found.losses, default=manifest.step)}. "
+            "Choose that step or an earlier one."
         )
     return found
 
@@ -259,7 +260,7 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
 
 
 def _compared(found: Replay, run: RunFiles | None) -> list[list[Any]]:
-    """Return a tuple (step, name, logged value, replayed value) for each logged value of the replayed steps."""
+    """Return a list [step, name, logged value, replayed value] for each logged value of the replayed steps."""
     rows: list[list[Any]] = []
     for line in [] if run is None else run.progress:
         step = line["step"]
