@@ -14,10 +14,10 @@ MAX_STEPS_BETWEEN_CHECKS = 1000
 class AgreedClock:
     """Timer that ends at the same step on all ranks, as measured by rank 0's clock.
 
-    With one process the clock is read at every step. With several processes, rank 0 broadcasts its clock only at agreed
-    steps. Each check sets the number of steps (1 to 1000) until the next check, such that half of the remaining time
-    will have passed at the current pace. Any duration thus costs about twenty broadcasts of two numbers. Other steps
-    cost one comparison.
+    With one process the clock is read at every step. With several processes, rank 0 broadcasts its clock only at some
+    steps, the checks. Each check sets the number of steps (1 to 1000) until the next check, such that half of the
+    remaining time will have passed at the current pace. Any duration thus costs about twenty broadcasts of two numbers.
+    Other steps cost one comparison.
 
     Args:
         remaining_s: returns the seconds that are left on this rank; 0 or less ends the timer.
@@ -36,7 +36,7 @@ class AgreedClock:
         self._checked_at_s = time.monotonic()
 
     def is_up(self, run: Run) -> bool:
-        """Return whether the time is up. Call it after each step. Collective at agreed steps; blocks the host only."""
+        """Return whether the time is up. Call it after each step. Collective at checks; blocks the host only."""
         if run.world_size == 1:
             return self._remaining_s() <= 0
         if run.state.step < self._next_check:

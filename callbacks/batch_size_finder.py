@@ -101,7 +101,7 @@ class BatchSizeFinder(Callback):
         self.attribute(task, trainer.datamodule)
 
     def scale_batch_size(self, trainer: Run, task: TaskModule) -> None:
-        """Search now, and set the attribute and `optimal_batch_size`. Collective. Call it at a step boundary."""
+        """Search, and set the batch size and `optimal_batch_size`. Collective. Call it at a step boundary."""
         if trainer.fast_dev_run:
             warnings.warn("fast_dev_run: the batch size is not searched for.", TrainwrightWarning, stacklevel=2)
             self.optimal_batch_size = None

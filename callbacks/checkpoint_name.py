@@ -79,13 +79,13 @@ def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool
 
     def one(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""
-        text = _format_value(metrics.get(name), spec, template)
+        text = _format_value(name, metrics.get(name), spec, template)
         return f"{name.replace('/', '_')}={text}" if insert_names else text
 
     return _FIELD.sub(one, template)
 
 
-def _format_value(value: object, spec: str, template: str) -> str:
+def _format_value(name: str, value: object, spec: str, template: str) -> str:
     if value is None:
         return "nan"
     if isinstance(value, float) and spec.endswith("d") and value.is_integer():
@@ -93,4 +93,7 @@ def _format_value(value: object, spec: str, template: str) -> str:
     try:
         return format(value, spec)
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"filename={template!r}: {value!r} cannot be written as {spec!r}: {error}.") from error
+        raise ConfigurationError(
+            f"filename={template!r}: {name}={value!r} cannot be written as {spec!r} ({error}). Use another format, "
+            f"such as {{{name}:.2f}}."
+        ) from error

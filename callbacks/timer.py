@@ -23,8 +23,8 @@ class Timer(Callback):
     """Callback that measures the time of each stage and stops training after `duration`.
 
     Training time is added up across resumes, without the time between sessions. Rank 0's clock is used. With
-    `interval="epoch"` it is broadcast at every epoch's end. With `"step"` it is broadcast at few agreed steps (see
-    `AgreedClock`), so that most steps cost one comparison.
+    `interval="epoch"` it is broadcast at every epoch's end. With `"step"` it is broadcast at few steps (see
+    `AgreedClock`), and the other steps cost one comparison.
 
     Args:
         duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, its arguments as a dict

@@ -122,8 +122,10 @@ class LoggerGroup:
         return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Load into each logger the next state of its class. Loggers then remove values that were logged after the
-        state. Call it before `start` if possible. Loggers may have been added or removed since the state was saved.
+        """Load the states of `state_dict` into the loggers of the same class, in order.
+
+        A logger then removes values that were logged after its state was saved. Loggers may have been added or removed
+        since. Call this before `start` if possible.
         """
         left = list(states)
         for logger in self.loggers:

@@ -79,7 +79,7 @@ def begin_fit(run: StageRun) -> None:
 def _describe(run: StageRun, *, hyperparameters: bool) -> None:
     """Log the task's graph and, if enabled, the hyper-parameters of the task and the data module.
 
-    Called after `on_fit_start`, where a search may set hyper-parameters.
+    Called after `on_fit_start`, where callbacks such as BatchSizeFinder may set hyper-parameters.
     """
     if run.logs.group is None:
         return

@@ -45,7 +45,7 @@ class LoopState:
         validated_at: completed steps at the last completed validation; -1 before the first.
         validation: validation schedule; None until the training data is known.
         clock: `time.perf_counter()` at the last update of `state.seconds`.
-        quiet_groups: number of steps after which nothing needs to be checked; 0 makes the next step check.
+        quiet_groups: number of coming steps without a check of what is due; 0 makes the next step check.
         stop: stop request of this rank.
         stop_agreed: strongest stop request of all ranks at their last exchange.
         stop_reason: reason of the last stop request, or None.

@@ -56,10 +56,11 @@ class SplitSequences:
         full = batch if isinstance(batch, Mapping) else {}
         inputs = full.get("input_ids", full.get("inputs_embeds"))
         if not isinstance(inputs, Tensor) or inputs.dim() < 2:
+            given = f"a dict with {', '.join(map(repr, full))}" if full else f"of type {type(batch).__name__}"
             raise ConfigurationError(
-                "The sequences of this batch cannot be split over ranks: it is not a dict with 'input_ids' of "
-                "shape (batch, length). Define split_sequences(self, batch, split) in the task. Return the batch with "
-                "each tensor of shape (batch, length, …) replaced by split(tensor), with targets that are already "
+                f"The batch is {given}, not a dict with 'input_ids' of shape (batch, length), so its sequences cannot "
+                "be split over ranks. Define split_sequences(self, batch, split) in the task. It returns the batch "
+                "with each tensor of shape (batch, length, …) replaced by split(tensor), with targets that are already "
                 "shifted, and with split.positions(length) for the model."
             )
         length = inputs.shape[1]

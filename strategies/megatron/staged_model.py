@@ -126,10 +126,10 @@ class StageLinks:
 class _StageCaches:
     """Caches of keys and values for the stages of this rank.
 
-    Positions and masks are computed from the length of any layer in a cache. A stage's cache therefore also has the
-    layers of earlier stages, with tensors on `meta`, to which skipped layers append. The first stage of a rank uses the
-    cache that the model is called with. Later stages use copies of it. The layers that a later stage computes are also
-    put into the original cache, so that beam search reorders them.
+    The model may compute positions and masks from the length of any layer in a cache. A stage's cache therefore also
+    has the layers of earlier stages, as tensors on `meta`. They become longer when the model skips these layers. The
+    first stage of a rank uses the cache that the model is called with. Later stages use copies of it. The layers that a
+    later stage computes are also put into the original cache, so that beam search reorders them.
 
     Args:
         stages: The stages of this rank, in order.

@@ -276,7 +276,7 @@ def test_fields_are_filled_in_with_their_names(
 
 
 def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
-    with pytest.raises(ConfigurationError, match=r"0\.123 cannot be written as 'd'"):
+    with pytest.raises(ConfigurationError, match=r"val_loss=0\.123 cannot be written as 'd'.*\{val_loss:\.2f\}"):
         ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)
 
 

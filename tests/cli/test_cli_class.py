@@ -172,6 +172,16 @@ def test_an_optimizer_linked_to_the_task() -> None:
     assert made.model.optimizer_init["init_args"]["lr"] == 0.5
 
 
+def test_two_optimizers_without_link_to_are_an_error() -> None:
+    class Adds(CLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_optimizer_args(torch.optim.Adam, nested_key="adam")
+            parser.add_optimizer_args(torch.optim.SGD, nested_key="sgd")
+
+    with pytest.raises(ConfigurationError, match=r"one optimizer, and adam, sgd were.*link_to='model\.optimizer_init'"):
+        cli("--sgd.lr=0.5", of=Adds, run=False)
+
+
 def test_a_configured_optimizer_replaces_the_tasks_with_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="configure_optimizers is not called"):
         made = cli("fit", "--optimizer=SGD", "--optimizer.lr=0.5", model=OwnOptimizer)

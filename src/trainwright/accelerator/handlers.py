@@ -105,7 +105,7 @@ _KINDS: dict[str, Any] = {name: get_args(hint)[0] for name, hint in get_type_hin
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
-    """Sort the objects in `kwargs_handlers` by class. Raise a ConfigurationError for other or repeated classes."""
+    """Return `kwargs_handlers` by class. Raise a ConfigurationError for unknown classes and two objects of a class."""
     found: dict[str, Any] = {}
     for handler in handlers:
         name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)

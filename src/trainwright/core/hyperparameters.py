@@ -59,7 +59,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """The saved hyper-parameters. Empty before `save_hyperparameters`. Checkpoints contain later changes."""
+        """The saved hyper-parameters. Empty before `save_hyperparameters`. Checkpoints contain the current values."""
         found: Hyperparameters | None = vars(self).get("_hparams")
         if found is None:
             found = Hyperparameters()

@@ -434,11 +434,11 @@ class SplitBatchShard(BatchShard):
         return None if counts is None else counts * self._num_parts
 
     def has_batch(self, round_index: int) -> bool:
-        """Return whether this rank's part of a round is real. The round must have been drawn."""
+        """Return whether this rank's part of a round is not padding. The round must have been read."""
         return self._part < self.real_ranks(round_index)
 
     def real_ranks(self, round_index: int) -> int:
-        """Return the number of ranks with a real part of a round. The round must have been drawn."""
+        """Return the number of ranks whose part of a round is not padding. The round must have been read."""
         return self._short_rounds.get(round_index, self._num_parts)
 
     def start(self, batch: int) -> None:

@@ -202,7 +202,10 @@ class LoopSignal(ReceivedSignal):
 
 
 class _LoopHandler(SignalHandler):
-    """Handler that records a signal. After `close` it calls the earlier handler."""
+    """Handler that records a signal until `close`, and calls the user's earlier handler.
+
+    Without such a handler, a signal after `close` has its earlier effect.
+    """
 
     def __init__(self, received: LoopSignal, number: int) -> None:
         super().__init__()

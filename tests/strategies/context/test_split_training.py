@@ -175,8 +175,10 @@ def split(tmp_path: Path) -> Iterator[SplitSequences]:
 
 
 def test_a_batch_that_cannot_be_split_is_an_error(split: SplitSequences) -> None:
-    with pytest.raises(ConfigurationError, match=r"not a dict with 'input_ids'.*Define split_sequences"):
+    with pytest.raises(ConfigurationError, match=r"type Tensor, not a dict with 'input_ids'.*Define split_seq"):
         split.batch(torch.zeros(2, 8))
+    with pytest.raises(ConfigurationError, match="a dict with 'tokens', 'mask', not"):
+        split.batch({"tokens": torch.zeros(2, 8), "mask": None})
     ids = torch.ones(2, 8, dtype=torch.long)
     with pytest.raises(RuntimeError, match="pad them at the end"):
         split.batch({"input_ids": ids, "attention_mask": torch.tensor([[0] * 4 + [1] * 4] * 2)})

@@ -168,8 +168,11 @@ def _names_by_shape(
 ) -> dict[int, str]:
     """Return parameter names by position, inferred from shapes.
 
-    A shape is unambiguous if one group has all weights of this shape, and there is only one such weight or the model's
-    order is known.
+    All weights of a shape must be in the same group. Several weights of a shape are matched in the model's order, which
+    must be known.
+
+    Raises:
+        NamesUnknown: A shape is unknown, or the names are ambiguous.
     """
     of_shape: dict[torch.Size, list[str]] = {}
     for name in candidates:

@@ -126,8 +126,9 @@ class ComponentArguments:
             found = [(key, cls) for key, cls, link_to in groups if link_to == AUTOMATIC]
             if len(found) > 1:
                 raise ConfigurationError(
-                    f"{', '.join(key for key, _ in found)}: at most one {kind} can be automatic. Give each link_to=… "
-                    "an argument of the task, and define configure_optimizers there."
+                    f"CLI creates configure_optimizers from one {kind}, and {', '.join(key for key, _ in found)} were "
+                    f"added. Add them with link_to, such as link_to='model.{kind}_init', and define "
+                    "configure_optimizers in the task."
                 )
             chosen.append(found[0] if found else None)
         return chosen[0], chosen[1]
