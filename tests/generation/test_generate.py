@@ -225,7 +225,7 @@ def _as_documented() -> list[Tensor]:
             length_penalty=1.5,
         ),
     ]
-    with pytest.raises(ConfigurationError, match="the model's context 16"):
+    with pytest.raises(ConfigurationError, match="the model's context has 16"):
         model.megatron_generate(_PROMPTS)
     return generated_tokens
 
