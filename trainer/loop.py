@@ -224,7 +224,7 @@ class FitLoop:
             loop.group_end = None
             state.begin_next_epoch()
             every = run.settings.arguments.reload_dataloaders_every_n_epochs
-            if every and state.epoch % every == 0:
+            if every and state.epoch % every == 0 and not self._is_over():
                 run.data.forget()
                 loop.validation = None  # its interval may be a fraction of the new loader
 

@@ -129,11 +129,6 @@ def _schedule(given: object, monitor: str | None, origin: str) -> SchedulerConfi
     if not isinstance(frequency, int) or frequency < 1:
         raise ConfigurationError(f"{origin}.configure_optimizers: frequency={frequency!r} must be at least 1.")
     monitor = entry.get("monitor", monitor)
-    if isinstance(scheduler, ReduceLROnPlateau) and monitor is None:
-        raise ConfigurationError(
-            f"{origin}.configure_optimizers: ReduceLROnPlateau needs a metric to watch. Return "
-            "{'optimizer': …, 'lr_scheduler': {'scheduler': …, 'monitor': 'val_loss'}}."
-        )
     return SchedulerConfig(
         scheduler=scheduler,
         interval=interval,
@@ -196,6 +191,11 @@ class Schedules:
         self.configs = configs
         self._task = task
         ours = configs if task is not None and task.automatic_optimization else []
+        if any(isinstance(config.scheduler, ReduceLROnPlateau) and config.monitor is None for config in ours):
+            raise ConfigurationError(
+                f"{type(task).__name__}.configure_optimizers: ReduceLROnPlateau needs a metric to watch. Return "
+                "{'optimizer': …, 'lr_scheduler': {'scheduler': …, 'monitor': 'val_loss'}}."
+            )
         self._per_step = [c for c in ours if c.interval == "step"]
         self._per_epoch = [c for c in ours if c.interval == "epoch" and c.monitor is None]
         self._monitored = [c for c in ours if c.interval == "epoch" and c.monitor is not None]

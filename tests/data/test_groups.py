@@ -203,10 +203,10 @@ def test_a_loader_shorter_than_it_says_ends_with_a_warning_on_one_rank() -> None
 # Ranks that cannot count
 
 
-def agreed(counts: list[int], accumulate: int, **more: Any) -> list[list[Group]]:
+def agreed(counts: list[int], accumulate: int, make: Any = int, **more: Any) -> list[list[Group]]:
     def work(rank: int, agree: Any) -> list[Group]:
         loader = prepared(
-            (i for i in range(counts[rank])),
+            (make(i) for i in range(counts[rank])),
             rank=rank,
             world=len(counts),
             use_distributed_sampler=False,
@@ -226,6 +226,12 @@ def test_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
     assert [number for group in three for number in group.batches] == [0, 1, 2, 2, 2]
     weights = [w for group in three for w in group.weights or [1.0] * len(group.batches)]
     assert [w > 0 for w in weights] == [True] * 3 + [False] * 2
+
+
+def test_padding_of_ranks_without_length_is_a_new_object() -> None:
+    three, _ = agreed([3, 5], 2, make=lambda i: {"x": i})
+    batches = [batch for group in three for batch in group.batches]
+    assert [batch.pop("x") for batch in batches] == [0, 1, 2, 2, 2]
 
 
 def test_the_weights_of_agreed_groups_are_the_mean_over_real_micro_batches() -> None:

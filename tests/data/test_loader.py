@@ -299,6 +299,12 @@ def test_padding_replays_the_last_batch_until_all_are_done() -> None:
     assert five == (5, [[0], [1], [2], [3], [4]], [True] * 5)
 
 
+def test_padding_does_not_show_what_the_step_changed_in_the_batch() -> None:
+    loader = prepared([{"x": i, "parts": [i]} for i in range(3)], rank=1, world=2)
+    popped = [(batch.pop("x"), batch["parts"].pop()) for batch in loader.iterate()]
+    assert popped == [(1, 1), (1, 1)]
+
+
 def test_stop_ends_all_ranks_with_the_first() -> None:
     assert [own[:2] for own in own_loaders([3, 5], uneven="stop")] == [(3, [[0], [1], [2]])] * 2
 

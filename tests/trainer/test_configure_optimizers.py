@@ -159,6 +159,23 @@ def test_a_form_that_cannot_be_meant_is_refused(configure: Configure, message: s
         _fit(configure)
 
 
+def test_a_plateau_schedule_of_manual_optimization_needs_no_metric() -> None:
+    class Manual(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.lr_schedulers().step(1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = _sgd(self)
+            return [optimizer], [ReduceLROnPlateau(optimizer, factor=0.5, patience=0)]
+
+    trainer = fitted(Manual(), regression_loader(2), max_epochs=1)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == _sgd(RegressionTask()).param_groups[0]["lr"] / 2
+
+
 @pytest.mark.parametrize("every_n_epoch", [1, 2])
 def test_a_schedule_of_the_epoch_steps_once_an_epoch_however_often_it_is_validated(every_n_epoch: int) -> None:
     trainer = quiet_trainer(max_epochs=4, check_val_every_n_epoch=every_n_epoch)

@@ -144,7 +144,9 @@ class _Loads(DataModule):
 @pytest.mark.parametrize(("every", "times"), [(0, 1), (1, 5), (2, 3), (3, 2)])
 def test_loaders_are_asked_for_anew_after_so_many_epochs(every: int, times: int) -> None:
     data = _Loads()
-    quiet_trainer(max_epochs=5, reload_dataloaders_every_n_epochs=every).fit(RegressionTask(), datamodule=data)
+    trainer = quiet_trainer(max_epochs=5, reload_dataloaders_every_n_epochs=every)
+    trainer.fit(RegressionTask(), datamodule=data)
+    assert trainer.num_training_batches == 4  # of the last epoch's loader
     assert data.asked.count("train") == data.asked.count("val") == times
 
 

@@ -72,6 +72,13 @@ def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any
     return tree
 
 
+def copy_containers(tree: Any) -> Any:
+    """Return `tree` with new containers and the same leaves, so that changes to its mappings and lists do not show."""
+    if isinstance(tree, tuple) and callable(getattr(tree, "to", None)):  # a PackedSequence
+        return tree
+    return rebuild(tree, copy_containers)
+
+
 def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:
     """Yield every tensor of `tree`, depth first."""
     if isinstance(tree, torch.Tensor):

@@ -17,6 +17,7 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
+from trainwright.core.tree import copy_containers
 from trainwright.data.loader_options import Agree, Uneven
 from trainwright.data.prepared import PreparedLoader, uneven_error
 
@@ -306,13 +307,13 @@ def _agreeing(
         if have and not ahead:
             loader.keep_run_out(before)
         if mine and not ahead:
-            spare = mine[-1:]
+            spare = [copy_containers(mine[-1])]  # the step may change its batch
         rounds, total_real, more = agreement.reach(
             name, first, have, has_more=bool(ahead), can_replay=bool(mine or spare)
         )
         if rounds == 0:
             return
-        group = Group([*mine[:rounds], *(spare * (rounds - have))], first, not more)
+        group = Group([*mine[:rounds], *(copy_containers(spare[0]) for _ in range(rounds - have))], first, not more)
         if not more:
             loader.release_state()
         group.weights = _weights([i < have for i in range(rounds)], total_real, agreement.world)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
+from trainwright.core.tree import copy_containers
 from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.sampler import Dealer
 from trainwright.data.workers import Workers
@@ -384,11 +385,11 @@ class PreparedLoader(ABC):
             last = next(batches, _END)
             if last is _END:
                 return  # shorter than declared: the loop detects it by counting
-            yield last
+            yield copy_containers(last)  # the step may change its batch, by `batch.pop("labels")` for example
         if last is _END:
             last = self.filler()
         for _ in range(rounds - max(own, start_batch)):
-            yield last
+            yield copy_containers(last)
 
     def _agreed(self, batches: Iterator[Any], first_round: int) -> Iterator[Any]:
         options = self.options
@@ -411,7 +412,7 @@ class PreparedLoader(ABC):
             elif index == first_round:
                 last = self.filler()
             del batch
-            yield last
+            yield copy_containers(last)
 
     def _begin(self, start_batch: int) -> None:
         """Check that the epoch can begin at `start_batch`. A restored state counts for one pass only."""

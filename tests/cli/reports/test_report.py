@@ -115,6 +115,14 @@ def test_the_newest_run_in_a_folder_is_read(tmp_path: Path) -> None:
     assert read_run(tmp_path).folder.name == "version_1"
 
 
+def test_a_later_evaluation_does_not_hide_the_newest_run_that_trained(tmp_path: Path) -> None:
+    for version, event in enumerate(["fit", "fit", "test"]):
+        (tmp_path / f"version_{version}").mkdir()
+        text = json.dumps({"event": event, "step": 0, "time": 1.0})
+        (tmp_path / f"version_{version}" / "run.jsonl").write_text(text)
+    assert read_run(tmp_path).folder.name == "version_1"
+
+
 def test_the_progress_of_abandoned_steps_is_left_out(tmp_path: Path) -> None:
     lines = [("fit", 0), ("progress", 2), ("progress", 4), ("fit", 3), ("progress", 5)]
     text = "".join(json.dumps({"event": event, "step": step, "time": 1.0}) + "\n" for event, step in lines)

@@ -75,7 +75,7 @@ def read_run(path: str | Path) -> RunFiles:
     """Read a run.
 
     Args:
-        path: folder of a run, a file in it, or a folder above several runs, of which the newest is read.
+        path: folder of a run, a file in it, or a folder above several runs, of which the newest that trained is read.
 
     Raises:
         ConfigurationError: `path` does not exist, or contains no run.
@@ -123,9 +123,12 @@ def _record_of(logs: Path) -> Path | None:
 
 
 def _newest(top: Path, pattern: str) -> Path | None:
-    """Return the newest file with a name in a folder or, without one, in the folders below it."""
+    """Return the newest file with a name in a folder or, without one, in the folders below it. Runs that trained come
+    before those that only evaluated.
+    """
     here = [*top.glob(pattern)] or [*top.rglob(pattern)]
-    return max(here, key=lambda file: (file.stat().st_mtime, file.name), default=None)
+    fits = {file for file in here if pattern == RECORD_FILE and b'"event": "fit"' in file.read_bytes()}
+    return max(here, key=lambda file: (file in fits, file.stat().st_mtime, file.name), default=None)
 
 
 def _read_record(path: Path, found: RunFiles) -> None:
