@@ -22,8 +22,9 @@ class SaveFacts:
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics, with `epoch` and `step`. Values that the user logged under these names take precedence, as
-        integers.
+        """The metrics, with `epoch` and `step` as integers.
+
+        Finite values that the user logged under these two names take precedence. They are truncated to integers.
         """
         counters = {"epoch": self.epoch, "step": self.step}
         logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}

@@ -20,8 +20,9 @@ from trainwright.trainer.run import StageRun
 
 
 def start_loggers(run: StageRun, stage: Stage) -> None:
-    """Start the loggers, except for predictions. Load a checkpoint before, because loggers continue the run of the
-    checkpoint.
+    """Start the loggers, except in the stage `"predict"`.
+
+    Called after the checkpoint of a resumed run is loaded, because loggers continue the checkpoint's run.
     """
     if stage != "predict" and run.logs.group is not None:
         run.logs.group.start(RunInfo(run.settings.root))

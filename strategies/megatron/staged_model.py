@@ -140,7 +140,10 @@ class _StageCaches:
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
     def of(self, cache: object) -> dict[int, Any]:
-        """Return {stage: cache} for the cache of a call of the model, which is empty in the first call. {} for None."""
+        """Return {stage: cache} for the cache that the model is called with, or {} for None.
+
+        The first call creates the copies for later stages. The cache must be empty then.
+        """
         if cache is None:
             return {}
         if cache not in self._copies:

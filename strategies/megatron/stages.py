@@ -162,7 +162,10 @@ def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> l
 
     @cache
     def divide(stop: int, num: int) -> tuple[int, tuple[int, ...]]:
-        """Divide the layers before `stop` into `num` stages. Return the largest weight, and the first layers."""
+        """Divide the layers before `stop` into `num` stages.
+
+        Return the number of parameters of the largest stage, and the indices of the first layers as `_balanced` does.
+        """
         if num == 1:
             return before + totals[stop], ()
         extra = after if num == num_stages else 0

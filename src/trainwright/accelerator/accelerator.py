@@ -693,8 +693,8 @@ class Accelerator:
         """Return a context for loops in which processes have different numbers of batches.
 
         A process that ends the loop early contributes zero gradients to the averages of the other processes, as in
-        torch's `Join`. At the end of the context, it receives the weights of the process that ended last. It does not
-        join other collectives: call `gather`, `reduce` and `backward(num_items=…)` outside of the context. Prepared
+        torch's `Join`. At the end of the context, it receives the weights of the process that ended last. Only the
+        averages are joined: call `gather`, `reduce` and `backward(num_items=…)` outside of the context. Prepared
         loaders need the context only if `even_batches` is False. Otherwise, they return the same number of
         micro-batches on every process. Collective at the end of the context.
 

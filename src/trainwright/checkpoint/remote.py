@@ -59,6 +59,7 @@ _REFUSED = re.compile(
 # Schemes of services with buckets. Their packages create a missing bucket when asked to create a folder in it.
 _BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_DELETE_INDEX = "Delete it to continue. The uploads remain, and no run deletes them."
 
 
 class DamagedRemoteError(CheckpointError):
@@ -330,15 +331,15 @@ class RemoteIndex:
         origin = f"{self.url}/{self._file}"
         values = load_json(data, origin)
         if not isinstance(values, dict):
-            raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
+            raise CheckpointError(
+                f"{origin} is damaged: expected a JSON object, got {type(values).__name__}. {_DELETE_INDEX}"
+            )
         version = check_format_version(values.get("format_version"), origin)
         try:
             today = upgraded({"remote_index": values}, version)["remote_index"]
             return [_entry(item, origin) for item in today["checkpoints"]]
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{origin} is damaged: {error!r}. Delete it to continue. The uploads remain, and no run deletes them."
-            ) from error
+            raise CheckpointError(f"{origin} is damaged: {error!r}. {_DELETE_INDEX}") from error
 
     def _store(self, entries: list[RemoteEntry]) -> None:
         values = {"format_version": PLAIN_VERSION, "checkpoints": [asdict(entry) for entry in entries]}
@@ -441,11 +442,13 @@ class _Remote:
                 for chunk in _chunks(source):
                     target.write(chunk)
         except FileNotFoundError as error:
-            raise DamagedRemoteError(f"{self.url} is damaged: {relative} is missing.") from error
+            raise DamagedRemoteError(
+                f"{self.url} is damaged: {relative} is missing. Use another checkpoint."
+            ) from error
         if target.entry != entry:
             raise DamagedRemoteError(
                 f"{self.url} is damaged: {relative} has {target.entry.size} bytes and the hash "
-                f"{target.entry.xxh3_128}, expected {entry.size} and {entry.xxh3_128}."
+                f"{target.entry.xxh3_128}, expected {entry.size} and {entry.xxh3_128}. Use another checkpoint."
             )
 
     def folders(self) -> list[str]:

@@ -165,7 +165,7 @@ def _read_strategies(text: str) -> list[tuple[str, str]]:
         strategies.append((label, path))
     if len(strategies) < 2:
         raise ConfigurationError(
-            "--strategies names fewer than two strategies. Write, for example, --strategies single,ddp."
+            f"--strategies={text!r} names fewer than two strategies. Write, for example, --strategies single,ddp."
         )
     return strategies
 

@@ -248,7 +248,7 @@ class PreparedLoader(ABC):
             self.held_state = {**self._state_now(), "rng": rng_state()}
 
     def release_state(self) -> None:
-        """Let `state_dict` return the current state again, because no batch is fetched ahead."""
+        """Discard the stored state, so that `state_dict` returns the current state again."""
         self.held_state = None
 
     def freeze_state(self) -> None:
@@ -277,9 +277,10 @@ class PreparedLoader(ABC):
             self.held_state = {**state, "has_run_out": True}
 
     def take_ahead(self, batches: Iterator[Any]) -> tuple[list[Any], list[Any]]:
-        """Fetch the first of `batches` before the loop requests it. Return two lists, of at most one batch in total.
+        """Fetch the first of `batches` before the loop requests it. Return ([batch], []), or ([], []) without a batch.
 
-        A batch in the second list is only used as padding, because this rank had no further batch at the save.
+        After a resume, return ([], [batch]) if this rank had no further batch when the checkpoint was saved. The batch
+        is then only used as padding.
         """
         state, self._rng_ahead = self._rng_ahead, None
         if state is None:

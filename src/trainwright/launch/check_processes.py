@@ -136,7 +136,10 @@ class Check:
         self._num_exchanges = 0
 
     def exchange(self, value: object, key: str = "") -> list[Any]:
-        """Return the JSON `value` of every rank, by rank. Collective. The store works even if NCCL or gloo fail."""
+        """Return the JSON `value` of every rank, by rank. Collective.
+
+        Values are exchanged through a torch.distributed store, which works even if NCCL or gloo fail.
+        """
         if self._store is None:
             return [value]
         self._num_exchanges += 1
