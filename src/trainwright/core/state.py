@@ -135,9 +135,7 @@ class SkippedData:
     sample_ids: list[list[int | str]] | None = None
 
     def overlaps(self, epoch: int, before: Mapping[str, int], after: Mapping[str, int]) -> bool:
-        """Return whether the data overlaps the range from `before` to `after` of `epoch`; see
-        `PreparedLoader.position`.
-        """
+        """Return whether the data overlaps a range of `epoch` between two results of `PreparedLoader.position`."""
         if self.epoch != epoch or self.unit not in before or self.unit not in after:
             return False
         return after[self.unit] > self.start and (self.stop is None or before[self.unit] < self.stop)

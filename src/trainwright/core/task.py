@@ -176,9 +176,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip one optimizer's gradients, once per step. The Trainer's arguments are passed. Override it to change
-        this.
-        """
+        """Clip one optimizer's gradients, once per step, with the Trainer's arguments. Can be overridden."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
