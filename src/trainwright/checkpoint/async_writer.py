@@ -90,9 +90,7 @@ class AsyncWriter:
             return self._thread is not None and self._dropped.is_set()
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocate host memory for the first save of about `num_bytes`, and have a thread map its pages. Does not
-        block.
-        """
+        """Allocate about `num_bytes` of host memory for the first save. A thread maps the pages. Does not block."""
         if self._contents is not None or num_bytes < LOW_PRIORITY_FROM_BYTES:
             return
         self._end_preparation()
@@ -172,8 +170,7 @@ class AsyncWriter:
             metrics: metrics for the manifest. Default: the metrics of the snapshot.
 
         Raises:
-            CheckpointError: no snapshot was submitted, `path` exists and is not a checkpoint, or an earlier save
-                failed.
+            CheckpointError: no snapshot was submitted, `path` is something else, or an earlier save has failed.
         """
         if self._contents is None:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")

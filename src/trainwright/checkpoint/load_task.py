@@ -42,7 +42,7 @@ def load_task_from_checkpoint(
 
     Args:
         cls: the task's class. Saved hyper-parameters that its constructor does not accept are skipped. A constructor
-            with `**kwargs` accepts all. Hyper-parameters that were saved from one argument are passed as this argument.
+            with `**kwargs` accepts all. Hyper-parameters saved from one argument are passed as this argument.
             `configure_model` is called before weights are loaded.
         path: a checkpoint folder or its URL. Full checkpoints and checkpoints with weights only can be loaded.
         map_location: the device for the task. Default: None, the device on which the constructor creates the weights.

@@ -150,7 +150,7 @@ class RunFolder:
         return None
 
     def link(self, name: str, target: str) -> None:
-        """Atomically create or replace the relative symbolic link `name` to the checkpoint named `target` in the
+        """Atomically create or replace the relative symbolic link `name` to the checkpoint `target`, both in the
         folder.
         """
         link = self.path / name

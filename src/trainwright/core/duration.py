@@ -116,14 +116,9 @@ def _unit(word: str, origin: str) -> tuple[Unit, float]:
 
 
 def parse_time(value: Any, name: str) -> Duration:
-    """Return a length of time as a `Duration` in seconds.
+    """Return the argument `name` as a `Duration` in seconds. Another unit raises a ConfigurationError.
 
-    Args:
-        value: a timedelta, a dict of its arguments (`{"hours": 2}`), `"00:12:00:00"` (days first) or `"10 min"`.
-        name: name of the argument, for error messages.
-
-    Raises:
-        ConfigurationError: `value` is not a length of time.
+    `value` is a timedelta, a dict of its arguments (`{"hours": 2}`), `"00:12:00:00"` (days first) or `"10 min"`.
     """
     if isinstance(value, Mapping):
         try:

@@ -186,9 +186,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create `folder` and missing parents, and sync their names. With `sync=False`, `sync_new_folders` syncs them
-    later.
-    """
+    """Create `folder` and missing parents, and sync their names. With `sync=False`, call `sync_new_folders` later."""
     if folder.is_dir():
         return
     make_folder(folder.parent, sync=sync)

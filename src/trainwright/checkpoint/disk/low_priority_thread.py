@@ -130,9 +130,7 @@ class LowPriorityThread:
             pass
 
     def _do_next(self) -> bool:
-        """Wait for the function that is running, then run the next one in the queue. Return False if the queue is
-        empty.
-        """
+        """Wait for the running function, then run the next one. Return False if the queue is empty."""
         with self._running:
             if not self._queue:
                 return False

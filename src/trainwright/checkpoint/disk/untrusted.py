@@ -72,9 +72,7 @@ def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a file. A file longer than `max_bytes`, or one that is unreadable, raises
-    `CheckpointError`.
-    """
+    """Return a file's content. An unreadable file, or one longer than `max_bytes`, raises `CheckpointError`."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -85,8 +85,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Return a tensor that safetensors can store, and the name of the original dtype if the result is a view, else
-    None.
+    """Return a tensor that safetensors can store, and None. For a view in another dtype, return the original dtype's
+    name.
 
     Complex numbers are viewed as pairs of reals (a last dimension of 2), rare 1-byte floats as uint8. Tensors without
     plain bytes (quantized, sparse, meta, DTensors, ...) raise `CheckpointError`.

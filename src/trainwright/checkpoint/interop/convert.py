@@ -59,10 +59,9 @@ class ConvertOptions:
     """Options for reading a foreign checkpoint.
 
     Attributes:
-        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names. Default:
-            False.
-        drop_unknown: skip values that are neither tensors nor plain data, and list them in `Converted.notes`. Default:
-            False, which raises an error for such values.
+        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
+        drop_unknown: skip values that are neither tensors nor plain data, with a note. Default: False, which raises an
+            error for such values.
         param_names: for each optimizer, the parameter names in the optimizer's order. Needed if the file does not store
             the names.
         optimizer_classes: for each optimizer, the name of the class. Needed if the file does not store the class.

@@ -45,9 +45,7 @@ def joined_norms(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model. `groups` is the number of key-value heads, `head` and `mlp` are the sizes of a head and the
-    MLP.
-    """
+    """Sizes of a model. `groups`: number of key-value heads; `head`: size of a head; `mlp`: hidden size of the MLP."""
 
     kind: str
     layers: int

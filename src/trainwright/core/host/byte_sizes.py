@@ -14,9 +14,8 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return an amount of memory in bytes.
 
     Args:
-        size: a number of bytes, or text with a unit: `"512B"`, `"10GB"` (powers of 1000) or `"10GiB"` (powers of 1024).
-            The prefixes K, M, G, T and P may be in lower case. `b` instead of `B` in a decimal unit with a prefix means
-            bits: `"10Gb"` is 1.25 GB.
+        size: a number of bytes, or text with a unit: `"512B"`, `"10GB"` (powers of 1000), `"10GiB"` (powers of 1024).
+            K, M, G, T and P may be in lower case. `b` after a decimal prefix means bits: `"10Gb"` is 1.25 GB.
 
     Raises:
         ConfigurationError: `size` is neither a number of bytes nor such a text, or is negative.

@@ -27,9 +27,8 @@ def get_cpu_distributed_information() -> Topology:
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Run this process on the cores of one NUMA node.
 
-    A process with a GPU gets the GPU's node. Otherwise, the processes of the machine are divided over all nodes. The
-    function has no effect on systems other than Linux, with one node, or if the process may not use any core of its
-    node.
+    A process with a GPU gets the GPU's node. Otherwise, the processes of the machine are divided over all nodes. No
+    effect without Linux, on a machine with one node, or if the process may not use any core of its node.
 
     Args:
         local_process_index: index of this process, and of its GPU, on the machine.

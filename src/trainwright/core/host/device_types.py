@@ -11,8 +11,7 @@ class DeviceType:
     """Properties of a type of device that torch's own functions do not return.
 
     Attributes:
-        module: import name of the package that adds the type to torch. None if torch itself supports the type, `""` if
-            the package is unknown.
+        module: import name of the package that adds the type to torch; `""` if unknown. None if torch has the type.
         install: package or command to install if torch finds no device of the type. `""` if unknown.
         backend: backend of torch.distributed that supports this type. None means that gloo is used.
         visible: environment variable that lists the devices that a process may use.
