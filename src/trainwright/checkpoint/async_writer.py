@@ -170,7 +170,7 @@ class AsyncWriter:
             metrics: metrics for the manifest. Default: the metrics of the snapshot.
 
         Raises:
-            CheckpointError: no snapshot was submitted, `path` is something else, or an earlier save has failed.
+            CheckpointError: there is no snapshot, `path` exists and is not a checkpoint, or an earlier save has failed.
         """
         if self._contents is None:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")

@@ -150,9 +150,7 @@ class RunFolder:
         return None
 
     def link(self, name: str, target: str) -> None:
-        """Atomically create or replace the relative symbolic link `name` to the checkpoint `target`, both in the
-        folder.
-        """
+        """Atomically create or replace the relative symbolic link `name` to the checkpoint `target` beside it."""
         link = self.path / name
         if link.is_dir() and not link.is_symlink():
             raise CheckpointError(

@@ -62,7 +62,8 @@ class SaveGroup:
     def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
         """Write this rank's files into the draft's folder, which rank 0 created, and report them or an error to rank 0.
 
-        Blocks until the files are synced. Call it on every rank except 0. Not collective. Raises if the report fails.
+        Blocks until the files are synced. Call it on every rank except 0. Not collective. Raises a CheckpointError if
+        the report cannot be sent.
         """
         try:
             report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}

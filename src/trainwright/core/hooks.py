@@ -1,6 +1,6 @@
 """Hooks that a task may define, as methods that do nothing: names, order and arguments are Lightning 2.6's.
 
-The hooks of a `fit`, in order. Callbacks run before the task. A group is the micro-batches of one optimizer step:
+A group is the micro-batches of one optimizer step. The hooks of a `fit`, in order; callbacks run before the task:
 
     configure_callbacks, prepare_data, setup, configure_model, configure_optimizers, on_fit_start,
     on_sanity_check_start { on_validation_* } on_sanity_check_end,

@@ -176,7 +176,7 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the hyper-parameters that a checkpoint can contain, and a description of each other one, by name."""
+    """Return the hyper-parameters that a checkpoint can contain, and by name a description of each of the others."""
     reasons = {}
     for name, value in values.items():
         try:

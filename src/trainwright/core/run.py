@@ -90,8 +90,8 @@ class TrialSteps(Protocol):
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage with new loaders, then restore all state.
 
-        In `fit`, runs `num_steps` optimizer steps, then `num_steps` validation batches. In other stages, runs batches.
-        Collective: the result is the same on every rank. Ranks do not communicate while steps run.
+        In `fit`, runs `num_steps` optimizer steps, then as many validation batches. In other stages, runs as many
+        batches. Collective: the result is the same on every rank. Ranks do not communicate while steps run.
 
         Raises:
             ConfigurationError: a loader cannot be created.
@@ -281,8 +281,8 @@ class Run(Protocol):
         """
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
-        """End the run after the current step, or once min_epochs and min_steps are reached. Every rank must make the
-        same request.
+        """End the run after the current step, but not before min_epochs and min_steps are reached. Every rank must make
+        the same request.
 
         Args:
             reason: reported if the stop is delayed by min_epochs or min_steps.

@@ -27,7 +27,7 @@ class LowPriorityFile(HashingFile):
 
     The thread `quiet` hashes the data. Files of at least `DIRECT_FROM_BYTES` are written with `O_DIRECT` if the system
     supports it, which takes about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets
-    and lengths that are multiples of a disk block. Other data goes through the page cache, smaller files in the thread.
+    and lengths that are multiples of a disk block. All other data is written through the page cache.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:

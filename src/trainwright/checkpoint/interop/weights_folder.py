@@ -5,10 +5,12 @@ Files have Hugging Face's names: `model.safetensors`, or `model-00001-of-00002.s
 one model under these names. A new model replaces the previous model in the five steps below. After a crash, the folder
 has the previous model, the new model or none, but never a mixture:
 
-1. All new files are written under hidden names and synced. 2. Shards are renamed to their final names or, if a file has
-one of these names, all to longer temporary names. 3. One rename publishes the single file or the index. From here on
-the folder holds the new model. 4. Files of the previous model are deleted, its index first. 5. Shards with temporary
-names are linked to their final names, the index is replaced, and the temporary names are deleted.
+1. All new files are written under hidden names and synced.
+2. Shards are renamed to their final names or, if a file has one of these names, all to longer temporary names.
+3. One rename publishes the single file or the index. From here on the folder holds the new model.
+4. Files of the previous model are deleted, its index first.
+5. Shards with temporary names are linked to their final names, the index is replaced, and the temporary names are
+   deleted.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     """Run this process on the cores of one NUMA node.
 
     A process with a GPU gets the GPU's node. Otherwise, the processes of the machine are divided over all nodes. No
-    effect without Linux, on a machine with one node, or if the process may not use any core of its node.
+    effect on systems other than Linux, on a machine with one node, or if the process may not use any core of its node.
 
     Args:
         local_process_index: index of this process, and of its GPU, on the machine.

@@ -157,7 +157,7 @@ def answer(name: str, library: str | None = None) -> str | None:
 def missing(module: str, name: str, public: Iterable[str]) -> Exception:
     """Return the error for a module's `__getattr__` to raise for a missing name.
 
-    It is an AttributeError, or in `from module import name` an ImportError, since Python would replace the former.
+    It is an AttributeError, whose text Python would replace in `from module import name`; there it is an ImportError.
     """
     text = f"module {module!r} has no attribute {name!r}."
     told = None if name.startswith("_") else answer(name)
