@@ -53,7 +53,7 @@ class Duration:
     def __init__(self, value: float | int | str | datetime.timedelta | Duration, unit: str | None = None) -> None:
         amount, name = _parse(value, unit)
         if amount < 0 or amount != amount:
-            raise ConfigurationError(f"Duration({value!r}): a length cannot be negative or NaN.")
+            raise ConfigurationError(f"Duration({value!r}): a length cannot be negative or NaN. Write 0 or more.")
         object.__setattr__(self, "value", amount)
         object.__setattr__(self, "unit", name)
 

@@ -181,12 +181,12 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     text = env.get(name)
     if text is None:
         if default is None:
-            raise ConfigurationError(f"the variable {name} is not set; the launcher should set it.")
+            raise ConfigurationError(f"the variable {name} is not set. Set it, or pass launcher='none'.")
         return default
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"the variable {name}={text!r} is not an integer.") from None
+        raise ConfigurationError(f"the variable {name}={text!r} is not an integer. Correct or unset it.") from None
 
 
 def _first_host(nodes: str) -> str | None:

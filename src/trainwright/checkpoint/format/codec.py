@@ -153,9 +153,9 @@ class _Encoder:
         if kind not in _CONTAINERS:
             raise self._refused(value, path)
         if id(value) in self._open:
-            raise CheckpointError(f"{path or 'the state'} contains itself and cannot be saved.")
+            raise CheckpointError(f"{path or 'the state'} contains itself and cannot be saved. Remove this reference.")
         if depth >= MAX_DEPTH:
-            raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep and cannot be saved.")
+            raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep and cannot be saved. Flatten it.")
         self._open.add(id(value))
         try:
             return self._container(value, kind, path, depth + 1)
@@ -321,7 +321,7 @@ def _decode(value: object, stores: Stores) -> Any:
 def _stored(node: Any, stores: Stores) -> torch.Tensor:
     name = node["v"]
     if name not in stores.tensors:
-        raise CheckpointError(f"the tensor {name!r} of the saved state is missing.")
+        raise CheckpointError(f"the tensor {name!r} of the saved state is missing. Use another checkpoint.")
     return stores.tensors[name]
 
 
@@ -447,7 +447,7 @@ def read_tree(folder: Path, stem: str, *, copy: bool = True, shards: FindShards 
     """Read the files of `plan_tree` in `folder`. Tensors are on the CPU, with `copy=False` mapped from the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing.")
+        raise CheckpointError(f"{path} is missing. Copy it again, or use another checkpoint.")
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
     tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
     with reading(path):

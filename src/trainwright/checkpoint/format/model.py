@@ -191,7 +191,7 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
         if files is not None and file not in files:
             raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list.")
         if not shard.is_file():
-            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+            raise CheckpointError(f"{path} names the shard {file!r}, which is missing. Copy it, too.")
         shards[shard] = []
     for name, file in weight_map.items():
         shards[path.parent / file].append(name)
