@@ -1,4 +1,4 @@
-"""Background writing of checkpoints. Training waits for a copy to host memory. A thread writes the copy."""
+"""Background writing of checkpoints. Training waits for a copy to host memory only. A thread writes this copy."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class _Job:
 class AsyncWriter:
     """Writer that copies checkpoints to host memory, and writes the copies in a thread while training continues.
 
-    Use the writer in one process of a run, and call it from one thread. At most one snapshot is in memory. A save waits
-    for the previous save, so that a slow disk slows the run down instead of filling the memory. A save starts two
-    threads. The second has the lowest priority and does the work that takes processor time, such as hashing. While a
-    caller waits for a save, the first thread does this work, too. Both threads end with the save. An exiting
+    Use the writer in one process of a run, and call it from one thread. At most one snapshot is in memory: a save waits
+    for the previous save, so that a slow disk slows the run down instead of filling the memory. A save starts the
+    writing thread and a thread of the lowest priority, which does the work that takes processor time, such as hashing.
+    While a caller waits for a save, the writing thread does this work, too. Both threads end with the save. An exiting
     interpreter waits for them until the deadline. Saving runs no collectives and draws no random numbers.
 
     Args:
@@ -58,7 +58,7 @@ class AsyncWriter:
         buffers: host memory for the copies, reused between saves.
         optimizers: the optimizers whose state is saved.
         deadline_s: function that returns the value of `time.monotonic()` at which unpublished checkpoints are
-            discarded. Default: None, which never discards checkpoints.
+            discarded. By default it returns None: checkpoints are never discarded.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -79,18 +79,18 @@ class AsyncWriter:
 
     @property
     def is_writing(self) -> bool:
-        """True while a submitted checkpoint is not published."""
+        """True while a checkpoint that was passed to `submit`, `submit_again` or `start` is being written."""
         with self._lock:
             return self._thread is not None
 
     @property
     def has_dropped(self) -> bool:
-        """True if a write has exceeded the deadline and has not ended."""
+        """True if a write has exceeded the deadline `deadline_s` and has not ended."""
         with self._lock:
             return self._thread is not None and self._dropped.is_set()
 
     def prepare(self, num_bytes: int) -> None:
-        """Allocate host memory for a first save of about `num_bytes` in a thread. Does not block."""
+        """Allocate about `num_bytes` of host memory for the first save. A thread maps the pages. Does not block."""
         if self._contents is not None or num_bytes < LOW_PRIORITY_FROM_BYTES:
             return
         self._end_preparation()
@@ -98,11 +98,11 @@ class AsyncWriter:
         self._preparation = Preparation(self.buffers.fillings())
 
     def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
-        """Copy `snapshot`, and write it as the checkpoint `path` in the background; see `write_checkpoint`.
+        """Copy `snapshot`, and write the copy as the checkpoint `path` in the background; see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the tensors may change.
-        If `snapshot.overlaps` is True, the optimizer states are copied in the background, and each `step` of
-        `optimizers` first calls `finish_copy`. The save fails if anything else changes the optimizer states earlier.
+        If `snapshot.overlaps` is True, optimizer states are copied in the background, and each `step` of `optimizers`
+        first waits for this copy. The save fails if other code changes the optimizer states during this copy.
 
         Args:
             path: the checkpoint's folder. A checkpoint in this folder remains until the new checkpoint is complete.
@@ -125,17 +125,17 @@ class AsyncWriter:
     def stage(self, contents: Contents) -> None:
         """Replace the tensors in `contents` by copies in host memory, for a save by several ranks.
 
-        Blocks until earlier saves are done and the tensors are copied. Call `start` next, which writes the copies.
-        Raises the errors of `wait`.
+        Blocks until earlier saves are done and the tensors are copied. Then call `start` to write the copies. Raises
+        the errors of `wait`.
         """
         self.wait()
         self._stage(contents)
 
     def start(self, path: Path, write: Write, *, then: Then | None = None) -> None:
-        """Call `write` in the writing thread, after earlier checkpoints. Does not block.
+        """Call `write` in the writing thread, after earlier checkpoints. Does not block. Raises the errors of `wait`.
 
         Args:
-            path: the checkpoint's folder, for error messages.
+            path: the checkpoint's folder, for error messages and `then`.
             write: function that writes this rank's files from the staged copies. Its argument `quiet` is for
                 `write_files`.
             then: see `submit`.
@@ -170,7 +170,7 @@ class AsyncWriter:
             metrics: metrics for the manifest. Default: the metrics of the snapshot.
 
         Raises:
-            CheckpointError: no snapshot was submitted, `path` is not a checkpoint, or an earlier save has failed.
+            CheckpointError: there is no snapshot, `path` exists and is not a checkpoint, or an earlier save has failed.
         """
         if self._contents is None:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
@@ -183,8 +183,8 @@ class AsyncWriter:
         """Block until all submitted checkpoints are published.
 
         Raises:
-            CheckpointError: a checkpoint could not be written. Later checkpoints are discarded. The message names all
-                of them. Each error is raised once.
+            CheckpointError: a checkpoint could not be written. Checkpoints submitted after it are discarded. The
+                message names all of these. Each error is raised once.
         """
         self.join()
         with self._lock:
@@ -193,7 +193,7 @@ class AsyncWriter:
             raise error
 
     def finish_copy(self) -> None:
-        """Finish the copy of the last snapshot. Afterwards all tensors of the snapshot may change."""
+        """Block until the copy of the last snapshot is complete. Afterwards all tensors of the snapshot may change."""
         if self._later is not None:
             self._later.finish()
 
@@ -217,7 +217,7 @@ class AsyncWriter:
             self._dropped.set()
 
     def close(self) -> None:
-        """Call `wait` and free the host memory, also after an error. The writer can be used again."""
+        """Call `wait`, then free the host memory, even if `wait` raises. The writer can be used again."""
         try:
             self.wait()
         finally:
@@ -299,7 +299,7 @@ class AsyncWriter:
 
 
 class _Guard:
-    """Optimizer step pre-hook that finishes the copy of the state. The hook has only a weak reference to the writer."""
+    """Pre-hook of `Optimizer.step` that calls `finish_copy`. It has only a weak reference to the writer."""
 
     def __init__(self, writer: AsyncWriter) -> None:
         self._writer = weakref.ref(writer)
@@ -311,8 +311,6 @@ class _Guard:
 
 
 def _hold_exit(thread: threading.Thread, dropped: threading.Event) -> None:
-    """Block until the writing thread has ended or its work is discarded. The exiting interpreter would abort the
-    thread.
-    """
+    """Block until the writing thread ends or its work is discarded, since an exiting interpreter would abort it."""
     while thread.is_alive() and not dropped.is_set():
         thread.join(_LOOK_S)

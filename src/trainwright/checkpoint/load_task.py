@@ -38,15 +38,16 @@ def load_task_from_checkpoint(
     hparams_file: Path | str | None = None,
     hparams_overrides: Mapping[str, Any] | None = None,
 ) -> TaskT:
-    """Construct a task with the hyper-parameters of a checkpoint and load its weights.
+    """Construct a task with the hyper-parameters of a checkpoint, and load the checkpoint's weights into the task.
 
     Args:
-        cls: the task's class. Saved hyper-parameters that the constructor does not accept are skipped. A constructor
-            with `**kwargs` accepts all. Hyper-parameters that were saved from one mapping are passed as one argument.
+        cls: the task's class. Saved hyper-parameters that its constructor does not accept are skipped. A constructor
+            with `**kwargs` accepts all. Hyper-parameters saved from one argument are passed as this argument.
             `configure_model` is called before weights are loaded.
         path: a checkpoint folder or its URL. Full checkpoints and checkpoints with weights only can be loaded.
         map_location: the device for the task. Default: None, the device on which the constructor creates the weights.
-        strict: raise if weights are missing or unexpected. Default: True. None uses the task's `strict_loading`.
+        strict: raise an error if weights are missing or unexpected. Default: True. None uses the task's
+            `strict_loading`.
         hparams_file: a YAML or JSON file of hyper-parameters that are used instead of the saved ones.
         hparams_overrides: values that replace saved hyper-parameters or add to them.
 
@@ -95,12 +96,12 @@ def load_data_from_checkpoint(
     hparams_file: Path | str | None = None,
     hparams_overrides: Mapping[str, Any] | None = None,
 ) -> DataT:
-    """Construct a data module with the hyper-parameters of a checkpoint, and load its saved state.
+    """Construct a data module with the hyper-parameters of a checkpoint, and load the data module's saved state.
 
     Args:
         cls: the data module's class.
         path: a checkpoint folder of a fit with a data module, or its URL.
-        hparams_file: see `load_task_from_checkpoint`, also for the errors.
+        hparams_file: see `load_task_from_checkpoint`, which raises the same errors.
         hparams_overrides: see `load_task_from_checkpoint`.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
@@ -117,7 +118,7 @@ def load_data_from_checkpoint(
 def _construct(
     cls: type[T], found: Mapping[str, Any], path: Path, hparams_file: Path | str | None, overrides: Mapping[str, Any]
 ) -> T:
-    """Construct an object with hyper-parameters from a checkpoint's entries or from a file."""
+    """Construct an object with hyper-parameters from a checkpoint's entries `found` or, if passed, from a file."""
     from_checkpoint = hparams_file is None
     saved: Any = found.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
     saved = {} if saved is None else saved
@@ -138,7 +139,7 @@ def _construct(
 def _in_one(
     cls: type, name: str, saved: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return hyper-parameters as one argument `name`, and the overrides of other arguments."""
+    """Return saved and overriding hyper-parameters as one argument `name`, and the overrides of other arguments."""
     known = inspect.signature(cls).parameters
     inside = {key: value for key, value in overrides.items() if key not in known}
     return {name: Hyperparameters({**saved, **inside})}, {key: overrides[key] for key in overrides if key in known}

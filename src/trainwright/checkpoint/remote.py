@@ -79,8 +79,8 @@ def upload_checkpoint(
 ) -> str:
     """Upload a local checkpoint into the remote folder `url`, under the name of the local folder.
 
-    The manifest is uploaded after all hashes of local files and sizes of remote files have been checked. Nothing is
-    uploaded if the remote manifest is the same. Call this function on one process. Blocks on the network.
+    The manifest is uploaded last, after it was compared with the uploaded files. Nothing is uploaded if the remote
+    checkpoint has the same manifest. Call this function on one process. Blocks on the network.
 
     Args:
         local: the checkpoint's folder.
@@ -93,7 +93,7 @@ def upload_checkpoint(
 
     Raises:
         FileNotFoundError: `local` does not exist.
-        CheckpointError: `local` is damaged or changes, another remote checkpoint has its name, or the service fails.
+        CheckpointError: `local` is damaged or changes, another remote checkpoint has this name, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     local = Path(local)
@@ -120,8 +120,8 @@ def upload_checkpoint(
 def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[RemoteCheckpoint]:
     """Return the complete checkpoints directly below `url`, by step and then by time of writing.
 
-    A folder without a valid manifest is skipped. If `url` does not exist, the list is empty. Blocks on the network, for
-    one listing and one manifest per folder. See `upload_checkpoint` for errors of the service.
+    A folder without a valid manifest is skipped. If `url` does not exist, the list is empty. Blocks on the network.
+    Raises a CheckpointError if the service fails.
     """
     found = []
     for name in _Remote(url, storage_options).folders():
@@ -140,12 +140,12 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Download the remote checkpoint `url` into the local folder `into`, under the remote name.
 
-    Sizes and hashes are compared with the manifest, and one rename publishes the folder. Nothing is downloaded if
-    `into` has a valid copy. Call this function on one process. Blocks on the network and the disk.
+    Sizes and hashes are compared with the manifest before the folder gets its name. Nothing is downloaded if `into`
+    already has a valid copy. Call this function on one process. Blocks on the network and the disk.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint at `url`.
-        CheckpointError: the checkpoint is damaged, the local path already exists, or the service fails.
+        CheckpointError: the checkpoint is damaged, something else has its name in `into`, or the service fails.
         MissingPackageError: the service's package is not installed.
     """
     remote = _Remote(url, storage_options)
@@ -176,7 +176,7 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
 def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
     """Return a local copy of the remote checkpoint `url` below `root`. Download it if it is missing or damaged.
 
-    A changed checkpoint is downloaded again. Each version's local folder is named after the manifest's hash.
+    A changed checkpoint is downloaded again, because the local folder's name contains the manifest's hash.
     """
     data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
     digest = xxhash.xxh3_64(data or b"").hexdigest()
@@ -195,8 +195,8 @@ def fetch_newest(
     Args:
         url: the remote folder.
         root: the folder of the downloads.
-        than: a local checkpoint. Return None if no valid remote checkpoint is newer.
-        kind: `"full"` skips checkpoints with weights only, which cannot be resumed.
+        than: a local checkpoint. Return None if no valid remote checkpoint is newer. Default: None, no such limit.
+        kind: `"full"` skips checkpoints with weights only, which cannot be resumed. Default: None, any kind.
         skip_damaged: skip a damaged checkpoint with a warning. Default: True; False raises its error.
     """
     found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
@@ -229,7 +229,7 @@ def _fetch_all(remote: _Remote, manifest: Manifest, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RemoteEntry:
-    """One checkpoint that a run has uploaded. `created` distinguishes checkpoints of the same name."""
+    """One checkpoint in a `RemoteIndex`. `created` distinguishes checkpoints of the same name."""
 
     name: str
     step: int
@@ -238,10 +238,10 @@ class RemoteEntry:
 
 
 class RemoteIndex:
-    """The index of the checkpoints that one run has uploaded below a URL. The run deletes no other checkpoints.
+    """The index of the checkpoints that one run has uploaded below a URL. The run deletes only these checkpoints.
 
     The index is the file `index.{run}.json` below the URL. Each run has its own index, because objects cannot be
-    locked. An entry is written before the upload begins, so that an interrupted upload can be deleted later.
+    locked. An entry is written before its upload begins, so that an interrupted upload can be deleted later.
 
     Args:
         url: the remote folder.
@@ -262,7 +262,7 @@ class RemoteIndex:
     def upload(self, local: Path | str, *, replace: bool = False) -> str:
         """Upload a checkpoint (see `upload_checkpoint`), add it to the index, and return its URL.
 
-        `replace=True` only replaces a checkpoint that this run has uploaded.
+        `replace=True` replaces an earlier upload of this run with the same name. An upload of another run raises.
         """
         local = Path(local)
         manifest = read_manifest(local)
@@ -290,7 +290,7 @@ class RemoteIndex:
         """Delete one of this run's uploads, manifest first, and its index entry.
 
         Raises:
-            CheckpointError: another run has uploaded the checkpoint. It is not deleted.
+            CheckpointError: this run has not uploaded `name`, or another run has replaced it. Nothing is deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name), None)
@@ -303,7 +303,7 @@ class RemoteIndex:
         self._store([known for known in entries if known is not entry])
 
     def delete_unfinished(self) -> list[str]:
-        """Delete this run's unfinished uploads and return their names. Call this before a process's first upload."""
+        """Delete this run's unfinished uploads, return their names. Call it before the first upload of a process."""
         gone = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
         for name in gone:
             self.delete(name)
@@ -356,7 +356,7 @@ def _entry(item: Any, origin: str) -> RemoteEntry:
 
 
 class _Remote:
-    """A remote folder. Its methods turn errors of the service into `CheckpointError`s that name the URL."""
+    """A remote folder. Its methods convert errors of the service to `CheckpointError`s that contain the URL."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
         if not is_url(url):
@@ -377,7 +377,7 @@ class _Remote:
 
     @contextlib.contextmanager
     def _service_errors(self, verb: str, relative: str = "") -> Iterator[None]:
-        """Convert errors of a service to `CheckpointError`s. FileNotFoundError is converted only if `verb` is write."""
+        """Convert errors of a service to `CheckpointError`s. FileNotFoundError is converted only in writes."""
         try:
             yield
         except TrainwrightError:
@@ -416,7 +416,7 @@ class _Remote:
             self._fs.pipe_file(self._path(relative), data)
 
     def send(self, local: Path, relative: str, entry: FileEntry) -> None:
-        """Upload a file, and compare the uploaded bytes with the manifest."""
+        """Upload a file. Compare the sent bytes and the remote size with the manifest's `entry`."""
         digest = xxhash.xxh3_128()
         with self._service_errors("write", relative):
             self._make_folder(self._path(relative).rpartition("/")[0])
@@ -432,7 +432,7 @@ class _Remote:
             raise CheckpointError(f"{self.url}/{relative} arrived with {size} bytes, expected {entry.size}.")
 
     def fetch(self, relative: str, local: Path, entry: FileEntry) -> None:
-        """Download a file, and compare it with the manifest."""
+        """Download a file, and compare its size and hash with the manifest's `entry`."""
         try:
             with (
                 self._service_errors("read", relative),
@@ -467,7 +467,7 @@ class _Remote:
             self._fs.makedirs(path, exist_ok=True)
 
     def _require_bucket(self) -> None:
-        """Raise a CheckpointError if the bucket does not exist. In a listing, it looks like an empty folder."""
+        """Raise a CheckpointError if the bucket does not exist, which a listing does not tell from an empty folder."""
         if self._in_bucket:
             bucket = self._root.partition("/")[0]
             try:

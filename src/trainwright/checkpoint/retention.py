@@ -34,7 +34,7 @@ from trainwright.core.host.folders import lock_folder
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """One checkpoint of a run: folder name, id of the run, and values from the manifest."""
+    """One checkpoint of a run: folder name, id of the run, and values from the checkpoint's manifest."""
 
     name: str
     step: int
@@ -47,9 +47,9 @@ class IndexEntry:
 class RunIndex:
     """The list of the checkpoints that a run wrote, stored in `folder/index.json`.
 
-    Names in the file are relative, so that the folder can be moved. Entries of other runs are preserved. Use the index
-    in one process of a run. Every change is on the disk when the method returns. A damaged index is rebuilt from the
-    manifests of the checkpoints, with a `TrainwrightWarning`.
+    The folder can be moved, because names are relative. The file may have entries of other runs, which are preserved.
+    Use the index in one process of a run. Every change is on the disk when the method returns. A damaged index is
+    rebuilt from the manifests of the checkpoints, with a `TrainwrightWarning`.
 
     Args:
         folder: the run's checkpoint folder. The first `add` creates it.
@@ -66,7 +66,7 @@ class RunIndex:
 
     @classmethod
     def of_newest_run(cls, folder: Path | str) -> RunIndex | None:
-        """Return the index of the run that wrote the newest checkpoint in `folder`, or None without checkpoints."""
+        """Return the index for the run that wrote the newest checkpoint in `folder`, or None without checkpoints."""
         there = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
         newest = max(there, key=lambda entry: (entry.created, entry.step), default=None)
         return None if newest is None else cls(folder, run=newest.run)
@@ -82,7 +82,7 @@ class RunIndex:
         return sorted(mine, key=lambda entry: (entry.step, entry.created, entry.name))
 
     def add(self, checkpoint: Path | str) -> IndexEntry:
-        """Add a checkpoint in the folder that this run has written. Return the checkpoint's entry."""
+        """Add a checkpoint that this run has written into the folder, and return its entry."""
         checkpoint = Path(checkpoint)
         if checkpoint.parent.resolve() != self.folder.resolve():
             raise CheckpointError(f"{checkpoint} is not in {self.folder}, the folder of this index.")
@@ -102,10 +102,10 @@ class RunIndex:
     def delete(self, name: str) -> None:
         """Delete one of this run's checkpoints from the disk and from the index.
 
-        If the checkpoint's folder is missing, only the entry is deleted.
+        If the checkpoint's folder is missing, only the entry in the index is deleted.
 
         Raises:
-            CheckpointError: another checkpoint has replaced this checkpoint. The folder is not deleted.
+            CheckpointError: `name` is not a checkpoint of this run, or another one has replaced it. Nothing is deleted.
         """
         entries = self._load()
         entry = next((known for known in entries if known.name == name and known.run == self.run), None)
@@ -125,7 +125,7 @@ class RunIndex:
     def ranked(self, monitor: str, mode: Literal["min", "max"] = "min") -> list[IndexEntry]:
         """Return this run's checkpoints that have the metric `monitor`, best first.
 
-        NaN values come last. Among equal values the earlier checkpoint comes first.
+        Checkpoints whose value is NaN come last. Checkpoints with equal values are sorted by step.
         """
         if mode not in ("min", "max"):
             raise CheckpointError(f"mode={mode!r}, expected 'min' or 'max'.")
@@ -138,11 +138,11 @@ class RunIndex:
         return sorted((entry for entry in self.entries() if monitor in entry.metrics), key=rank)
 
     def best(self, monitor: str, mode: Literal["min", "max"] = "min") -> IndexEntry | None:
-        """Return the first of `ranked`, or None if no checkpoint has the metric."""
+        """Return the first checkpoint of `ranked`, or None if no checkpoint has the metric `monitor`."""
         return next(iter(self.ranked(monitor, mode)), None)
 
     def last(self) -> IndexEntry | None:
-        """Return the checkpoint with the highest step, or None."""
+        """Return this run's checkpoint with the highest step, or None without checkpoints."""
         return next(iter(reversed(self.entries())), None)
 
     def _load(self) -> list[IndexEntry]:
@@ -169,7 +169,7 @@ class RunIndex:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the index against changes by other runs that share the folder. Waits for the lock."""
+        """Return a context that locks the index against changes by other runs in the folder; see `lock_folder`."""
         make_folder(self.folder)
         with lock_folder(self.folder):
             yield
@@ -188,7 +188,7 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
 
     Args:
         folder: the checkpoints' folder.
-        runs: run ids by (name, time of writing), for checkpoints of kind `"weights"`, which do not store the id.
+        runs: run ids by (name, time of writing), for checkpoints that do not store the id of their run.
     """
     entries = []
     for found in find_checkpoints(folder):
@@ -208,7 +208,7 @@ def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntr
 
 
 def _runs_named(data: bytes) -> dict[tuple[str, str], str]:
-    """Return run ids by (name, time of writing) from a damaged index. An id is valid if a checkpoint matches both."""
+    """Return the run ids in a damaged index by (name, time of writing). Empty if the index cannot be parsed."""
     try:
         with reading(RUN_INDEX):
             items = load_json(data, RUN_INDEX)["checkpoints"]

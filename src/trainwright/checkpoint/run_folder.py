@@ -33,9 +33,9 @@ OnDamaged = Literal["error", "fall_back"]
 
 
 class RunFolder:
-    """The folder of a run's checkpoints, which need not exist.
+    """The folder of a run's checkpoints, which need not exist. Nothing that is read from the disk is cached.
 
-    Create a new object for each use. It caches nothing that another process may change on the disk.
+    `run` is the run's id; see `RunIndex`.
     """
 
     def __init__(self, path: Path, *, run: str = "") -> None:
@@ -48,7 +48,7 @@ class RunFolder:
         return RunIndex(self.path, run=self._run)
 
     def prepare(self) -> None:
-        """Clean up after killed runs. Order new checkpoints of this process after all checkpoints in the folder."""
+        """Call `clean_stale`. Give new checkpoints of this process later times than all checkpoints in the folder."""
         clean_stale(self.path)
         for found in find_checkpoints(self.path):  # the clock of their run may have been ahead
             order_after(found.manifest.created)
@@ -70,7 +70,7 @@ class RunFolder:
         """Return the valid checkpoint that was written last, or None.
 
         The time of writing decides, not the step, so that a new run in the folder of an older, longer run resumes from
-        its own checkpoints. Reads every file of the candidates, newest first, until one is valid.
+        its own checkpoints. Reads all files of the candidates, newest first, until a candidate is valid.
 
         Args:
             candidates: checkpoints, and errors of checkpoints that could not be opened. Default: all checkpoints in the
@@ -78,10 +78,10 @@ class RunFolder:
             accepts: function that returns whether a candidate may be used, called for the newest candidate first. If it
                 raises a `CheckpointError`, the candidate counts as damaged.
             parts, allow_missing, hash_files: see `check_checkpoint`.
-            on_damaged: `"error"` raises for a damaged checkpoint. Default: `"fall_back"`, which skips it with a
-                warning.
+            on_damaged: `"error"` raises for a damaged candidate. Default: `"fall_back"`, which skips it with a warning.
 
         Raises:
+            CheckpointError: a candidate is damaged, and `on_damaged` is `"error"`.
             NewerFormatError: a candidate has a newer format, and may be the newest checkpoint.
         """
         opened: list[FoundCheckpoint] = []
@@ -104,9 +104,9 @@ class RunFolder:
         return None
 
     def newest_before(self, path: Path) -> tuple[list[OpenResult], Callable[[FoundCheckpoint], bool]]:
-        """Return the folder's checkpoints except `path`, and a function that tests if one is older than `path`.
+        """Return the folder's checkpoints except `path`, and a function that returns whether one is older than `path`.
 
-        If the time of writing of `path` is unreadable, all others count as older.
+        If the time of writing of `path` is unreadable, the function returns True for every checkpoint.
         """
         true_path = os.path.realpath(path)
         opened = list(scan(self.path))
@@ -116,23 +116,23 @@ class RunFolder:
         return others, lambda found: before is None or found.manifest.created < before
 
     def find(self, step: int) -> Path | None:
-        """Return the path of this run's full checkpoint of `step`, or None."""
+        """Return the path of this run's newest full checkpoint of `step`, or None."""
         names = [entry.name for entry in self.index.entries() if entry.step == step and entry.kind == "full"]
         return self.path / names[-1] if names else None
 
     def enter(self, found: FoundCheckpoint) -> None:
-        """Add a checkpoint of this run to the index, if the run was killed before it could do so."""
+        """Add a checkpoint of this run to the index if it is missing, because the run was killed before adding it."""
         index, entry = self.index, (found.path.name, found.manifest.created)
         if all((known.name, known.created) != entry for known in index.entries()):
             index.add(self.path / found.path.name)
 
     def written_after(self, path: Path) -> set[str]:
-        """Return the times of writing of this run's checkpoints that are newer than `path`."""
+        """Return the time of writing of each of this run's checkpoints that is newer than the checkpoint `path`."""
         created = open_checkpoint(path).manifest.created
         return {entry.created for entry in self.index.entries() if entry.created > created}
 
     def free_name(self, name: str) -> str:
-        """Return `name`. If a checkpoint of another run has this name, append a version."""
+        """Return `name` or, if another run has a checkpoint of this name, the first free of `name-v1`, `name-v2`, …"""
         taken = names_in(self.path) - {entry.name for entry in self.index.entries()}
         versions = (f"{name}-v{number}" for number in itertools.count(1))
         return next(free for free in itertools.chain((name,), versions) if free not in taken)
@@ -150,7 +150,7 @@ class RunFolder:
         return None
 
     def link(self, name: str, target: str) -> None:
-        """Atomically create or replace the relative symbolic link `name` to a checkpoint in the folder."""
+        """Atomically create or replace the relative symbolic link `name` to the checkpoint `target` beside it."""
         link = self.path / name
         if link.is_dir() and not link.is_symlink():
             raise CheckpointError(
@@ -179,8 +179,8 @@ def newest_valid(
 
     Args:
         folder: folder of the checkpoints. It need not exist.
-        kind: `"full"` skips checkpoints that cannot be resumed.
-        earlier_than: a checkpoint in the folder. Only older checkpoints are returned. Default: None.
+        kind: `"full"` skips checkpoints that cannot be resumed. Default: None, which accepts any kind.
+        earlier_than: a checkpoint in the folder. Only checkpoints that are older are accepted. Default: None.
         parts, allow_missing, on_damaged, hash_files: see `RunFolder.newest`, also for warnings and errors.
     """
     place = RunFolder(Path(folder))
@@ -205,7 +205,7 @@ def whole_checkpoint(
     on_damaged: OnDamaged = "error",
     hash_files: HashFiles = hash_files,
 ) -> Path:
-    """Return the path of the checkpoint or, if it is damaged, of an older valid one; see `open_valid`."""
+    """Return the path of the result of `open_valid`, which has the same arguments and errors."""
     return open_valid(
         Path(path), kind=kind, parts=parts, allow_missing=allow_missing, on_damaged=on_damaged, hash_files=hash_files
     ).path
@@ -220,14 +220,14 @@ def open_valid(
     on_damaged: OnDamaged = "error",
     hash_files: HashFiles = hash_files,
 ) -> FoundCheckpoint:
-    """Open a checkpoint and compare its files with its manifest.
+    """Open a checkpoint, compare its files with its manifest and parse them.
 
     Args:
         path: the checkpoint folder, or an open checkpoint.
-        kind: `"full"` skips replacements that cannot be resumed. The kind of `path` itself is not checked.
+        kind: `"full"` excludes replacements that cannot be resumed. The kind of `path` itself is not checked.
         parts, allow_missing, hash_files: see `check_checkpoint`.
-        on_damaged: `"fall_back"` returns the newest valid older checkpoint of the same folder, with a
-            `TrainwrightWarning` that names both. If the time of writing of `path` is unreadable, all others count as
+        on_damaged: `"fall_back"` replaces a damaged checkpoint by the newest valid older one in its folder, with a
+            `TrainwrightWarning`. Default: `"error"`. If the time of writing of `path` is unreadable, all count as
             older.
 
     Raises:

@@ -1,6 +1,6 @@
 """Checkpoints that several ranks write together. Each rank writes its files, and rank 0 publishes the checkpoint.
 
-The ranks exchange messages through the run's key-value store, from any thread and without collectives.
+The ranks exchange messages through the run's `torch.distributed.Store`, from any thread and without collectives.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
 
 
 class Store(Protocol):
-    """Protocol of `torch.distributed.Store` with the methods that are used here. One thread uses a connection at a
-    time.
-    """
+    """The methods of `torch.distributed.Store` that are used here. Only one thread at a time may use an object."""
 
     def set(self, key: str, value: str, /) -> Any:
         """Set a key."""
@@ -58,15 +56,14 @@ class SaveGroup:
         self._hurry_until_s: float | None = None
 
     def hurry(self, seconds: float) -> None:
-        """Limit the wait for other ranks to `seconds` from now on, because ranks may have failed. Call it from any
-        thread.
-        """
+        """Limit rank 0's wait for other ranks to `seconds` from now, because ranks may have failed. Thread-safe."""
         self._hurry_until_s = time.monotonic() + seconds
 
     def write_share(self, folder: Path, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
-        """Write this rank's files into the folder of rank 0 and report them, or an error, to rank 0.
+        """Write this rank's files into the draft's folder, which rank 0 created, and report them or an error to rank 0.
 
-        Blocks until the files are synced. Called on every rank except 0. Not collective.
+        Blocks until the files are synced. Call it on every rank except 0. Not collective. Raises a CheckpointError if
+        the report cannot be sent.
         """
         try:
             report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}
@@ -78,10 +75,10 @@ class SaveGroup:
             raise CheckpointError(f"rank {self.rank} cannot report its files to rank 0: {error}") from error
 
     def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: LowPriorityThread | None = None) -> None:
-        """Write rank 0's files, wait for the reports of other ranks, and publish the checkpoint. Not collective.
+        """Write rank 0's files, wait for the reports of all other ranks, and publish the checkpoint. Not collective.
 
         Raises:
-            CheckpointError: a rank, which the message names, could not write or did not report within the timeout.
+            CheckpointError: a rank could not write, or did not report within the timeout. The message names the rank.
         """
         with draft:
             entries = draft.write(contents, quiet=quiet)
@@ -89,7 +86,7 @@ class SaveGroup:
             draft.publish(contents, entries)
 
     def _collect(self, folder: Path) -> dict[str, FileEntry]:
-        """Wait for the reports of all other ranks. Return the ranks' files by path."""
+        """Wait for the reports of all other ranks. Return size and hash of these ranks' files by path."""
         entries: dict[str, FileEntry] = {}
         waiting = set(range(1, self.world_size))
         begun_s, look_s = time.monotonic(), _FIRST_LOOK_S

@@ -42,7 +42,7 @@ class Duration:
     `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or pass a `timedelta`.
 
     Attributes:
-        value: the number, ≥ 0. 0 means no length.
+        value: the number, ≥ 0, in `unit`. Every run has reached a length of 0.
         unit: `"steps"` (completed optimizer steps), `"batches"` (micro-batches of one data-parallel rank), `"epochs"`,
             `"samples"` or `"tokens"` (over all ranks), or `"seconds"` (wall-clock time in training).
     """
@@ -53,7 +53,7 @@ class Duration:
     def __init__(self, value: float | int | str | datetime.timedelta | Duration, unit: str | None = None) -> None:
         amount, name = _parse(value, unit)
         if amount < 0 or amount != amount:
-            raise ConfigurationError(f"Duration({value!r}): a length cannot be negative or NaN.")
+            raise ConfigurationError(f"Duration({value!r}): a length cannot be negative or NaN. Write 0 or more.")
         object.__setattr__(self, "value", amount)
         object.__setattr__(self, "unit", name)
 
@@ -116,7 +116,10 @@ def _unit(word: str, origin: str) -> tuple[Unit, float]:
 
 
 def parse_time(value: Any, name: str) -> Duration:
-    """Read a length of time: a timedelta, `{"hours": 2}`, `"00:12:00:00"` (days first) or `"10 min"`."""
+    """Return the argument `name` as a `Duration` in seconds. Another unit raises a ConfigurationError.
+
+    `value` is a timedelta, a dict of its arguments (`{"hours": 2}`), `"00:12:00:00"` (days first) or `"10 min"`.
+    """
     if isinstance(value, Mapping):
         try:
             value = datetime.timedelta(**value)
@@ -131,8 +134,8 @@ def parse_time(value: Any, name: str) -> Duration:
 class Interval:
     """Interval that becomes due at step boundaries.
 
-    If a multiple of `every` is reached within a step, the interval is due at the end of the step. Later multiples do
-    not shift.
+    The interval is due at the end of each step in which the run reaches a multiple of `every`. If a step passes a
+    multiple, the next due time is still the next multiple, not one interval after the step.
 
     Args:
         every: length of the interval. None or a value of 0 disables it.
@@ -147,7 +150,7 @@ class Interval:
         self._next = self._span
 
     def align(self, state: TrainState) -> None:
-        """Set the next due time to the first multiple after `state`, at the start of a run or after a resume."""
+        """Set the due time to the first multiple of `every` after `state`. Called when a run starts or resumes."""
         now = getattr(state, self._field)
         self._next = self._span if self._span == float("inf") else (now // self._span + 1) * self._span
 
@@ -161,7 +164,7 @@ class Interval:
         return self._next - float(getattr(state, self._field))
 
     def due(self, state: TrainState) -> bool:
-        """Return whether a multiple of the interval was reached since the last call."""
+        """Return whether the run has reached the due time. If so, move the due time to the next multiple."""
         now = getattr(state, self._field)
         if now < self._next:
             return False

@@ -1,5 +1,5 @@
-"""The errors of Trainwright, and helpers for their messages. Every message states what was received, what was expected
-and what to do, with values and argument names.
+"""The errors of Trainwright, and helpers for their messages. Every message contains the received value, the expected
+value, the name of the argument, and what to do.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class DistributedOperationException(ConfigurationError):
-    """The processes do not make the same call with tensors of the same shapes and dtypes. Accelerate's name."""
+    """Collective call that differs between processes in its kind, tensor shapes or dtypes. Accelerate has this name."""
 
 
 class NonFiniteError(TrainwrightError, ArithmeticError):
     """Non-finite loss or gradient with `on_nonfinite="raise"`; the weights are unchanged.
 
     Attributes:
-        step: completed optimizer steps, without the current one.
-        epoch: 0-based.
+        step: optimizer steps that were completed before the failing step.
+        epoch: 0-based index of the failing step's epoch.
         ranks: the ranks with a non-finite value.
         source: `"loss"`, or `"gradient"` if every loss is finite.
         parameters: names of the parameters whose gradients are not finite.
-        sample_ids: data set indices that each rank consumed; None if the data has no indices.
+        sample_ids: data set indices of the failing step's samples, one list for each rank. None if an index is unknown.
     """
 
     step: int = 0
@@ -72,8 +72,8 @@ class WorkerError(TrainwrightError, RuntimeError):
 
 
 class Preempted(SystemExit):
-    """Preemption by a signal (SIGTERM, SIGUSR1): every rank exits with code 143. It is not an `Exception`, so that it
-    passes through `except Exception`. The argument is the signal's name.
+    """Preemption by a signal (SIGTERM, SIGUSR1): every rank exits with code 143. `except Exception` does not catch it.
+    `signal_name` is the name of the signal, such as `"SIGTERM"`.
     """
 
     def __init__(self, signal_name: str) -> None:
@@ -96,7 +96,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
 
 
 def unknown(argument: str, value: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
-    """Return the error for an argument whose value is not one of the known names."""
+    """Return the error for an argument whose `value` is not in `known`. `hint` is appended to the message."""
     names = list(known)
     return ConfigurationError(
         f"{argument}={value!r} is unknown.{nearest(str(value), names)} Known: {', '.join(names)}.{hint}"
@@ -108,12 +108,12 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
 
     Args:
         module: the module to import, for example `"wandb"` or `"torch.utils.tensorboard"`.
-        purpose: the feature that needs it, as the subject of a sentence, for example `"WandbLogger"`.
+        purpose: the feature that needs the module. It is the subject of the error message: `"WandbLogger"` needs …
         install: the argument of `pip install`. Default: None, the name of the top-level package.
 
     Raises:
-        MissingPackageError: the package is not installed, or torchao needs a newer torch. Other errors of an installed
-            package are raised unchanged.
+        MissingPackageError: the package is not installed, or the installed torchao does not fit the installed torch. An
+            ImportError of any other installed package is raised unchanged.
     """
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:

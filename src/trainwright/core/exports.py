@@ -1,4 +1,4 @@
-"""Export a module's forward: as an ONNX file, as a program of `torch.export`, and as TorchScript."""
+"""Export of a module's `forward` as an ONNX file, as an `ExportedProgram` of `torch.export`, or as TorchScript."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ExportMixin(nn.Module):
     """Mixin for tasks with methods that export `forward`.
 
     Attributes:
-        example_input_array: an example of `forward`'s argument.
+        example_input_array: example arguments of `forward`, in a form that `input_sample` of `to_onnx` may have.
     """
 
     example_input_array: Any = None
@@ -29,8 +29,8 @@ class ExportMixin(nn.Module):
 
         Args:
             file_path: the file to write. Default: None, which only returns the program.
-            input_sample: arguments of `forward`: a tuple, a dict of named arguments, or a single one. Default:
-                `example_input_array`.
+            input_sample: arguments of `forward`: a tuple of positional arguments, a dict of named arguments, or one
+                positional argument. Default: None, which uses `example_input_array`.
 
         Raises:
             ConfigurationError: `input_sample` and `example_input_array` are both missing.
@@ -46,7 +46,7 @@ class ExportMixin(nn.Module):
     def export(self, example_input: object = None, **options: Any) -> torch.export.ExportedProgram:
         """Export `forward` in evaluation mode. `options` are passed to `torch.export.export`.
 
-        See `input_sample` of `to_onnx` for `example_input`.
+        `example_input` may have the same forms as `input_sample` of `to_onnx`, and the same default and error.
         """
         positional, named = self._example("export", "example_input", example_input)
         with evaluating(self):
@@ -64,7 +64,7 @@ class ExportMixin(nn.Module):
         Args:
             file_path: the file to write. Default: None, which only returns the module.
             method: `"script"` compiles the code of `forward`, `"trace"` records one call of it. Default: `"script"`.
-            example_inputs: arguments of `forward` for `"trace"`. Default: `example_input_array`.
+            example_inputs: for `"trace"` only; has the forms and the default of `input_sample` in `to_onnx`.
             kwargs: passed to `torch.jit.script` or `torch.jit.trace`.
 
         Raises:
@@ -89,7 +89,7 @@ class ExportMixin(nn.Module):
         raise TaskError("to_tensorrt does not exist here. Use torch_tensorrt.compile(task.eval(), inputs=[input]).")
 
     def _example(self, method: str, argument: str, sample: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and named arguments of `forward`, on the task's device."""
+        """Return `sample` (or its default) as positional and named arguments of `forward`, on the task's device."""
         sample = self.example_input_array if sample is None else sample
         if sample is None:
             raise ConfigurationError(
@@ -103,7 +103,7 @@ class ExportMixin(nn.Module):
 
 
 def _script(module: nn.Module, **options: Any) -> Any:
-    """Compile a task with torch.jit.script, without the properties of this package's classes."""
+    """Compile a task with torch.jit.script, with the properties of this package's base classes removed."""
     cls = type(module)
     ours = [base for base in cls.__mro__ if base.__module__.startswith("trainwright.")]
     names = [name for base in ours for name, value in vars(base).items() if isinstance(value, property)]

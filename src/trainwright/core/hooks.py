@@ -1,6 +1,6 @@
 """Hooks that a task may define, as methods that do nothing: names, order and arguments are Lightning 2.6's.
 
-The order of a `fit`, callbacks always before the task's own:
+A group is the micro-batches of one optimizer step. The hooks of a `fit`, in order; callbacks run before the task:
 
     configure_callbacks, prepare_data, setup, configure_model, configure_optimizers, on_fit_start,
     on_sanity_check_start { on_validation_* } on_sanity_check_end,
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from trainwright.core.tree import Batch, move
 
 StepOutput: TypeAlias = Any
-"""Result of a user's step: a loss, a mapping with one, None, or in evaluation any value for callbacks."""
+"""Result of a task's step. Training: a loss, a mapping with the key `"loss"`, or None. Evaluation: any value."""
 
 
 class DataHooks:
@@ -130,7 +130,7 @@ class TaskHooks(DataHooks):
         """Run before a training micro-batch, which is on the device. Return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
-        """Run after a training micro-batch. For the last one of a group, run after the optimizer step."""
+        """Run after a training micro-batch. For the last micro-batch of a group, this is after the optimizer step."""
 
     def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run before a validation batch."""
@@ -154,16 +154,16 @@ class TaskHooks(DataHooks):
 
     # Optimization
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Run before gradients are cleared: after the group's first training_step, before its backward."""
+        """Run before gradients are cleared, between training_step and backward of a group's first micro-batch."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        """Run before backward, with the weighted loss."""
+        """Run before backward. `loss` has been multiplied by the micro-batch's weight in its group."""
 
     def on_after_backward(self) -> None:
         """Run after backward of a micro-batch. Gradients include those of earlier micro-batches of the group."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Run before each optimizer's step, on accumulated, unscaled gradients that are not clipped yet."""
+        """Run before each optimizer's step. Gradients are accumulated and unscaled, but not clipped yet."""
 
     # Modes
     def on_validation_model_eval(self) -> None:
@@ -196,7 +196,7 @@ class TaskHooks(DataHooks):
 
         Called after the task is built, before weights and optimizers are loaded. `checkpoint["state_dict"]` may be
         changed. `epoch`, `global_step`, `hyper_parameters`, `optimizer_states`, `lr_schedulers` and `callbacks` are
-        read-only. They are present if they are loaded.
+        read-only. An entry that is not loaded is missing.
         """
 
 

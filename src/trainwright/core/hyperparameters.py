@@ -68,12 +68,12 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of the hyper-parameters as first saved, without values that a checkpoint cannot contain."""
+        """A copy of `hparams` at the last `save_hyperparameters`, without values that a checkpoint cannot contain."""
         initial: Hyperparameters | None = vars(self).get("_hparams_initial")
         return copy.deepcopy(initial) if initial is not None else Hyperparameters()
 
     def saved_hyperparameters(self) -> dict[str, Any]:
-        """Return the hyper-parameters as entries of a checkpoint."""
+        """Return the entries of a checkpoint for the hyper-parameters. Warns once of values that cannot be saved."""
         kept, left_out = kept_and_left_out(self.hparams)
         plain, enums = without_enums(kept)
         self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
@@ -86,7 +86,7 @@ class HyperparametersMixin:
         }
 
     def _warn_of(self, left_out: dict[str, str], text: str) -> None:
-        """Warn once about each hyper-parameter that is not saved. `{}` in the text is replaced by the descriptions."""
+        """Warn once about each hyper-parameter of `left_out` with `text`, in which its descriptions replace `{}`."""
         told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
         new = [reason for name, reason in left_out.items() if name not in told]
         if new:
@@ -94,7 +94,7 @@ class HyperparametersMixin:
         object.__setattr__(self, "_hparams_left_out", left_out)
 
     def remove_ignored_hparams(self, ignore_list: Collection[str]) -> None:
-        """Remove hyper-parameters from checkpoints and loggers."""
+        """Remove these names from `hparams` and `hparams_initial`, and thus from checkpoints and loggers."""
         for name in ignore_list:
             self.hparams.pop(name, None)
             (vars(self).get("_hparams_initial") or {}).pop(name, None)
@@ -112,10 +112,10 @@ class HyperparametersMixin:
 
         Args:
             args: names of the arguments to save, or one mapping or `argparse.Namespace`, whose entries are saved.
-                Default: all arguments. If the mapping is an argument of `__init__`, loading from a checkpoint passes it
-                as this argument.
+                Default: all arguments. If the mapping is an argument of `__init__`, `load_from_checkpoint` passes its
+                entries as this argument.
             ignore: names to skip. Default: None.
-            frame: the frame of `__init__`. Default: None, the caller's frame.
+            frame: the stack frame of `__init__`. Default: None, the frame of the caller.
             logger: also pass hyper-parameters to the loggers when training starts. Default: True.
 
         Checkpoints save numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
@@ -123,7 +123,7 @@ class HyperparametersMixin:
         (a named tuple), are in `self.hparams`, but omitted from checkpoints and loggers with a warning.
 
         Raises:
-            ConfigurationError: a name is not an argument.
+            ConfigurationError: a name in `args` is not an argument of `__init__`.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe()
@@ -157,7 +157,7 @@ class HyperparametersMixin:
 
 
 def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """Collect the arguments of every `__init__` of `obj` on the stack. The outermost sub-class takes precedence."""
+    """Collect the arguments of all `__init__` of `obj` on the stack. For equal names, the sub-class has precedence."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         values = inspect.getargvalues(frame)
@@ -176,7 +176,7 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the hyper-parameters that a checkpoint can contain, and the names and descriptions of the others."""
+    """Return the hyper-parameters that a checkpoint can contain, and by name a description of each of the others."""
     reasons = {}
     for name, value in values.items():
         try:
@@ -190,10 +190,9 @@ def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
-    """Return nested hyper-parameters with enumeration members replaced by their names, and the positions of the
-    members.
+    """Return nested hyper-parameters with the names of enumeration members instead of the members, and their positions.
 
-    A position is `[[key, index, …], "module:class"]`, JSON-compatible. `with_enums` restores the members.
+    A position is `[[key, index, …], "module:class"]`: path in the tree and enumeration, JSON-compatible.
     """
     if isinstance(tree, enum.Enum):
         return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
@@ -207,10 +206,10 @@ def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, lis
 
 
 def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
-    """Undo `without_enums` with imported classes. Names in a file are never imported or called.
+    """Restore the members that `without_enums` replaced. Nothing is imported for this, and nothing is called.
 
     Returns:
-        The hyper-parameters, and the name and description of each omitted one, whose class or member was not found.
+        The hyper-parameters, and by name a description of each that is omitted since its enumeration was not found.
     """
     lost: dict[str, str] = {}
     for path, home in places:
@@ -244,7 +243,7 @@ def _find_member(home: str, name: str) -> enum.Enum | None:
 
 
 def _reason(value: Any, path: str) -> str | None:
-    """Return the reason why a checkpoint cannot contain a value, as the object of a sentence, or None."""
+    """Return why a checkpoint cannot contain a value, for example `"model is a Linear"`. None if it can."""
     kind = type(value)
     # Exact types: a checkpoint restores no others. NumPy's own numbers and texts are Python's with a name.
     if value is None or kind in _PLAIN or (isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS):
@@ -275,7 +274,7 @@ _PLAIN = (
 
 
 def _in_plain_words(value: object) -> str:
-    """Return how to convert a value whose type a checkpoint would not restore."""
+    """Return a note on converting a value to a plain type that a checkpoint restores. Empty if there is none."""
     if isinstance(value, argparse.Namespace):
         return " (vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries)"
     for kind in (dict, list, tuple, str, int, float):

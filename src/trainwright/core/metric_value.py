@@ -44,7 +44,7 @@ class MetricValue(float):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with plain floats, or with tensors if it accepts no floats."""
+        """Call a function of torch with plain floats. If that is a TypeError, call it with tensors."""
         kwargs = kwargs or {}
         try:
             return func(*_plain(args, float), **_plain(kwargs, float))
@@ -67,5 +67,5 @@ def _plain(tree: Any, make: Callable[[float], Any]) -> Any:
 
 
 def as_values(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with values that also have the methods of tensors."""
+    """Return metrics with their values as `MetricValue`s."""
     return {name: MetricValue(value) for name, value in metrics.items()}

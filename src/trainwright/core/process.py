@@ -28,7 +28,7 @@ _LAUNCHERS: tuple[LauncherName, ...] = ("auto", "torchrun", "slurm", "mpi", "non
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Rank of this process among all processes of a run."""
+    """Rank of this process among all processes of a run, and the address of rank 0."""
 
     launcher: LauncherName
     rank: int = 0
@@ -56,8 +56,8 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
     """Detect the topology of this process.
 
     Args:
-        launcher: the launcher whose variables are read, or `"auto"`. `"none"`, and `"ray"` with or without options,
-            mean one process. Default: `"auto"`.
+        launcher: the launcher whose variables are read: `"torchrun"`, `"slurm"` or `"mpi"`. `"none"` and `"ray"` mean
+            one process. Default: `"auto"`, the first of these whose variables are set, or one process.
         environ: environment variables. Default: None, those of this process.
 
     Raises:
@@ -102,7 +102,7 @@ _VARIABLES: dict[LauncherName, tuple[tuple[str, ...], ...]] = {
 
 
 def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
-    """Return the topology from a launcher's variables, or None if rank and world size are not set."""
+    """Return the topology from a launcher's variables. None if the rank or the world size is not set."""
     if launcher == "slurm":
         return _from_slurm(env)
     for names in _VARIABLES[launcher]:
@@ -156,7 +156,7 @@ def _from_slurm(env: Mapping[str, str]) -> Topology | None:
 
 
 def _slurm_not_used(env: Mapping[str, str]) -> str:
-    """Return the reason why srun did not start this process despite Slurm's variables, or an empty text."""
+    """Return why Slurm's variables do not describe this process, such as an interactive shell. Empty if they may."""
     if not any(name.startswith("SLURM_") for name in env):
         return ""
     if "SLURM_STEP_ID" not in env:
@@ -167,7 +167,7 @@ def _slurm_not_used(env: Mapping[str, str]) -> str:
 
 
 def check_address(found: Topology) -> None:
-    """Check that a rank knows the address of rank 0, because it would wait forever without it."""
+    """Raise a ConfigurationError if a rank does not know the address of rank 0, for which it would wait forever."""
     alone = found.num_nodes == 1 if found.launcher == "mpi" else found.world_size == 1
     if found.master_addr is None and not alone:
         raise ConfigurationError(
@@ -181,12 +181,12 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     text = env.get(name)
     if text is None:
         if default is None:
-            raise ConfigurationError(f"the variable {name} is not set; the launcher should set it.")
+            raise ConfigurationError(f"the variable {name} is not set. Set it, or pass launcher='none'.")
         return default
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"the variable {name}={text!r} is not an integer.") from None
+        raise ConfigurationError(f"the variable {name}={text!r} is not an integer. Correct or unset it.") from None
 
 
 def _first_host(nodes: str) -> str | None:
@@ -214,14 +214,14 @@ def describe(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Job of this process, as known to its launcher."""
+    """Job of this process according to the environment variables of its launcher."""
 
     name: str | None  # the same in every attempt at the job; None when the launcher gives none that is its own
     attempt: int  # how often the launcher has started it again: 0 the first time
 
 
 def job(environ: Mapping[str, str] | None = None) -> Job:
-    """Return the job of this process and its attempt: torchrun's restarts, Slurm's requeues."""
+    """Return the job of this process. The attempt counts restarts by torchrun and requeues by Slurm."""
     env = os.environ if environ is None else environ
     if JOB in env:  # torch does not count restarts after a machine has joined
         return Job(env[JOB], max(_integer(env, "TORCHELASTIC_RESTART_COUNT"), int(ALL_PROCESSES in env)))
@@ -234,7 +234,7 @@ def job(environ: Mapping[str, str] | None = None) -> Job:
 
 
 def slurm_job(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the number of this process's Slurm job under srun, in the form for scontrol; None elsewhere."""
+    """Return the id of this process's Slurm job, as scontrol accepts it. None if srun did not start this process."""
     env = os.environ if environ is None else environ
     if "SLURM_JOB_ID" not in env or _slurm_not_used(env):
         return None
@@ -257,7 +257,7 @@ def is_interactive() -> bool:
 
 
 def variable(name: str, default: str | None = None) -> str | None:
-    """Return the value of one environment variable that does not define the topology."""
+    """Return the value of an environment variable, or `default` if it is not set. For the topology, use `detect`."""
     return os.environ.get(name, default)
 
 

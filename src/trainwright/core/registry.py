@@ -25,7 +25,7 @@ class Registry(Generic[T]):
     """Table from short names to objects, imported on first use.
 
     Args:
-        kind: the kind of the entries, in the singular, for error messages: `"strategy"`.
+        kind: what the entries are, in the singular, for error messages: `"strategy"`.
         entries: objects, or texts `"module:attribute"`, by name. Default: None.
     """
 
@@ -34,7 +34,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T | str] = dict(entries or {})
 
     def register(self, name: str, entry: T | str, *, overwrite: bool = False) -> None:
-        """Add one entry. An existing name is an error unless `overwrite`."""
+        """Add one entry. An existing name raises a ConfigurationError, or is replaced with `overwrite=True`."""
         if name in self._entries and not overwrite:
             raise ConfigurationError(
                 f"{self.kind} {name!r} is already registered. Choose another name or pass overwrite=True."
@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         self._entries[name] = entry
 
     def get(self, name: str) -> T:
-        """Return the entry `name`, importing it if needed."""
+        """Return the object of `name`, which is imported on first use. An unknown name raises a ConfigurationError."""
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
             raise ConfigurationError(f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}.")

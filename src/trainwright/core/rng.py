@@ -56,7 +56,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Restore the result of `rng_state` in this process."""
+    """Restore the result of `rng_state`. The generator of `device` is restored if `state` contains its state."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -66,7 +66,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 def begin_alike() -> Callable[[], None]:
-    """Return a function that sets the generators of another process to the current state of this process."""
+    """Return a picklable function. A call in another process sets its generators on the CPU to this process's state."""
     return partial(_begin_with, torch.initial_seed(), rng_state())
 
 
@@ -77,7 +77,7 @@ def _begin_with(seed: int, state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def isolate_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the state of every generator at the end of the context."""
+    """Return a context that restores the generators at its end: those on the CPU, and that of `device` if passed."""
     saved = rng_state(device)
     try:
         yield

@@ -28,9 +28,9 @@ class SchedulerConfig:
         interval: `"step"` (completed optimizer steps) or `"epoch"`.
         frequency: number of intervals between two steps of the scheduler.
         monitor: name of the logged metric for `ReduceLROnPlateau`. None for other schedulers.
-        strict: raise an error if the monitored metric was not logged. False warns.
-        name: name of the schedule in LearningRateMonitor.
-        paused: a callback has paused the schedule, which then does not step.
+        strict: True raises an error if the metric `monitor` was not logged. False warns.
+        name: name of the schedule in LearningRateMonitor. None uses the optimizer's class.
+        paused: True while a callback pauses the schedule. The schedule then does not step.
     """
 
     scheduler: Any
@@ -44,19 +44,19 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SaveRequest:
-    """Request for a checkpoint, which is written at the next step boundary, or after the hooks at an epoch's end.
+    """Request for a checkpoint, which is written at the end of the step, or of the epoch if this is its last step.
 
     Attributes:
         name: folder name of the checkpoint, relative to `folder`.
         folder: parent folder. None is the run's checkpoint folder.
         weights_only: omit optimizers, progress and generators.
         metrics: the values by which checkpoints are ranked.
-        remove: folder names of earlier checkpoints of this run, to delete after the new checkpoint is published.
-        remote: URL of a folder to which the published checkpoint is uploaded. Checkpoints in `remove` are deleted there
-            too. If `folder` is None, the remote folder of the run's ModelCheckpoint is used, if any.
+        remove: folder names of this run's earlier checkpoints that are deleted once the new checkpoint is complete.
+        remote: URL of a folder to which the complete checkpoint is uploaded. Checkpoints in `remove` are deleted there,
+            too. If `remote` and `folder` are None, the remote folder of the run's ModelCheckpoint is used, if any.
         link: name of a relative symbolic link in the same folder to create or update after the checkpoint is published.
-        fresh: `name` is the name of a new checkpoint. The save raises if another run has written a checkpoint of this
-            name. False replaces an existing checkpoint of this name.
+        fresh: True raises an error if another run writes a checkpoint of this name first. False replaces an existing
+            checkpoint of this name.
     """
 
     name: str
@@ -71,7 +71,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Result of trial steps, on all ranks together."""
+    """Result of `TrialSteps.try_out`, combined over all ranks."""
 
     fits: bool  # memory was enough on every rank
     batch_size: int | None  # samples that this rank's loader puts into a batch; None when it does not tell
@@ -82,19 +82,19 @@ class TrialSteps(Protocol):
     """Trial steps within a run that do not change it; see `Run.trial_steps`."""
 
     def capacity(self) -> int | None:
-        """Return the largest batch size that the data can fill on every rank. None if its length is unknown."""
+        """Return the largest batch size that the data can fill on every rank. None if the data's length is unknown."""
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` after all state is restored and before loaders are recreated. Not called after an error."""
+        """Call `action` after all state is restored and before loaders are recreated. An error skips the call."""
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage with new loaders, then restore all state.
 
-        In `fit` these are optimizer steps and then as many validation batches. In other stages they are batches.
-        Collective: the result is the same on every rank. Ranks do not communicate while steps run.
+        In `fit`, runs `num_steps` optimizer steps, then as many validation batches. In other stages, runs as many
+        batches. Collective: the result is the same on every rank. Ranks do not communicate while steps run.
 
         Raises:
-            ConfigurationError: the loader cannot be created.
+            ConfigurationError: a loader cannot be created.
             TrainwrightError: another rank failed with an error other than out of memory. An error on this rank is
                 raised unchanged.
         """
@@ -166,7 +166,7 @@ class Run(Protocol):
 
     @property
     def train_batch_size(self) -> int | None:
-        """Samples in a micro-batch of this rank's loader; None if unknown. Loads the data."""
+        """Samples in a micro-batch of this rank's loader; None if unknown. Creates the loader if it is missing."""
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -177,7 +177,7 @@ class Run(Protocol):
         """Batches of each loader of the current evaluation (validation, test or prediction)."""
 
     def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
-        """Return the data set indices of this rank's batches in the current evaluation, without fetching data.
+        """Yield the data set indices of each of this rank's batches in the current evaluation, without fetching data.
 
         None if the user's own sampler or data set determines the indices.
         """
@@ -258,10 +258,10 @@ class Run(Protocol):
         """Request a checkpoint at the end of the current step. Every rank must make the same request."""
 
     def wrote_into(self, folder: Path) -> bool:
-        """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""
+        """Return whether `folder` and its checkpoint index contain a checkpoint of this run. Not collective."""
 
     def remote_names(self, url: str) -> list[str]:
-        """Return the names below a remote folder, which rank 0 reads. Collective.
+        """Return the names of the folders directly below a URL on every rank. Only rank 0 requests them. Collective.
 
         Raises:
             CheckpointError: the service cannot be reached or denies access. Raised on every rank.
@@ -281,8 +281,8 @@ class Run(Protocol):
         """
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
-        """End the run after the current step, once min_epochs and min_steps are reached. Every rank must make the same
-        request.
+        """End the run after the current step, but not before min_epochs and min_steps are reached. Every rank must make
+        the same request.
 
         Args:
             reason: reported if the stop is delayed by min_epochs or min_steps.
@@ -309,7 +309,7 @@ class Run(Protocol):
         """Run `training_step` on one epoch of this rank's training data, without gradients and without logging.
 
         Modes of modules are not changed. Generators are restored. Call it in `on_train_end`, on every rank, to collect
-        statistics of a forward pass. It communicates only if the task does.
+        statistics of a forward pass. Ranks communicate only if the task's code does.
         """
 
     def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[TrialSteps]:
@@ -320,8 +320,8 @@ class Run(Protocol):
         called, loggers are disabled, and requests for checkpoints are discarded. The task's own hooks run.
 
         Args:
-            alone: each rank runs its steps independently, so that a failing rank does not block the others.
-            remakes_loaders: create new loaders for the trials and afterwards, because their arguments have changed.
+            alone: True runs the steps of each rank without communication, so that a failing rank does not block others.
+            remakes_loaders: create new loaders for each trial and after the trials, because loader arguments change.
                 Default: False.
 
         Raises:
@@ -337,20 +337,20 @@ class Run(Protocol):
         """Disable gradient synchronization of `manual_backward` within the context."""
 
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer's parameters."""
+        """Clip the gradients of one optimizer's parameters; see `TaskModule.clip_gradients`."""
 
     def task_optimizers(self) -> Sequence[Any]:
-        """The optimizers for a task with manual optimization."""
+        """Return the optimizers that `TaskModule.optimizers` returns in manual optimization."""
 
     def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the full tensor of a task's tensor, or of a tensor sharded in the same way.
+        """Return the full tensor of a task's parameter or buffer, or of a tensor that is sharded like one of these.
 
         An unsharded tensor is returned unchanged. For a sharded tensor the call is collective, and returns a copy on
         the host that has values on the main process only.
         """
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
-        """Return this process's shard of a full tensor, sharded like the task's tensor `like`. Not collective."""
+        """Return this process's shard of a full tensor, sharded like the tensor `like` of the task. Not collective."""
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks along a new first dimension. Collective."""

@@ -1,8 +1,8 @@
 """Signatures of users' hooks and steps, which are checked once before a run.
 
-A hook is called with the positional arguments that its base class declares. `dataloader_idx` is the last argument. It
-is passed with several loaders, or if the hook requires it. A hook may omit `dataloader_idx`, and a step also
-`batch_idx`.
+A hook is called with the positional arguments that its base class declares. If `dataloader_idx` is among these, it is
+the last, and is passed only if there are several loaders or the hook requires it. A hook may omit `dataloader_idx`, and
+a step also `batch_idx`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ONLY_METHODS = ("num_items", "num_tokens")
 
 
 class Parameters(NamedTuple):
-    """Parameters of a callable."""
+    """Parameters of a callable. Each parameter is a tuple of its name and whether it is required."""
 
     positional: tuple[tuple[str, bool], ...]
     takes_more: bool  # it has `*args`
@@ -34,7 +34,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_taken_by(function: Callable[..., Any]) -> Parameters:
-    """Return the parameters of a callable. For a decorated function with `*args`, return those of the wrapped function
+    """Return the parameters of a callable. If a decorator's wrapper has `*args`, return those of the wrapped function
     (`functools.wraps`).
     """
     try:
@@ -65,7 +65,7 @@ def _may_leave_out(name: str, names: Sequence[str]) -> Collection[str]:
 
 
 def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
-    """Return whether the hook `name` can be called with the arguments `names`."""
+    """Return whether `function`, as the hook or step `name`, can be called with the arguments `names`."""
     taken, optional = parameters_taken_by(function), _may_leave_out(name, names)
     by_keyword = _by_keyword(taken, names)
     given = [each for each in names if each not in by_keyword]
@@ -83,7 +83,7 @@ def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
 def bind(
     function: Callable[..., Any], name: str, names: Sequence[str], call: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a callable for the positional arguments `names`, with or without a last `dataloader_idx`."""
+    """Return a function that accepts the arguments `names` and passes to `call` those that `function` declares."""
     called, taken, optional = call or function, parameters_taken_by(function), _may_leave_out(name, names)
     several = _picks(taken, names, len(names), optional)
     alone = _picks(taken, names, len(names) - 1, optional) if LOADER in names else several
@@ -101,12 +101,12 @@ def bind(
 
 
 def _by_keyword(taken: Parameters, names: Sequence[str]) -> list[str]:
-    """Return the arguments that a function accepts by keyword only. Arguments of a batch may be keyword-only."""
+    """Return the arguments that a function accepts by keyword only, which only hooks and steps of a batch may do."""
     return [each for each, _ in taken.keyword_only if each in names and ("batch_idx" in names or LOADER in names)]
 
 
 def _picks(taken: Parameters, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
-    """Return the indices in `names` of a function's positional arguments; `num_given` of them are passed."""
+    """Return the indices in `names` of the arguments to pass by position, if the first `num_given` exist."""
     places = _places(taken, names, optional)
     found: list[int] = []
     for at, (place, (_, required)) in enumerate(zip(places, taken.positional, strict=False)):
@@ -139,7 +139,7 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:
-    """Return the hook that `obj` overrides, for the arguments of `base`'s hook, or None."""
+    """Return the hook of `obj`, adapted by `bind` to the arguments of `base`'s hook. None if it is not overridden."""
     return bind(getattr(obj, name), name, arguments_of(base, name)) if overrides(obj, name, base) else None
 
 
@@ -147,8 +147,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
     """Check that hooks of a task, callback or data module accept their arguments.
 
     Raises:
-        ConfigurationError: a hook does not. The message contains the hook's signature, its arguments, and the line to
-            write.
+        ConfigurationError: a hook does not accept its arguments, is not a method, is async or is a generator.
     """
     for name in hooks:
         if not overrides(obj, name, base):
@@ -173,7 +172,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
 
 
 def _runs_later(hook: Callable[..., Any], name: str) -> str | None:
-    """Return the kind of a function whose call does not run its body. Hooks for loaders may be generators."""
+    """Return the kind of a hook whose call does not run its body, else None. Hooks for loaders may be generators."""
     function = inspect.unwrap(hook)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return "an async function"

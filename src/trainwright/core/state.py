@@ -1,4 +1,4 @@
-"""Progress of a run: the counters that every interval, logger and checkpoint uses, and the state of schedules."""
+"""Progress of a run: the counters for intervals, loggers and checkpoints; the micro-batches and result of a step."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class TrainState:
     """Progress of a training run. It is JSON-compatible and saved in every checkpoint.
 
     Attributes:
-        step: completed optimizer steps. Several optimizers that step for one group count as one step.
+        step: completed optimizer steps. Steps of several optimizers on the same micro-batches count as one step.
         batches: micro-batches consumed by one data-parallel rank.
         epoch: number of finished epochs, which is the 0-based index of the current epoch.
         batch_in_epoch: micro-batches consumed by one rank in the current epoch.
         step_in_epoch: optimizer steps completed in the current epoch.
         samples: samples consumed, over all ranks. If several ranks read batches of unknown sizes, it is this rank's
             count times the number of ranks, unless `max_samples` or an interval needs the exact number.
-        samples_in_epoch: samples consumed in the current epoch, over all ranks. With the seed it defines the position
-            in the data.
+        samples_in_epoch: samples consumed in the current epoch, over all ranks. With epoch and seed, it defines the
+            position in the data.
         tokens: tokens consumed, over all ranks (see `TaskModule.num_tokens`).
         seconds: wall-clock seconds spent in training, over all sessions of the run.
-        epoch_done: the current epoch's last batch has been consumed and its end hooks have run.
+        epoch_done: the current epoch's last batch has been consumed and the epoch's end hooks have run.
         validation_owed: the validation of this step was interrupted. A resume runs it first.
     """
 
@@ -71,7 +71,8 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        loss: detached 0-dim tensor on the device: this rank's contribution to the group's weighted mean loss.
+        loss: detached 0-dim tensor on the device: this rank's contribution to the weighted mean loss of the step's
+            micro-batches. None if every micro-batch was skipped.
         grad_norm: 0-dim tensor on the device, the total gradient norm before clipping; None if not computed.
     """
 
@@ -86,7 +87,7 @@ class Group:
     Attributes:
         batches: this rank's micro-batches, in order; at least one.
         first_idx: the index of `batches[0]` in its epoch (the `batch_idx` of hooks).
-        is_last: no group of this epoch follows.
+        is_last: True for the last group of the epoch.
         num_samples: number of samples of the group over all ranks. If None, this rank's samples are counted.
         weights: weight of each micro-batch in the mean over the group and all ranks, times the number of data-parallel
             ranks. None is `1 / len(batches)` for each. Padding has weight 0.
@@ -134,7 +135,7 @@ class SkippedData:
     sample_ids: list[list[int | str]] | None = None
 
     def overlaps(self, epoch: int, before: Mapping[str, int], after: Mapping[str, int]) -> bool:
-        """Return whether the data overlaps with the range between two positions; see `PreparedLoader.position`."""
+        """Return whether the data overlaps a range of `epoch` between two results of `PreparedLoader.position`."""
         if self.epoch != epoch or self.unit not in before or self.unit not in after:
             return False
         return after[self.unit] > self.start and (self.stop is None or before[self.unit] < self.stop)
@@ -149,9 +150,9 @@ class SkipRestOfEpoch(Exception):
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return the state of a learning-rate schedule without the function that torch 2.9's SWALR stores in it.
+    """Return a learning-rate schedule's `state_dict` without the function that SWALR of torch 2.9 adds.
 
-    SWALR's constructor sets this function again. Schedules inside a SequentialLR or ChainedScheduler are included.
+    SWALR's constructor sets this function again. It is also removed inside a SequentialLR or ChainedScheduler.
     """
     state: dict[str, Any] = _without_functions(scheduler.state_dict())
     return state

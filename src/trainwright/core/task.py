@@ -34,8 +34,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     Attributes:
         automatic_optimization: set to False in `__init__` to run backward and the optimizers yourself.
-        example_input_array: an example of `forward`'s argument, for model summaries and graphs.
-        strict_loading: raise an error for missing or unexpected weights in a checkpoint.
+        example_input_array: example arguments of `forward`, for summaries, graphs and exports (see `to_onnx`).
+        strict_loading: True raises an error if a checkpoint lacks weights of the task, or has other weights.
     """
 
     automatic_optimization: bool = True
@@ -50,7 +50,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     # For the user to define
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return the loss of one micro-batch: a scalar tensor, or a dict with the key `"loss"`; None skips the batch.
+        """Return a micro-batch's loss: a scalar tensor, or a dict with the key `"loss"`. None skips the micro-batch.
 
         The loss is the mean over the micro-batch's items. The strategy weights micro-batches (see `num_items`).
         """
@@ -81,7 +81,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         )
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`. A strategy chooses the device. May be called twice."""
+        """Build large layers here instead of in `__init__`, on the strategy's device. May be called twice."""
 
     def configure_callbacks(self) -> Any:
         """Return a callback, or a list of callbacks. Each replaces the Trainer's callbacks of the same type."""
@@ -109,7 +109,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         Called after the model is built.
 
         Args:
-            mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and the axes of the data.
+            mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and the data-parallel axes.
 
         Returns:
             Pattern of module names (`"blocks.*.up"`) → a style: `"colwise"`, `"rowwise"`, `"embedding"`,
@@ -176,11 +176,11 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip one optimizer's gradients, once per step. Override it to clip in another way."""
+        """Clip one optimizer's gradients, once per step, with the Trainer's arguments. Can be overridden."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Step one scheduler."""
+        """Step one scheduler. `metric` is the value that the scheduler monitors, or None."""
         if metric is None:
             scheduler.step()
         else:
@@ -224,7 +224,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""
+        """Clip one optimizer's gradients by `"norm"` (default) or `"value"`. With a value of None, do nothing."""
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
@@ -239,7 +239,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         object.__setattr__(self, "_toggled", others)
 
     def untoggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Undo `toggle_optimizer`."""
+        """Undo `toggle_optimizer`. `optimizer` is not used."""
         for parameter in self.__dict__.pop("_toggled", ()):
             parameter.requires_grad_(True)
 
@@ -271,15 +271,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log one value, which stays on its device until the next flush. Never communicates, never waits.
+        """Log one value. It stays on its device until values are sent to the loggers. Never communicates, never waits.
 
-        If a step is called without a Trainer, the value is discarded. The first time, a warning is issued.
+        Without a Trainer, the value is discarded, with a warning for the first value of this task.
 
         Args:
             name: the metric's name.
             value: a number, a tensor with one element, or a torchmetrics Metric or MetricCollection.
-            prog_bar: show it in the progress bar. Default: False.
-            logger: pass it to the loggers. Default: True.
+            prog_bar: show the value in the progress bar. Default: False.
+            logger: pass the value to the loggers. Default: True.
             on_step: log this step's value. Default: True in a training step, else False.
             on_epoch: log the epoch's aggregate. Default: False in a training step, else True.
             reduce_fx: the aggregate of an epoch: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
@@ -350,7 +350,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         self.trainer.print(*values, **options)
 
     def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
-        """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
+        """Gather tensors (in any containers) of all data-parallel ranks along a new first dimension. Collective."""
         return self.trainer.all_gather(data, sync_grads)
 
     # The run
@@ -360,7 +360,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """The Trainer that runs this task.
 
         Raises:
-            TaskError: no Trainer is running it.
+            TaskError: no Trainer is running the task.
         """
         run = self.__dict__.get("_run")
         if run is None:
@@ -421,7 +421,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         raise TaskError("a task has no device_mesh: define tensor_parallel_plan(self, mesh), which gets it.")
 
     def __dir__(self) -> list[str]:
-        """Exclude names that cannot be read, for code that reads every name, such as torch's tracing."""
+        """Exclude attributes that raise an error, for code that reads every attribute, such as torch's tracing."""
         return sorted({*super().__dir__()} - {"fabric", "device_mesh", "trainer" if self._run is None else ""})  # type: ignore[no-untyped-call]  # torch has no types here
 
     @property
@@ -435,11 +435,11 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         return list(self._run.loggers) if self._run is not None else []
 
     def freeze(self) -> Self:
-        """Stop gradients of every parameter, put the task into evaluation mode and return it."""
+        """Disable gradients of every parameter, put the task into evaluation mode and return it."""
         return self.requires_grad_(False).eval()
 
     def unfreeze(self) -> Self:
-        """Enable gradients of every parameter again, put the task into training mode and return it."""
+        """Enable gradients of every parameter, put the task into training mode and return the task."""
         return self.requires_grad_(True).train()
 
     # Loading

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 Batch: TypeAlias = Any
-"""Batch of a user's loader: any tree, which is used only through the functions in this module."""
+"""Batch of a user's loader: any tree. Only the functions of this module look into it."""
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Any:
@@ -51,7 +51,7 @@ def is_container(tree: object) -> bool:
 
 
 def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any] = ()) -> Any:
-    """Return `tree` with `visit` applied to each direct child. Objects other than containers are returned unchanged."""
+    """Return a container with `visit` applied to its items, except of the keys `skip_keys`. Return others unchanged."""
     kind = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*(visit(value) for value in tree))
@@ -129,7 +129,7 @@ def move_module(module: Module, device: torch.device) -> Module:
 def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
     """Return `tree` with its tensors on `device`. Copies from pinned memory are asynchronous.
 
-    Copies to the host and to MPS are synchronous, so the result may be read, and the source changed, immediately.
+    Copies to the host and to MPS are synchronous: the result may be read, and the source changed, immediately.
 
     Args:
         tree: a batch. Objects in the batch with a method `to(device)` are moved, too.
@@ -159,7 +159,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of a full parameter, also if an engine has replaced it by an empty tensor with the
+    """Return the number of elements of a full parameter, also if DeepSpeed has replaced it by an empty tensor with the
     original shape in `ds_shape`.
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)

@@ -1,4 +1,4 @@
-"""Durable writes: files and folders are synced to the disk before anything refers to them."""
+"""Durable writes: a file or folder is on the disk before another file, such as a manifest, refers to it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fault_point(event: str, path: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Return a context that adds `path` to system errors. Errors of an open file do not name the file."""
+    """Return a context that adds `path` to system errors without a file name, such as errors of an open file."""
     try:
         yield
     except OSError as error:
@@ -68,7 +68,7 @@ class HashingFile:
     """A new file that is hashed while it is written, and synced to the disk when it is closed.
 
     Args:
-        path: must not exist.
+        path: path of the file, which must not exist.
         size: number of bytes that will be written, if known. Large files are hashed in a second thread.
 
     Attributes:
@@ -107,7 +107,7 @@ class HashingFile:
             fault_point("write", self.path)
 
     def _start_writeback(self) -> None:
-        """Start writing the bytes since the last call to the disk, without waiting."""
+        """Let the system write the bytes added since the last call to the disk. Does not wait for the disk."""
         start, count = self._written_back, self._size - self._written_back
         if count < _WRITEBACK_BYTES or not hasattr(os, "posix_fadvise"):
             return
@@ -118,7 +118,7 @@ class HashingFile:
         self._written_back = self._size
 
     def finish(self) -> None:
-        """Set `entry`. Nothing may be written afterwards."""
+        """Set `entry` to the size and hash of the written bytes. Nothing may be written afterwards."""
         self.entry = FileEntry(self._size, self._hash.finish())
 
     def sync(self) -> None:
@@ -138,9 +138,7 @@ class HashingFile:
 
 
 class _Hash:
-    """The XXH3 hash of consecutive chunks, computed in a second thread on request. The thread is at most one chunk
-    behind.
-    """
+    """The XXH3 hash of consecutive chunks. With `in_thread`, a second thread computes it, at most one chunk later."""
 
     def __init__(self, *, in_thread: bool) -> None:
         self._digest = xxhash.xxh3_128()
@@ -171,7 +169,7 @@ def write_file(path: Path, data: bytes) -> FileEntry:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in `folder` are on the disk, if the file system supports that."""
+    """Wait until the names of the files in `folder` are on the disk, if the file system supports that."""
     if os.name == "nt":
         return  # Windows cannot sync a folder; its journal preserves the order of renames
     handle = os.open(folder, os.O_RDONLY)
@@ -188,7 +186,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, sync: bool = True) -> None:
-    """Create and sync `folder` and missing parents. With `sync=False`, `sync_new_folders` must be called later."""
+    """Create `folder` and missing parents, and sync their names. With `sync=False`, call `sync_new_folders` later."""
     if folder.is_dir():
         return
     make_folder(folder.parent, sync=sync)
@@ -203,7 +201,7 @@ def make_folder(folder: Path, *, sync: bool = True) -> None:
 
 
 def sync_new_folders() -> None:
-    """Sync the folders that `make_folder(sync=False)` has created."""
+    """Sync the names of the folders that `make_folder(sync=False)` has created."""
     while _unsynced:
         with contextlib.suppress(FileNotFoundError, IndexError):  # deleted, or synced by another thread
             sync_folder(_unsynced.pop())
@@ -223,7 +221,7 @@ def rename(source: Path, target: Path) -> None:
 
 
 def hidden(path: Path, role: str) -> Path:
-    """Return an unused hidden path beside `path` for a `role`: `"tmp"`, `"old"` or `"del"` (see `staging`)."""
+    """Return an unused hidden path beside `path`. See `staging` for the roles `"tmp"`, `"old"` and `"del"`."""
     return path.with_name(f".{path.name}.{role}-{os.urandom(8).hex()}")
 
 

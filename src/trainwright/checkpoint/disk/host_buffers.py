@@ -1,8 +1,8 @@
 """Host buffers that are reused between saves, and the copy of a checkpoint's tensors into them.
 
-Training waits only for this copy. Tensors that do not change before the next optimizer step are copied later. The bytes
-of the files fill consecutive blocks of memory. A larger state only adds blocks, and each file is written from a few
-large contiguous ranges.
+Training waits for this copy. Large tensors that do not change before the next optimizer step can be copied later. The
+bytes of the files fill consecutive blocks of memory, so that each file is written from a few large contiguous ranges.
+If the state grows, blocks are added.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LATER_FROM_BYTES = 2**16  # smaller tensors are counters and learning rates, wh
 
 
 class HostBuffers:
-    """Blocks of host memory for one copy of a state, allocated when first needed and then reused.
+    """Blocks of host memory for one copy of a checkpoint's tensors, allocated when first needed and then reused.
 
-    The memory is pinned if a tensor is on an accelerator.
+    The memory is pinned if a tensor is on an accelerator with asynchronous copies.
 
     Args:
         num_threads: threads that copy host tensors while training waits. Default: one per core, at most 4.
@@ -68,8 +68,8 @@ class HostBuffers:
         Afterwards the tensors may change.
 
         Returns:
-            The copies of large host tensors that are made later, for files with `at_rest`. Call `finish` of the result
-            before these files are read or these tensors change. None if all copies are done.
+            The remaining copies, which are of large host tensors in files with `at_rest`. Call `finish` of the result
+            before these files are read or these tensors change. None if no copies remain.
         """
         starts: dict[int, int] = {}
         end = 0
@@ -97,9 +97,9 @@ class HostBuffers:
         return LaterCopy(later, resting) if later else None
 
     def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy]) -> list[torch.Tensor]:
-        """Add the copies of a file's tensors to `now` or `later`. Return the tensors that are copied later.
+        """Add the copies of a file's tensors to `now` or `later`. Return the tensors whose copies are in `later`.
 
-        Tensors that are not contiguous host memory are copied here.
+        A tensor that is not contiguous host memory is copied in this call, or its asynchronous copy is started.
         """
         resting: list[torch.Tensor] = []
         for tensor in file.tensors:
@@ -115,7 +115,7 @@ class HostBuffers:
         return resting
 
     def reserve(self, num_bytes: int, *, pinned: bool = False) -> None:
-        """Allocate memory until it has at least `num_bytes`. With `pinned`, unpinned memory is replaced."""
+        """Allocate blocks until there are at least `num_bytes`. With `pinned`, unpinned blocks are freed first."""
         if pinned and not self._pinned:
             self.release()
         self._pinned |= pinned
@@ -129,9 +129,9 @@ class HostBuffers:
                 missing -= size
 
     def fillings(self) -> Iterator[Callable[[], Any]]:
-        """Yield functions that each write to a part of the memory, so that the system maps the pages.
+        """Yield functions that each write zeros to a range of the memory, so that the system maps its pages.
 
-        On a virtual machine, mapping can take seconds for a gigabyte. Staged copies are overwritten.
+        On a virtual machine, mapping can take seconds for a gigabyte. Do not call these functions after `stage`.
         """
         for block in self._blocks:
             for done in range(0, block.numel(), _CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Copies within host memory, made immediately by several threads, or later by the threads that need them."""
+"""Copies within host memory, made at once by several threads, or later by the first thread that needs them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _WORTH_A_THREAD = 64 * 2**20  # bytes
 
 
 def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
-    """Run the copies in `num_threads` threads, including the calling one, and block until they are done.
+    """Run the copies in `num_threads` threads, including the calling thread, and block until they are done.
 
-    The calling thread alone copies small amounts.
+    If the copies are small, only the calling thread runs them.
     """
     # ctypes releases the GIL. torch's own copy divides each tensor among all its threads and waits for the slowest,
     # which takes twice as long if another process needs a core.
@@ -33,7 +33,7 @@ def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
 
 
 class LaterCopy:
-    """Copies that are made when a thread calls `finish`. The source `tensors` must not change before this call."""
+    """Copies that are made when a thread calls `finish`. Their sources, `tensors`, must not change before this call."""
 
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         self._left = iter(copies)
@@ -46,7 +46,7 @@ class LaterCopy:
     def finish(self) -> bool:
         """Run the remaining copies, wait for other threads, and return whether the tensors were unchanged.
 
-        Several threads may call this, repeatedly. Changes through `tensor.data` or another library are not detected.
+        Several threads may call this method, repeatedly. Changes via `tensor.data` or other libraries are not detected.
         """
         if self._unchanged is not None:
             return self._unchanged

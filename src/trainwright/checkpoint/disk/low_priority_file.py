@@ -25,9 +25,9 @@ from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 class LowPriorityFile(HashingFile):
     """A `HashingFile` that uses little processor time. Written data must stay in memory until the file is closed.
 
-    The thread `quiet` hashes the data. Large files are written with `O_DIRECT` if the system supports it, which takes
-    about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets and lengths that are
-    multiples of a disk block. The thread `quiet` writes all other data through the page cache.
+    The thread `quiet` hashes the data. Files of at least `DIRECT_FROM_BYTES` are written with `O_DIRECT` if the system
+    supports it, which takes about a tenth of the processor time of the page cache. `O_DIRECT` needs addresses, offsets
+    and lengths that are multiples of a disk block. All other data is written through the page cache.
     """
 
     def __init__(self, path: Path, *, size: int, quiet: LowPriorityThread) -> None:
@@ -59,7 +59,7 @@ class LowPriorityFile(HashingFile):
                 rest()  # the header, or the incomplete block at the end
 
     def _write_direct(self, chunk: memoryview, position: int) -> int:
-        """Write complete disk blocks with O_DIRECT. Return the number of bytes, 0 if O_DIRECT is not possible."""
+        """Write a chunk's complete disk blocks with O_DIRECT. Return the number of these bytes, or 0."""
         count = len(chunk) - len(chunk) % DISK_BLOCK_BYTES
         aligned = position % DISK_BLOCK_BYTES == 0 and _address(chunk) % DISK_BLOCK_BYTES == 0
         if self._direct is None or not count or not aligned:

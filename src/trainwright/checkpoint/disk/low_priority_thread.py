@@ -27,9 +27,7 @@ def usable_cores() -> int:
 
 
 def leaves_cores(device: torch.device, local_world_size: int = 1) -> bool:
-    """Return whether training on `device` leaves a free core for each of the run's `local_world_size` processes on this
-    machine.
-    """
+    """Return whether each of the `local_world_size` processes on this machine has a core that training does not use."""
     return device.type != "cpu" or (torch.get_num_threads() + 1) * local_world_size <= usable_cores()
 
 
@@ -68,7 +66,7 @@ class LowPriorityThread:
         self._thread.start()
 
     def put(self, work: Work) -> None:
-        """Add `work` to the queue. After `hurry`, the call runs `work` immediately."""
+        """Add `work` to the queue. After `hurry`, or without `start`, run the queue now in the calling thread."""
         self._queue.append(work)
         if self._must_hurry():
             self._do_all()
@@ -77,19 +75,19 @@ class LowPriorityThread:
                 self._changed.notify_all()
 
     def hurry(self) -> None:
-        """Leave the remaining work to the owner. May be called from any thread."""
+        """Let the owner run the remaining and later work. May be called from any thread."""
         with self._changed:
             self._hurried = True
             self._changed.notify_all()
 
     def rest(self) -> None:
-        """Block until all work is done or `hurry` is called."""
+        """Block until all work is done, `hurry` is called or the interpreter exits."""
         with self._changed:
             while (self._queue or self._running.locked()) and not self._must_hurry():
                 self._changed.wait(_LOOK_S)
 
     def finish(self) -> None:
-        """Block until all work is done, and raise the first error. Functions after the one that failed are not run."""
+        """Block until all work is done, and raise an error of the work. Functions after one that fails are not run."""
         self.rest()
         self._do_all()
         error, self._error = self._error, None
@@ -97,7 +95,7 @@ class LowPriorityThread:
             raise error
 
     def drop(self) -> None:
-        """Discard the queue and wait for the function that is running."""
+        """Discard the queue, wait for the function that is running, and discard its error."""
         self._queue.clear()
         with self._running:
             self._error = None
@@ -132,7 +130,7 @@ class LowPriorityThread:
             pass
 
     def _do_next(self) -> bool:
-        """Wait for the running function, then run the next one. Return False if there is none."""
+        """Wait for the running function, then run the next one. Return False if the queue is empty."""
         with self._running:
             if not self._queue:
                 return False
@@ -146,7 +144,7 @@ class LowPriorityThread:
 
 
 class Preparation:
-    """A thread that runs optional functions, with pauses, until `end` is called or the interpreter exits."""
+    """A thread that runs functions that may be skipped, with pauses, until `end` is called or the interpreter exits."""
 
     def __init__(self, work: Iterator[Work]) -> None:
         self._work = work

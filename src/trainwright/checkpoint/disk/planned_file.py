@@ -36,7 +36,7 @@ class Weight:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Weight:
-        """Return the weight for a tensor on any device except meta."""
+        """Return a `Weight` for a tensor in memory, on any device except meta."""
         tensor = tensor.detach()
         like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return cls(like, lambda: _chunks_of(tensor), tensor)
@@ -63,11 +63,11 @@ class PlannedFile:
 
     Attributes:
         path: path relative to the checkpoint folder.
-        head: first bytes of the file. JSON files consist of it, safetensors files begin with it (length and header).
-        tensors: the tensors that follow without gaps, in this order, on any device. They are not copies.
+        head: first bytes of the file: the complete JSON file, or the length and the header of a safetensors file.
+        tensors: the tensors that follow the head without gaps, in this order, on any device. They are not copies.
         staged: copies of the tensors' bytes in host memory, as consecutive ranges; `tensors` is then empty.
         streamed: weights that are read while the file is written. `tensors` is then empty.
-        at_rest: only the next step of an optimizer changes the tensors.
+        at_rest: True if nothing changes the tensors before the next step of an optimizer.
     """
 
     path: str
@@ -108,10 +108,10 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def write_files(
     folder: Path, files: Iterable[PlannedFile], *, quiet: LowPriorityThread | None = None
 ) -> dict[str, FileEntry]:
-    """Write files below `folder`, into existing folders, and block until they are on the disk.
+    """Write files below `folder`, whose subfolders must exist, and block until the files are on the disk.
 
-    The low-priority thread `quiet` writes and hashes files with `staged` copies. Default: None, which writes at full
-    speed and hashes large files in a second thread.
+    With `quiet`, files of at least `LOW_PRIORITY_FROM_BYTES` are written as a `LowPriorityFile`; their tensors must be
+    `staged`. Default: None, which writes at full speed and hashes large files in a second thread.
 
     Returns:
         Size and hash of each file by its path.

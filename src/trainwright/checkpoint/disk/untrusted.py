@@ -26,7 +26,7 @@ def dump_json(value: object, *, indent: int | None = None) -> str:
 
 
 def load_json(data: bytes, origin: str) -> Any:
-    """Parse strict UTF-8 JSON. A duplicate key raises `CheckpointError`, because JSON parsers differ in its meaning."""
+    """Parse UTF-8 JSON. Invalid JSON, NaN, a duplicate key and too large data raise `CheckpointError`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def load_json(data: bytes, origin: str) -> Any:
 
 
 def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Return `data`. Raise a `CheckpointError` if its length or number of values exceeds the limits of reading.
+    """Return `data`. Raise a `CheckpointError` if it has more than `max_bytes` or more values than can be read again.
 
     The number of values is estimated without parsing: commas and brackets are counted, including those in text.
     """
@@ -67,12 +67,12 @@ def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES
 
 
 def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Read a JSON file; see `load_json` and `read_bytes`."""
+    """Return the content of a JSON file. Raises the errors of `load_json` and `read_bytes`."""
     return load_json(read_bytes(path, max_bytes=max_bytes), str(path))
 
 
 def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """Return the content of a small file. A file longer than `max_bytes` raises `CheckpointError`."""
+    """Return a file's content. An unreadable file, or one longer than `max_bytes`, raises `CheckpointError`."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -89,8 +89,8 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
 
 
 def check_relative(path: object, origin: str) -> str:
-    """Return `path` if it is a plain relative path inside its folder on every operating system; otherwise raise a
-    `CheckpointError`.
+    """Return `path` if it is a relative path that stays inside its folder on every operating system. Otherwise raise a
+    `CheckpointError`, which names the file `origin`.
     """
     if not isinstance(path, str) or not path or any(char in path for char in "\\:\0") or not is_printable(path):
         raise CheckpointError(f"{origin} names {path!r}, which is not a plain relative path.")
@@ -125,9 +125,9 @@ _SHOWN = 300  # characters of another error's message, which may quote a file
 
 @contextlib.contextmanager
 def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
-    """Return a context that converts read errors, except `torch.OutOfMemoryError`, to `CheckpointError`s about `what`.
+    """Return a context that converts errors to `CheckpointError`s about `what`, except `torch.OutOfMemoryError`.
 
-    All exceptions are converted, because untrusted values raise many kinds (overflowing sizes, invalid names, links to
+    Errors of all classes are converted, because untrusted values raise many (overflowing sizes, invalid names, links to
     themselves).
     """
     try:
@@ -141,7 +141,7 @@ def reading(what: object, problem: str = "cannot be read") -> Iterator[None]:
 def check_regular(path: os.PathLike[str] | str) -> None:
     """Raise a `CheckpointError` for a pipe, a device, a socket or a folder, because opening a pipe would block.
 
-    A missing file passes; opening it raises an error.
+    No error is raised for a missing file, which cannot be opened anyway.
     """
     with contextlib.suppress(OSError):
         if not stat.S_ISREG(os.stat(path).st_mode):

@@ -1,8 +1,8 @@
-"""Conversion of state trees to JSON and tensors and back, exactly and without pickle.
+"""Conversion of state trees (nested plain data with tensors) to JSON and tensors and back, exactly and without pickle.
 
-`encode` converts nested plain data to a JSON value and a dict of tensors. The JSON value refers to the tensors by name.
-`decode` reverses this. JSON's own types are written directly. Any other value becomes an object with its type under the
-key `"$"`: `{"$": "tuple", "v": [1, 2]}`.
+`encode` converts a state tree to a JSON value and a dict of tensors. The JSON value refers to the tensors by name.
+`decode` reverses this. Values of JSON's own types are written directly. Any other value becomes a JSON object with the
+value's type under the key `"$"`: `{"$": "tuple", "v": [1, 2]}`.
 
 Reading never imports or calls anything that the file names. Only the types in this module can be read.
 """
@@ -72,7 +72,7 @@ FindShards = Callable[[str, tuple[int, ...], str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """The sources of a tree's tensors: full tensors by name, and optionally a function that finds sharded tensors."""
+    """The sources of a tree's tensors: full tensors by name, and optionally a function that returns sharded tensors."""
 
     tensors: Mapping[str, torch.Tensor]
     shards: FindShards | None = None
@@ -88,12 +88,12 @@ def encode(
             factory, torch tensors, sizes, dtypes and devices, numpy arrays and scalars, dates and times, paths and
             `Duration`s. Dict keys and set members must be hashable and not tensors. Subclasses are not supported.
         root: the prefix of paths in error messages and tensor names.
-        shards: dict that receives each `TensorShards` in the tree by name. Default: None, which raises for
+        shards: dict to which each `TensorShards` in the tree is added by name. Default: None, which raises for
             `TensorShards`.
 
     Returns:
         The JSON value, and the detached tensors by their path in the tree. Tensors are not copied. A tensor object that
-        occurs twice has only one entry.
+        occurs several times in the tree has one entry.
 
     Raises:
         CheckpointError: the tree has a value of another type, contains itself, or is nested more than 150 levels deep.
@@ -106,10 +106,10 @@ def encode(
 def decode(value: object, tensors: Mapping[str, torch.Tensor], shards: FindShards | None = None) -> Any:
     """Rebuild the tree from the results of `encode`.
 
-    The tree contains the tensor objects of `tensors`, not copies.
+    The tree contains the tensor objects of `tensors`, not copies. `shards` returns sharded tensors; see `find_shards`.
 
     Raises:
-        CheckpointError: a tensor is missing, or the value is not a result of `encode`.
+        CheckpointError: a tensor is missing, or `value` is not a result of `encode`.
     """
     try:
         return _decode(value, Stores(tensors, shards))
@@ -153,9 +153,9 @@ class _Encoder:
         if kind not in _CONTAINERS:
             raise self._refused(value, path)
         if id(value) in self._open:
-            raise CheckpointError(f"{path or 'the state'} contains itself and cannot be saved.")
+            raise CheckpointError(f"{path or 'the state'} contains itself and cannot be saved. Remove this reference.")
         if depth >= MAX_DEPTH:
-            raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep and cannot be saved.")
+            raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep and cannot be saved. Flatten it.")
         self._open.add(id(value))
         try:
             return self._container(value, kind, path, depth + 1)
@@ -248,7 +248,7 @@ class _Encoder:
 
 
 def add_named(kept: dict[str, T], value: T, path: str) -> str:
-    """Add a value under its path, with a number appended if that name exists, and return the name."""
+    """Add a value to `kept` under its path, with a number appended if `kept` has this name. Return the used name."""
     name = path.encode("utf-8", "backslashreplace").decode() or "value"
     chosen, count = name, 1
     while chosen in kept or chosen == "__metadata__":
@@ -321,7 +321,7 @@ def _decode(value: object, stores: Stores) -> Any:
 def _stored(node: Any, stores: Stores) -> torch.Tensor:
     name = node["v"]
     if name not in stores.tensors:
-        raise CheckpointError(f"the tensor {name!r} of the saved state is missing.")
+        raise CheckpointError(f"the tensor {name!r} of the saved state is missing. Use another checkpoint.")
     return stores.tensors[name]
 
 
@@ -425,8 +425,8 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
 def plan_tree(
     stem: str, tree: object, *, root: str = "", shards: dict[str, TensorShards] | None = None
 ) -> list[PlannedFile]:
-    """Plan the file `stem.json` for a state tree and, if it has tensors, `stem.safetensors`. See `encode` for
-    arguments.
+    """Plan the file `{stem}.json` for a state tree and, if it has tensors, `{stem}.safetensors`. See `encode` for the
+    other arguments.
 
     All values except tensors are encoded immediately. Tensors are not copied.
     """
@@ -435,7 +435,7 @@ def plan_tree(
 
 
 def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> list[PlannedFile]:
-    """Plan the file `stem.json` for a JSON value and, if there are tensors, `stem.safetensors`."""
+    """Plan the file `{stem}.json` for a JSON value and, if there are tensors, `{stem}.safetensors`."""
     text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
     files = [PlannedFile(f"{stem}.json", text)]
     if tensors:
@@ -444,10 +444,10 @@ def plan_pair(stem: str, value: object, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def read_tree(folder: Path, stem: str, *, copy: bool = True, shards: FindShards | None = None) -> Any:
-    """Read the files of `plan_tree`. Tensors are on the CPU. With `copy=False` they are mapped from the file."""
+    """Read the files of `plan_tree` in `folder`. Tensors are on the CPU, with `copy=False` mapped from the file."""
     path = inside(folder, f"{stem}.json", str(folder))
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing.")
+        raise CheckpointError(f"{path} is missing. Copy it again, or use another checkpoint.")
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
     tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
     with reading(path):

@@ -7,10 +7,11 @@
       trainer.json                     progress, schedulers, callbacks, ... (+ trainer.safetensors)
       rng/rank-00000.json              one per rank (+ .safetensors)
 
-In a sharded checkpoint, model/ holds the tree state.json instead. model/ and optimizer/ then also hold two files for
-each rank: rank-00000.safetensors has the rank's shards, and rank-00000.json describes these shards.
+In a sharded checkpoint, model/ has the file state.json (see `codec`) instead of the Hugging Face files. model/ and
+optimizer/ then also have two files for each rank: rank-00000.safetensors has the rank's shards, and rank-00000.json
+describes these shards.
 
-Every path in a manifest or an index is relative and stays inside its folder, so that checkpoints can be moved.
+Every path in a manifest or an index is relative to that file's folder and inside it, so that checkpoints can be moved.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ UPGRADES: dict[int, Upgrade] = {1: lambda trees: trees}  # version 2 only adds s
 
 
 class NewerFormatError(CheckpointError):
-    """Raised for a file that a newer Trainwright wrote. The file is not damaged."""
+    """Raised for a file that a newer version of Trainwright wrote. The file is not damaged."""
 
 
 def upgraded(trees: Trees, version: int) -> Trees:
-    """Return state trees of format `version`, converted to the newest format."""
+    """Return the trees of a checkpoint with format `version`, converted to the newest format; see `UPGRADES`."""
     for number in range(version, FORMAT_VERSION):
         if number not in UPGRADES:
             raise CheckpointError(f"format_version={version} is older than this Trainwright can read.")
@@ -113,14 +114,14 @@ class Manifest:
     Attributes:
         step: completed optimizer steps.
         epoch: finished epochs.
-        created: UTC time of writing in ISO 8601 with microseconds. Text order is time order.
+        created: UTC time of writing in ISO 8601 with microseconds, so that sorting the texts sorts by time.
         kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints contain only the model and the
             hyper-parameters.
         parts: the parts by name: `"trainer"`, `"model"`, `"optimizer"`, `"rng"`.
-        topology: sizes of the run that wrote the checkpoint, such as `{"world_size": 4}`.
+        topology: number of processes of the run that wrote the checkpoint: `{"world_size": 4}`.
         versions: versions of trainwright, torch and python.
-        metrics: the latest metric values at the time of writing. They may be NaN or infinite.
-        format_version: format of the files on the disk. The other attributes have been converted to the newest format.
+        metrics: the latest metric values at the time of writing, which may be NaN or infinite.
+        format_version: format of the checkpoint's files. The other attributes have been converted to the newest format.
     """
 
     step: int
@@ -207,14 +208,14 @@ def _text(value: object) -> str:
 
 
 def sealed(values: dict[str, Any]) -> bytes:
-    """Return an object as JSON, with a seal as the last entry: the hash of all bytes before the seal."""
+    """Return an object as JSON with the last entry `"seal"`: the hash of the text in which the seal is all zeros."""
     text = dump_json({**values, "seal": _UNSEALED}, indent=2).encode() + b"\n"
     digest = xxhash.xxh3_128_hexdigest(text)
     return _SEAL.sub(f'"seal": "{digest}"\n}}\n'.encode(), text)
 
 
 def seal_fits(data: bytes) -> bool:
-    """Return whether `data` ends with a seal that equals the hash of the bytes before it. Parses nothing."""
+    """Return whether `data` ends with a seal that matches the rest of `data`; see `sealed`. Does not parse JSON."""
     seal = _SEAL.search(data, max(0, len(data) - _SEAL_BYTES))
     if seal is None:
         return False
@@ -224,14 +225,14 @@ def seal_fits(data: bytes) -> bool:
 
 
 def check_not_newer(data: bytes, origin: str) -> None:
-    """Raise a `NewerFormatError` if the format version at the beginning of `data` is newer. Parses nothing else."""
+    """Raise a `NewerFormatError` if the JSON `data` begins with a newer format version. Does not parse the rest."""
     stated = _VERSION.match(data)
     if stated is not None and int(stated[1]) > 0:
         check_format_version(int(stated[1]), origin)
 
 
 def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
-    """Return the stems `folder/stem-00000`, ... of the JSON files among `files`, in order. A gap is a
+    """Return `folder/stem-00000`, `folder/stem-00001`, … for these names with `.json` in `files`. A missing number is a
     `CheckpointError`.
     """
     pattern = re.compile(rf"{folder}/{stem}-([0-9]{{5,9}})\.json")
@@ -245,13 +246,13 @@ _newest = ""  # time of writing of the newest checkpoint that this process knows
 
 
 def order_after(created: str) -> None:
-    """Order new checkpoints of this process after a checkpoint written at `created`, even if the clock is behind."""
+    """Give new checkpoints of this process a time of writing after `created`, even if the clock is behind."""
     global _newest
     _newest = max(_newest, created)
 
 
 def next_moment() -> str:
-    """Return the current UTC time, or one microsecond after the newest checkpoint if the clock is behind it."""
+    """Return the time for a new manifest: now, or if the clock is behind, 1 µs after the newest known checkpoint."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
     if now <= _newest:
         after = datetime.datetime.fromisoformat(_newest) + datetime.timedelta(microseconds=1)
@@ -273,13 +274,13 @@ class Snapshot:
         rng: RNG states, one tree per rank. A full checkpoint needs `world_size` trees.
         metrics: the latest metric values. The manifest contains them, too.
         world_size: number of processes in the run.
-        kind: `"full"` or `"weights"`. The latter has no optimizers and no RNG states.
-        missing: set by `read_checkpoint`: requested parts that the checkpoint lacks, if this is allowed.
+        kind: `"full"` or `"weights"`. `"weights"` has no optimizers and no RNG states.
+        missing: set by `read_checkpoint`: requested parts that are absent, which its arguments or the manifest allow.
         in_shards: used for writing. True: tensors are `TensorShards`, and each rank writes its shards (see
             `plan_share`).
         overlaps: used for writing. True: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
-            `AsyncWriter` may copy these tensors until the next step.
-        extra: used for writing. A folder on the same disk, whose files are moved into the checkpoint.
+            `AsyncWriter` may copy these tensors while training continues, until the next step.
+        extra: used for writing. A folder on the checkpoint's disk, whose files are moved into the checkpoint.
     """
 
     state: dict[str, Any] = field(default_factory=dict)

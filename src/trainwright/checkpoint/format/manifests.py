@@ -1,4 +1,4 @@
-"""Search for checkpoint folders, and comparison of their files with their manifests. Parts are not parsed here."""
+"""Search for checkpoint folders, and comparison of their files with their manifests. Only manifests are parsed here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import split_hidden
 
 HashFiles = Callable[[Sequence[Path]], list[str]]
-"""A function such as `hash_files`; several processes may share its work."""
+"""A function with the arguments and result of `hash_files`, which may divide the work among processes."""
 
 
 def hash_file(path: Path) -> str:
@@ -30,13 +30,13 @@ def hash_file(path: Path) -> str:
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
-    """Return the hash of each file."""
+    """Return the result of `hash_file` for each file, in order."""
     return [hash_file(path) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A checkpoint folder and its manifest. The files in the folder have not been verified."""
+    """A checkpoint folder and its manifest. The other files in the folder have not been verified."""
 
     path: Path
     manifest: Manifest
@@ -56,7 +56,7 @@ def read_manifest(path: Path | str) -> Manifest:
 
 
 def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
-    """Open the checkpoint at `path`. If `path` is a `FoundCheckpoint`, return it unchanged."""
+    """Read a checkpoint's manifest. Return a `FoundCheckpoint` unchanged. Raises the errors of `read_manifest`."""
     if isinstance(path, FoundCheckpoint):
         return path
     folder = _locate(Path(path))
@@ -68,7 +68,7 @@ def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
 
 
 def _locate(path: Path) -> Path:
-    """Return the folder to read for `path`. After a crash, the checkpoint may be in a folder with a hidden name."""
+    """Return the folder of the checkpoint `path`. After a crash, it is a hidden folder (see `replaced_checkpoint`)."""
     with reading(path):  # the name may be invalid
         if path.is_dir():
             return path
@@ -96,7 +96,7 @@ def _not_a_folder(path: Path) -> str:
 
 
 def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
-    """Compare a checkpoint with its manifest and return a list of error messages.
+    """Compare a checkpoint with its manifest. Return a list of error messages, which is empty for a valid checkpoint.
 
     Files that the manifest does not list are ignored.
 
@@ -118,7 +118,7 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
 def problems_of(
     found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
 ) -> list[str]:
-    """Return messages about wrong files of a checkpoint's parts. `hash_files=None` compares sizes only."""
+    """Return messages about files of `parts` that differ from the manifest. `hash_files=None` compares sizes only."""
     wanted = set(found.manifest.parts if parts is None else parts)
     listed = [
         (name, relative, entry)
@@ -157,15 +157,15 @@ def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
 def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
     """Return the checkpoints directly in `folder`, by step and then by time of writing.
 
-    Only manifests are read. Folders without a readable manifest are skipped. A checkpoint that has a hidden name
-    because its replacement crashed is included. If `folder` does not exist, the list is empty.
+    Only manifests are read. Folders without a readable manifest are skipped. A checkpoint in a hidden folder is
+    included if a crash interrupted its replacement. If `folder` does not exist, the list is empty.
     """
     found = [item for _, item in scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
 
 
 def scan(folder: Path) -> Iterator[OpenResult]:
-    """Yield the path of each folder with a manifest or `trainer.json`, and the checkpoint or the error."""
+    """Yield each checkpoint folder in `folder` (with a manifest or `trainer.json`), and the checkpoint or its error."""
     if not folder.is_dir():
         return
     for entry in sorted(folder.iterdir()):
@@ -180,7 +180,7 @@ def scan(folder: Path) -> Iterator[OpenResult]:
 
 
 def open_or_error(path: Path) -> OpenResult:
-    """Open a checkpoint. Return the error if that fails."""
+    """Return `path` and the checkpoint in it, or the error of opening the checkpoint."""
     try:
         return path, open_checkpoint(path)
     except (CheckpointError, OSError) as error:

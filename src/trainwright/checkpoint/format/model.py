@@ -24,7 +24,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict without the name prefixes of wrappers. Two equal names raise `CheckpointError`."""
+    """Return a state dict with the results of `plain_name` as names. Two equal results raise `CheckpointError`."""
     found: dict[str, Any] = {}
     for long_name, value in state_dict.items():
         name = plain_name(long_name)
@@ -43,7 +43,7 @@ def load_plain_state(
         Two lists of names: missing (only in the module) and unexpected (only in `state`).
 
     Raises:
-        CheckpointError: shapes differ, or `strict=True` and names differ.
+        CheckpointError: shapes differ, or names differ with `strict=True`.
     """
     own = {plain_name(name): name for name in module.state_dict()}
     renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
@@ -64,8 +64,8 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
     """Plan the files of a state dict: numbered safetensors shards with an index. Copies and writes nothing.
 
     Tied tensors (same memory, shape and strides) are stored once, under the first name. Tensors of complex and rare
-    1-byte dtypes are stored as views with a dtype of safetensors. The index records both. Values that are not tensors
-    (`get_extra_state`) are encoded by `codec`.
+    1-byte dtypes are stored as views with a dtype of safetensors. The index has tied names and original dtypes. Values
+    that are not tensors (`get_extra_state`) are encoded by `codec`.
 
     Args:
         state_dict: name → tensor, on any device.
@@ -110,7 +110,7 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
 def write_model(
     folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, FileEntry]:
-    """Write the files of `plan_model` into the empty `folder`. Return the size and hash of each file by name.
+    """Write the files of `plan_model` into the empty `folder`. Return each file's size and hash by file name.
 
     Blocks until the files are synced. The extra memory is one tensor.
     """
@@ -118,7 +118,7 @@ def write_model(
 
 
 def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
-    """Return a key that is equal for tensors with the same memory, shape and strides."""
+    """Return a key that is the same for tensors with the same memory, shape and strides, but not for empty tensors."""
     if tensor.numel() == 0:
         return (name,)  # empty tensors all begin at address 0
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())
@@ -127,8 +127,8 @@ def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
 def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
     """Divide tensors into shards. Return the names in each shard. There is at least one shard, which may be empty.
 
-    A tensor larger than `max_shard_bytes` gets its own shard, and later tensors are added to the shard before it. The
-    result is that of huggingface_hub's `split_torch_state_dict_into_shards`.
+    A tensor larger than `max_shard_bytes` gets its own shard, and the shard that was being filled is filled further.
+    The result is that of huggingface_hub's `split_torch_state_dict_into_shards`.
     """
     shards: list[list[str]] = []
     present: list[str] = []
@@ -148,14 +148,14 @@ def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
 
 
 def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", infix: str = "") -> list[str]:
-    """Return the file names of `num` shards. A nonempty `infix` is inserted for temporary names."""
+    """Return the file names of `num` shards, such as `model-00001-of-00002.safetensors`. `infix` follows `stem`."""
     return [f"{stem}{infix and f'-{infix}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
 
 
 def shard_index(
     sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Return a model's index from bytes by tensor name, tensor names by file, and further metadata."""
+    """Return the content of a model's index. `sizes` are bytes by tensor name, `shards` are tensor names by file."""
     files = {name: file for file, names in shards.items() for name in names}
     return {
         "metadata": {"total_size": sum(sizes.values()), **metadata},
@@ -165,7 +165,7 @@ def shard_index(
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """The content of a `model.safetensors.index.json`: the names in order and by shard, and Trainwright's metadata."""
+    """The content of a `model.safetensors.index.json`: tensor names, also by shard, and Trainwright's metadata."""
 
     names: list[str]
     shards: dict[Path, list[str]]
@@ -191,7 +191,7 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
         if files is not None and file not in files:
             raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list.")
         if not shard.is_file():
-            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+            raise CheckpointError(f"{path} names the shard {file!r}, which is missing. Copy it, too.")
         shards[shard] = []
     for name, file in weight_map.items():
         shards[path.parent / file].append(name)
@@ -207,10 +207,10 @@ def read_model(
     """Read the files of `write_model`, or any folder of Hugging Face safetensors.
 
     Args:
-        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
+        folder: contains `model.safetensors.index.json` and its shards, or one `model.safetensors`.
         device: device of the tensors.
         copy: see `read_safetensors`.
-        files: files of the manifest. Other files are not read, except the index. Default: None, which allows all files.
+        files: names of the files that the manifest lists. An index with other shards raises. Default: None, all files.
 
     Returns:
         Tensors by name. Tied names have the same tensor.

@@ -22,14 +22,13 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
 
     Args:
         optimizer: the optimizer. Its `state_dict()` is called, so that its state-dict hooks run.
-        names: name of each parameter of the optimizer. Prefixes that wrappers add are removed.
+        names: name of each parameter of the optimizer. The prefixes that wrappers add to names are removed.
 
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
-            `{}` for a parameter without state. Optional keys: `"shared"` (state that belongs to no parameter),
-            `"extra"` (other entries of the state dict), `"dtypes"` (dtypes of the parameters whose state has a
-            different one). Tensors are not copied. Quantized states are dictionaries of their tensors (see
-            `flatten_quantized`).
+        `{}` for a parameter without state. Optional keys: `"shared"` (state that belongs to no parameter), `"extra"`
+        (other entries of the state dict), `"dtypes"` (name → dtype of each parameter whose state has another dtype).
+        Tensors are not copied. Quantized states are dictionaries of their tensors (see `flatten_quantized`).
 
     Raises:
         CheckpointError: a parameter has no name, or two parameters have the same name.
@@ -76,10 +75,10 @@ def load_named_optimizer_state(
 ) -> None:
     """Load the result of `named_optimizer_state` into an optimizer over the same parameters, in any order.
 
-    Calls `optimizer.load_state_dict`, so that its hooks run and tensors are moved to each parameter's device. A tensor
+    Calls `optimizer.load_state_dict`, so that its hooks run, and moves tensors to their parameter's device. A tensor
     that was saved in the dtype of its parameter is cast to the parameter's current dtype. Other tensors keep their
-    dtype. Groups are matched by their parameters, and the remaining groups in order. Afterwards the optimizer shares no
-    memory with `tree`.
+    dtype. A saved group is loaded into the group with the same parameters. Groups without such a counterpart are
+    matched in order. Afterwards the optimizer shares no memory with `tree`.
 
     Raises:
         CheckpointError: the class or the number of groups differs, a parameter is missing on one side or has no saved
@@ -146,7 +145,7 @@ def load_named_optimizer_state(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A value that `Optimizer.load_state_dict` passes on unchanged."""
+    """A wrapper for a value that `Optimizer.load_state_dict` must not change."""
 
     value: Any
 
@@ -154,7 +153,7 @@ class _Kept:
 def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: object = None) -> Any:
     """Wrap every value of a state in `_Kept` that torch would cast, or convert to another container.
 
-    `dtype` is the parameter's dtype when it was saved. None: all its states have that dtype.
+    `dtype` is the dtype that the parameter had when it was saved. None: all its states were saved in this dtype.
     """
     if isinstance(value, torch.Tensor):
         if is_quantized(value):
@@ -222,8 +221,8 @@ def _check_names(
 
 
 def _match_groups(own: list[list[str]], saved: list[list[str]]) -> list[int]:
-    """Return the index of the saved group for each group: the one with the same parameters, or else the next unused
-    one.
+    """Return, for each group of `own`, the index of the group of `saved` with the same parameters, or the next unused
+    index.
     """
     free = dict.fromkeys(range(len(saved)))
     matches: list[int | None] = []

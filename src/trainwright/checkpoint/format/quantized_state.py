@@ -31,7 +31,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def flatten_quantized(tensor: torch.Tensor) -> Any:
-    """Return a quantized state as a dictionary of its tensors, without copies. Return other tensors unchanged.
+    """Return a quantized state as a dictionary of its inner tensors, without copies. Return other tensors unchanged.
 
     Keys: `"quantized"` (the name of the class), `"shape"`, `"dtype"`, `"signed"`, and the tensors `"codes"` (in bytes),
     `"scale"` and, for 8 and 4 bits, `"qmap"`. The tensors of a sharded state are sharded in the same way.
@@ -51,7 +51,7 @@ def flatten_quantized(tensor: torch.Tensor) -> Any:
 
 
 def is_flat(value: object) -> bool:
-    """Return whether a value is a quantized state that `flatten_quantized` converted."""
+    """Return whether a value is a dictionary that `flatten_quantized` returned for a quantized state."""
     return type(value) is dict and value.get(KIND) in list(_MODULES)
 
 
@@ -71,9 +71,9 @@ def _check(flat: dict[str, Any]) -> None:
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Shard the full tensors of a flattened state like the parameter `like`, by calls of `shard(full, like)`.
+    """Shard the full tensors of a result of `flatten_quantized` like the parameter `like`. Not collective.
 
-    Not collective. A block of codes that would be split between ranks raises `CheckpointError`.
+    `shard(full, like)` shards one tensor. If ranks would share a block of codes, a `CheckpointError` is raised.
     """
     _check(flat)
     if not is_sharded(like):
@@ -104,7 +104,7 @@ def is_even(tensor: torch.Tensor) -> bool:
 
 
 def build_quantized(value: Any, device: torch.device) -> Any:
-    """Convert each flattened state in a tree back to a quantized tensor on `device`."""
+    """Convert each result of `flatten_quantized` in nested dicts back to a quantized tensor on `device`."""
     if not is_flat(value):
         return {key: build_quantized(item, device) for key, item in value.items()} if type(value) is dict else value
     _check(value)
@@ -131,7 +131,7 @@ def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
 
 
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
-    """Return a tensor sharded like `like` from this rank's shard. If `like` is not sharded, return `local` unchanged.
+    """Return the tensor whose shard on this rank is `local`, sharded like `like`. If that is unsharded, return `local`.
 
     `shape` is the full shape. None means a vector with the same number of elements on every rank.
     """

@@ -52,14 +52,14 @@ def read_checkpoint(
     """Read a checkpoint, or some of its parts.
 
     Args:
-        path: the checkpoint folder, or an open checkpoint.
-        verify: hash the files of the parts first. Missing files and wrong sizes are always detected.
+        path: the checkpoint folder, or the result of `open_checkpoint`.
+        verify: first compare the hashes of the parts' files. Missing files and wrong sizes are always detected.
         parts: any of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`. Default: all parts of the checkpoint's kind.
-        allow_missing: parts that may be absent, in addition to parts that the manifest marks as not required. A warning
-            and `Snapshot.missing` name the absent parts. Damaged parts always raise.
+        allow_missing: parts that may be absent, like parts that the manifest marks as not required. A warning and
+            `Snapshot.missing` name the absent parts. Damaged parts always raise an error.
         device: device of the model's tensors. All other tensors are on the CPU.
         copy_model: False returns tensors of the model and the optimizers that are mapped from the files (see
-            `read_model`), and sharded tensors as `SavedTensor`. The caller must copy these tensors.
+            `read_safetensors`), and sharded tensors as `SavedTensor`. The caller must copy these tensors.
 
     Raises:
         FileNotFoundError: `path` does not exist.
@@ -84,7 +84,7 @@ def _snapshot(
     copy: bool,
     copy_model: bool,
 ) -> Snapshot:
-    """Parse the parts that exist. With `copy=False` and `copy_model=False`, all tensors are mapped from the files."""
+    """Parse the parts `wanted` except `missing`. If `copy` and `copy_model` are False, all tensors are mapped."""
     manifest = found.manifest
     snapshot = Snapshot(
         metrics=dict(manifest.metrics),
@@ -106,10 +106,10 @@ def check_checkpoint(
     allow_missing: Sequence[str] = (),
     hash_files: HashFiles = hash_files,
 ) -> Manifest:
-    """Hash and parse the parts of a checkpoint, and return its manifest.
+    """Compare the hashes of a checkpoint's parts with its manifest, parse the parts, and return the manifest.
 
-    Afterwards, call `read_checkpoint` with `verify=False`. Call this function on one process for all ranks.
-    `hash_files` reads every byte of the parts. See `read_checkpoint` for the other arguments and the errors.
+    Call this function on one process. Other processes may then call `read_checkpoint` with `verify=False`. `hash_files`
+    computes the hashes. See `read_checkpoint` for the other arguments and the errors.
     """
     found = open_checkpoint(path)
     wanted = _wanted(found, parts, allow_missing)
@@ -122,7 +122,7 @@ def check_checkpoint(
 
 
 def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
-    """Return the parts to read. Default: all that the checkpoint's kind has."""
+    """Return the parts to read: `parts` or, if None, all parts of the checkpoint's kind. Check the names of parts."""
     wanted = tuple(PARTS[found.manifest.kind] if parts is None else parts)
     for name in (*wanted, *allow_missing):
         if name not in PARTS["full"]:
@@ -133,7 +133,7 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
-    """Return the requested parts that are absent. Raise if an absent part is required, or a part is damaged."""
+    """Return the wanted parts that are absent. Raise an error if one may not be absent, or a part is damaged."""
     folder, manifest = found.path, found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
     lost = [
@@ -150,7 +150,7 @@ def _examine(
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
-    """Return whether a part is not listed or lacks all files. A part that lacks only some files is damaged."""
+    """Return whether the manifest lacks a part, or all files of the part are missing. Some missing files are damage."""
     part = manifest.parts.get(name)
     if part is None:
         return True
@@ -203,9 +203,9 @@ def _read_sharded_model(folder: Path, shards: FindShards | None, device: torch.d
 
 
 def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards | None:
-    """Return a function that finds the sharded tensors of the part `"model"` or `"optimizer"` by name.
+    """Return a function that returns a sharded tensor of `part` (`"model"`, `"optimizer"`) for name, shape and dtype.
 
-    Returns None if the part has no shards. With `copy`, the function assembles a tensor in memory. Otherwise, it
+    Returns None if the part has no shards. With `copy=True`, the function reads the tensor into memory. Otherwise, it
     returns a `SavedTensor`.
     """
     files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
@@ -256,7 +256,7 @@ def _list_of(check: Check) -> Check:
 
 
 def _with(**checks: Check) -> Check:
-    """Return a function that checks a dict and those of the named entries that the dict has."""
+    """Return a function that checks that a value is a dict, and runs `checks` on the dict's entries of these names."""
     return lambda value: (
         isinstance(value, dict) and all(name not in value or check(value[name]) for name, check in checks.items())
     )
@@ -294,7 +294,7 @@ _GROUP = _with(params=_list_of(_is(str)))
 
 
 def check_progress(state: Mapping[str, Any], origin: str) -> None:
-    """Check that the counters of a run have plausible values."""
+    """Raise a CheckpointError if a field of `TrainState` in the file `origin` has a wrong type or range."""
     for field in dataclasses.fields(TrainState):
         value, kind = state.get(field.name, field.default), type(field.default)
         fits = type(value) is kind or (kind is float and type(value) is int)
@@ -303,14 +303,14 @@ def check_progress(state: Mapping[str, Any], origin: str) -> None:
 
 
 def check_entries(trainer: Mapping[str, Any], origin: str) -> None:
-    """Check that the entries of the trainer part have the form that a resume needs."""
+    """Raise a CheckpointError if an entry of the trainer part lacks the form that a resume needs."""
     for name, (expected, check) in _ENTRIES.items():
         if name in trainer and not check(trainer[name]):
             raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or has another format.")
 
 
 def check_optimizers(trees: Sequence[Any], origin: str) -> None:
-    """Check that the optimizer part has the form that a resume needs."""
+    """Raise a CheckpointError if an optimizer's tree lacks the form that a resume needs."""
     for number, tree in enumerate(trees):
         groups = tree.get("groups", tree.get("param_groups", [])) if isinstance(tree, dict) else None
         states, dtypes = (tree.get("state", {}), tree.get("dtypes", {})) if isinstance(tree, dict) else (None, None)

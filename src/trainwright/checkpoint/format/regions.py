@@ -37,10 +37,10 @@ Region = Box | Span
 
 @dataclass(frozen=True, slots=True)
 class TensorShards:
-    """The shards of a tensor that this rank saves; a leaf of the state of a `Snapshot`.
+    """The shards of a tensor that this rank saves. They replace the tensor in the state trees of a `Snapshot`.
 
-    Every rank has a `TensorShards` at the same path of its state. The regions of all ranks cover the tensor without
-    overlaps. Only one rank saves a replicated shard.
+    Every rank has a `TensorShards` at the same path of its trees. The regions of all ranks cover the tensor without
+    overlaps, since only one rank saves a replicated shard.
 
     Attributes:
         shape: shape of the full tensor.
@@ -60,7 +60,7 @@ def full_region(shape: tuple[int, ...]) -> Box:
 
 
 def lengths_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of a tensor that holds the region."""
+    """Return the shape of a tensor with the values of a region: that of the box, or 1-D for a span."""
     return region.lengths if isinstance(region, Box) else (region.stop - region.start,)
 
 
@@ -82,10 +82,10 @@ def fits(region: Region, shape: tuple[int, ...]) -> bool:
 def copy_common(
     target: torch.Tensor, wanted: Region, source: torch.Tensor, held: Region, shape: tuple[int, ...]
 ) -> None:
-    """Copy the common elements of two regions of a tensor of shape `shape`.
+    """Copy the elements that two regions of a tensor of shape `shape` have in common from `source` to `target`.
 
-    `source` contains the values of the region `held`. `target` receives the values of the region `wanted`. Both may
-    have additional trailing dimensions.
+    `source` contains the region `held`, and `target` is for the region `wanted`. Both may have additional trailing
+    dimensions.
     """
     for to_box, to_values in _blocks(target, wanted, shape):
         for from_box, from_values in _blocks(source, held, shape):
@@ -98,8 +98,8 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     """Return whether any two regions of one tensor share an element.
 
     Boxes are sorted along one dimension and divided into groups that share no index. Each group is then divided along
-    the next dimension. This separates the shards of ranks in near-linear time. A layout that would take too long to
-    compare raises `CheckpointError`.
+    other dimensions. This separates the shards of ranks in near-linear time. Regions that would take too long to
+    compare raise a `CheckpointError`.
     """
     boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
     work = _PASSES_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_WORK
@@ -127,7 +127,7 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
 
 
 def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Divide boxes into groups that share no index of the dimension `dim`."""
+    """Divide boxes into groups. Boxes of different groups share no index of the dimension `dim`."""
     parts: list[list[Box]] = []
     reach = 0
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):

@@ -62,8 +62,8 @@ _BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a dtype, such as `"F32"`. For a dtype that is stored as a view, return torch's
-    name.
+    """Return the safetensors name of a dtype, such as `"F32"`. For a dtype that `to_storable` converts, return torch's
+    name, such as `"torch.complex64"`.
     """
     name = _DTYPE_NAMES.get(dtype, str(dtype))
     if name not in _BY_NAME:
@@ -85,9 +85,10 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Return a tensor that safetensors can store, and None. If it is a view of another dtype, return the original name.
+    """Return a tensor that safetensors can store, and None. For a view in another dtype, return the original dtype's
+    name.
 
-    Complex numbers become pairs of reals (a last dimension of 2), rare 1-byte floats become uint8. Tensors without
+    Complex numbers are viewed as pairs of reals (a last dimension of 2), rare 1-byte floats as uint8. Tensors without
     plain bytes (quantized, sparse, meta, DTensors, ...) raise `CheckpointError`.
     """
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -108,7 +109,7 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
 
 
 def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Reverse `to_storable`."""
+    """Return the original tensor for the two results of `to_storable`."""
     if dtype is None:
         return tensor
     special = _SPECIAL.get(dtype)
@@ -130,10 +131,10 @@ def plan_safetensors(
 
     Args:
         path: path of the file, relative to the checkpoint folder.
-        tensors: tensors by name, on any device. Tensors that share memory are each written.
+        tensors: tensors by name, on any device. The memory of tied tensors is written once for each name.
         metadata: further metadata for the header. The header always contains `{"format": "pt"}`, which transformers
             needs.
-        native: accept dtypes that only newer readers support (`NATIVE_NAMES`).
+        native: also accept the dtypes in `NATIVE_NAMES`, which only newer readers support. Default: False.
     """
     if sys.byteorder != "little":
         raise CheckpointError("safetensors files are little-endian; saving on a big-endian machine is not supported.")
@@ -168,9 +169,9 @@ def plan_safetensors(
 
 
 def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> PlannedFile:
-    """Plan a safetensors file whose tensors are read one at a time while it is written.
+    """Plan a safetensors file whose tensors are read one at a time while the file is written.
 
-    See `plan_safetensors`. Dtypes of `NATIVE_NAMES` are accepted.
+    See `plan_safetensors` with `native=True` for the arguments and errors.
     """
     planned = plan_safetensors(path, {name: weight.like for name, weight in weights.items()}, metadata, native=True)
     by_like = {id(weight.like): weight for weight in weights.values()}
@@ -181,16 +182,16 @@ def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[st
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write a new safetensors file and return its size and hash. Blocks until it is synced.
+    """Write a new safetensors file and return its size and hash. Blocks until the file is synced.
 
-    Tensors are copied to the host one at a time. Arguments and errors are those of `plan_safetensors`.
+    Tensors are copied to the host one at a time. See `plan_safetensors` for the arguments and errors.
     """
     planned = plan_safetensors(path.name, tensors, metadata)
     return write_files(path.parent, [planned])[planned.path]
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return the JSON header of a safetensors file, after comparing it with the file's length."""
+    """Return the JSON header of a safetensors file. A header that does not fit the file raises a CheckpointError."""
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -238,8 +239,8 @@ def read_safetensors(
         path: path of the file.
         device: device of the tensors.
         names: names of the tensors to read. Default: all.
-        copy: False returns CPU tensors that are mapped from the file, for values that are copied soon. The values are
-            read on first use. Writing to such a tensor does not change the file.
+        copy: False maps CPU tensors from the file, so that values are read on first use. Use it for values that are
+            copied soon. Writing to such a tensor does not change the file.
     """
     header = read_header(path)
     chosen = [name for name in header if name != "__metadata__"] if names is None else list(names)

@@ -40,7 +40,7 @@ RANK_STEM = "rank"
 
 
 def plan_shards(folder: str, rank: int, shards: Mapping[str, TensorShards]) -> list[PlannedFile]:
-    """Plan the files in `folder` for this rank's shards of a part. Copies and writes nothing."""
+    """Plan the two files in `folder` for a rank's shards of the model or the optimizers. Copies and writes nothing."""
     stem = f"{folder}/{RANK_STEM}-{rank:05d}"
     entries: list[dict[str, Any]] = []
     tensors: dict[str, torch.Tensor] = {}
@@ -75,12 +75,12 @@ class _Stored:
 
 
 class ShardFiles:
-    """The shards of one part of a checkpoint, by tensor name. Files are memory-mapped.
+    """The shards of a checkpoint's model or optimizers, by tensor name. Files are memory-mapped.
 
     Args:
         folder: the checkpoint folder.
-        part: the part's folder in `folder`.
-        files: the files that the manifest lists for the part.
+        part: name of the folder with the shards in `folder`.
+        files: the files in `part` that the manifest lists.
     """
 
     def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class ShardFiles:
                 self._by_name.setdefault(shard.tensor, []).append(shard)
 
     def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
-        """Check that shards cover a tensor without overlaps, and return the tensor. Values are read on use.
+        """Check that the shards of a tensor cover it without overlaps, and return the tensor. Values are read on use.
 
         Args:
             name: name of the tensor.
@@ -122,7 +122,7 @@ class ShardFiles:
         return SavedTensor(self, name, shape, dtype)
 
     def read(self, name: str, shape: tuple[int, ...], dtype: str, region: Region) -> torch.Tensor:
-        """Read a region of a tensor into new host memory. Only this region is read from the files."""
+        """Read a region of a tensor into new host memory. Other regions are not read. See `find` for the arguments."""
         # A dtype that is stored as a view of another one is assembled as that view.
         made, special = to_storable(torch.empty(lengths_of(region), dtype=dtype_of(dtype)))
         for shard in self._by_name.get(name, []):
@@ -138,7 +138,7 @@ class ShardFiles:
 
 
 def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stored]:
-    """Return the shards in an index, after comparing each with the header of the safetensors file."""
+    """Return the shards in an index. A shard that differs from the safetensors `header` raises a CheckpointError."""
     found = []
     with reading(path, f"is not an index of the shards in {file.name}"):
         for entry in read_json(path)["pieces"]:
@@ -227,5 +227,5 @@ class SavedTensor(torch.Tensor):
 
 
 def loaded(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor in memory. A tensor that is not a `SavedTensor` is returned unchanged."""
+    """Return the values of a `SavedTensor` as a tensor in memory. Other tensors are returned unchanged."""
     return tensor.load() if isinstance(tensor, SavedTensor) else tensor

@@ -1,9 +1,9 @@
 """The hidden folders beside checkpoints, and their cleanup after a crash.
 
-A hidden name is `.{name}.{role}-{16 hex digits}`. A `tmp` folder is being written, an `old` folder is being replaced by
-a newer checkpoint of the same name, and a `del` folder is being deleted. A crash between the two renames of a
-replacement leaves an `old` folder without the newer checkpoint. Readers then use the `old` folder, and `clean_stale`
-restores its name.
+A hidden name is `.{name}.{role}-{16 hex digits}`. A folder with the role `tmp` is being written, one with `old` is
+being replaced by a newer checkpoint of the same name, and one with `del` is being deleted. A crash between the two
+renames of a replacement leaves an `old` folder without the newer checkpoint. Readers then use the `old` folder, and
+`clean_stale` restores its name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainwright.core.names.hidden_names import split_hidden
 
 
 def remove_folder(folder: Path) -> None:
-    """Rename a checkpoint folder to a hidden name, then delete it, so that readers never see a part of it."""
+    """Rename a checkpoint folder to a hidden name, then delete it. Readers thus never see an incomplete checkpoint."""
     doomed = hidden(folder, "del") if split_hidden(folder.name) is None else folder
     if doomed != folder:
         rename(folder, doomed)
@@ -28,7 +28,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def replaced_checkpoint(path: Path) -> Path | None:
-    """Return the `old` folder of `path` if a crash has interrupted its replacement. Return None if `path` exists."""
+    """Return the `old` folder of the checkpoint `path` if its replacement crashed, else None, also if `path` exists."""
     if os.path.lexists(path) or not path.parent.is_dir():
         return None
     found = [
@@ -40,13 +40,13 @@ def replaced_checkpoint(path: Path) -> Path | None:
 
 
 def clean_stale(folder: Path | str) -> list[Path]:
-    """Remove the hidden folders of crashed writers and deletions in `folder`.
+    """Remove the hidden folders that crashed writes and deletions of checkpoints left in `folder`.
 
-    A checkpoint whose replacement did not finish gets its name back. A hidden folder is deleted only if its name is
+    A checkpoint whose replacement crashed gets its name back. A hidden folder is deleted only if its name is
     `.{name}.{role}-{16 hex digits}`, it contains only entries of a checkpoint, no running process has locked it, and it
     is not a link.
 
-    Call this function on one process, before writing. Returns the hidden paths that no longer exist.
+    Call this function on one process, before writing. Returns the hidden paths that were deleted or renamed.
     """
     folder = Path(folder)
     gone: list[Path] = []

@@ -1,4 +1,4 @@
-"""Writing of a checkpoint: a hidden folder is written, synced, completed by the manifest, and renamed."""
+"""Writing of a checkpoint: files are written into a hidden folder and synced, then the manifest, then it is renamed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Contents:
 
     @property
     def files(self) -> list[PlannedFile]:
-        """All files, in the order in which they are written."""
+        """The files of all parts, in the order in which they are written."""
         return [file for files in self.parts.values() for file in files]
 
 
@@ -83,7 +83,7 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
     """Plan the files of a snapshot, and encode all values except tensors. Copies and writes nothing.
 
     Raises:
-        CheckpointError: a value cannot be saved (the message names its path), or a full snapshot lacks RNG states.
+        CheckpointError: a value cannot be saved (the message has its path), or a full snapshot lacks RNG states.
     """
     _check_snapshot(snapshot)
     # The small parts come first, so that a full or read-only disk fails before gigabytes are written.
@@ -98,9 +98,9 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
 
 
 def plan_share(snapshot: Snapshot, rank: int) -> Contents:
-    """Plan one rank's files of a sharded checkpoint. Rank 0 also writes all values that are not sharded.
+    """Plan one rank's files of a sharded checkpoint. The files of rank 0 also contain all values that are not sharded.
 
-    Call this function on every rank with the rank's snapshot. Not collective. See `plan_checkpoint`.
+    Call this function on every rank with the rank's snapshot. Not collective. Raises as `plan_checkpoint`.
     """
     _check_snapshot(snapshot)
     parts = _plan_small(snapshot) if rank == 0 else {}
@@ -165,7 +165,7 @@ def write_checkpoint(
         `path`.
 
     Raises:
-        CheckpointError: see `plan_checkpoint`. Also if `path` exists and is not a checkpoint.
+        CheckpointError: see `plan_checkpoint` and `Draft`.
         OSError: the disk is full or not writable, or another system error.
     """
     check_target(Path(path))
@@ -184,11 +184,11 @@ def write_contents(
 class Draft:
     """A checkpoint that is being written into a hidden folder beside the final path. This process locks the folder.
 
-    The folder is deleted at the end of the `with` block unless it was published.
+    The folder is deleted at the end of the `with` block unless `publish` has renamed it.
 
     Args:
-        path: the final folder. Raises if it exists and is not a checkpoint.
-        fresh: `path` is the name of a new checkpoint. `publish` then raises if a checkpoint with this name exists.
+        path: the final folder. If it exists and is not a checkpoint, a CheckpointError is raised.
+        fresh: True lets `publish` raise if `path` has a checkpoint. Default: False, which replaces this checkpoint.
     """
 
     def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
@@ -233,11 +233,12 @@ class Draft:
         """Write the manifest and rename the folder to `path`.
 
         Args:
-            contents: this process's contents, with the values for the manifest.
-            entries: every file in the folder, including those of other processes.
+            contents: the files that this process has written, and the values for the manifest.
+            entries: size and hash of every file in the folder, including files of other processes, by path.
 
         Raises:
-            CheckpointError: the draft is `fresh`, and another run has written a checkpoint to `path`.
+            CheckpointError: `fresh` is True and `path` has a checkpoint, or `extra` contains a file name of a
+                checkpoint.
         """
         folders = self._folders(contents)
         if contents.extra is not None:
@@ -270,7 +271,7 @@ class Draft:
         self._published = True
 
     def _move_extra(self, extra: Path) -> list[Path]:
-        """Move the entries of a folder into the draft. Return the folders that contain them."""
+        """Move the files and folders in `extra` into the draft. Return the draft's folders that contain them."""
         found = []
         for folder, _, files in os.walk(extra):
             found.append(self.folder / Path(folder).relative_to(extra))

@@ -1,9 +1,9 @@
-"""Conversion of other programs' checkpoints.
+"""Conversion of other programs' checkpoints to checkpoints of Trainwright.
 
 Sources are Lightning's `.ckpt` files, state dicts, and folders of Accelerate, DeepSpeed and
 torch.distributed.checkpoint.
 
-Pickles are parsed and never executed (see `torch_file`), unless the caller trusts them.
+Pickles are parsed and never executed (see `torch_file`), unless `ConvertOptions.trust_pickle` is True.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class ConvertOptions:
 
     Attributes:
         trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs any code that the file names.
-        drop_unknown: skip and report values that are neither tensors nor plain data. Default: False, which raises an
+        drop_unknown: skip values that are neither tensors nor plain data, with a note. Default: False, which raises an
             error for such values.
         param_names: for each optimizer, the parameter names in the optimizer's order. Needed if the file does not store
             the names.
         optimizer_classes: for each optimizer, the name of the class. Needed if the file does not store the class.
-        step: number of completed optimizer steps. Default: None, the file's.
-        epoch: number of finished epochs. Default: None, the file's.
+        step: number of completed optimizer steps. Default: None, the number in the file.
+        epoch: number of finished epochs. Default: None, the number in the file.
     """
 
     trust_pickle: bool = False
@@ -83,11 +83,11 @@ class Converted:
 
     Attributes:
         path: the new checkpoint.
-        source: description of the file that was read.
+        source: kind of the checkpoint that was read.
         kind: `"full"` checkpoints can be resumed. `"weights"` checkpoints can only be loaded.
         step, epoch: completed optimizer steps and finished epochs.
         num_tensors: number of tensors of the model.
-        notes: sentences that say what was skipped or assumed, and why.
+        notes: sentences about what was skipped or assumed, and why.
     """
 
     path: Path
@@ -104,8 +104,8 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
 
     Optimizer states are converted if the file or `options` contain the parameter names and the class of every
     optimizer. Otherwise the result has weights only, and `Converted.notes` has the reason. Tensors are mapped from the
-    source and written one at a time. Shards of several ranks are assembled in memory. Call this function on one
-    process. Blocks on the disk. Deletes temporary folders of killed conversions to the same parent folder.
+    source and written one at a time, but shards of several ranks are assembled in memory. Call this function on one
+    process. Blocks on the disk. First deletes temporary folders of killed writes in the parent folder of `target`.
 
     Args:
         source: a file or folder. Files: Lightning's `.ckpt`, and `.pt`, `.pth`, `.bin` or `.safetensors` with a state
@@ -117,7 +117,7 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
     Raises:
         FileNotFoundError: `source` does not exist.
         CheckpointError: `source` has another format, is damaged, or contains objects that need `trust_pickle` or
-            `drop_unknown` (the message lists them). Or `target` exists or cannot be written.
+            `drop_unknown` (the message lists the objects), or `target` exists or cannot be written.
     """
     source, target, options = Path(source), Path(target), options or ConvertOptions()
     if not source.exists():
@@ -203,7 +203,7 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
 
 
 def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState:
-    """Return the run's progress, moved to the start of an epoch, because Lightning's data order cannot be resumed."""
+    """Return the progress at the start of the file's epoch, because Lightning's data order cannot be resumed."""
     state = TrainState(step=int(tree.get("global_step", 0)), epoch=int(tree.get("epoch", 0)))
     fit = (tree.get("loops") or {}).get("fit_loop", {})
     batches = fit.get("epoch_loop.batch_progress", {})
@@ -277,7 +277,7 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
 
 
 def _numbered(read: Mapping[str, Any], stem: str) -> Iterator[Any]:
-    """Yield `stem.bin`, `stem_1.bin`, ... in order."""
+    """Yield the contents of `{stem}.bin`, `{stem}_1.bin`, ... in order."""
     for name in sorted(read, key=_number):
         if re.fullmatch(rf"{stem}(_\d+)?\.bin", name):
             yield read[name]
@@ -323,7 +323,7 @@ def _with_optimizers(
     notes: list[str],
     rng: Sequence[Any] = (),
 ) -> Snapshot:
-    """If the parameters of every optimizer can be named, add the optimizers and set the snapshot's kind to `"full"`."""
+    """Add the optimizers and set the kind to `"full"` if all parameter names are known, else to `"weights"`."""
     snapshot.kind = "weights"
     if not packed:
         notes.append("The source has no optimizer, so that the result holds weights only.")
@@ -449,7 +449,7 @@ def _is_unknown(value: object) -> bool:
 
 
 def _savable(value: object, path: str, notes: list[str]) -> Any:
-    """Return `value` without dict entries that a checkpoint cannot hold. Add a note for each of these."""
+    """Return `value` without dict entries that a checkpoint cannot contain. Add a note for each such entry."""
     try:
         encode(value)
     except CheckpointError:
@@ -475,5 +475,5 @@ def _short(key: object) -> str:
 
 
 def read_names(lines: Iterable[str]) -> list[str]:
-    """Return the parameter names in a text file that has one per line. Blank lines are skipped."""
+    """Return the parameter names in the lines of a text file with one name per line. Blank lines are skipped."""
     return [line.strip() for line in lines if line.strip()]

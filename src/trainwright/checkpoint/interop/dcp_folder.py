@@ -1,7 +1,7 @@
 """Sharded tensors of other programs, and folders of torch.distributed.checkpoint.
 
-A folder of torch.distributed.checkpoint has a pickle `.metadata` with the location of each tensor's blocks, and files
-of consecutive `torch.save` archives. Pickles are parsed, never executed (see `torch_file`).
+A folder of torch.distributed.checkpoint has files of consecutive `torch.save` archives, one for each block of a tensor,
+and a pickle `.metadata` with the location of each block. Pickles are parsed, never executed (see `torch_file`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Shard(NamedTuple):
 
 
 class ForeignShards(ShardFiles):
-    """Shards of tensors of another program. Values are read on use."""
+    """Shards of tensors of another program. Values are read when a tensor is used."""
 
     def __init__(self) -> None:
         self._by_name = {}
@@ -48,7 +48,7 @@ class ForeignShards(ShardFiles):
         self._by_name.setdefault(name, []).append(shard)
 
     def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
-        """Return the full tensor, whose values are read on use. The shards must cover the tensor without overlaps."""
+        """Return a full tensor, whose values are read on use. Its shards must cover it without overlaps."""
         try:
             return self.find(name, shape, dtype_name(dtype))
         except CheckpointError as error:
@@ -60,7 +60,7 @@ class ForeignShards(ShardFiles):
 
 @dataclass
 class Sharded:
-    """The content of a sharded checkpoint of another program. Tensors are read on use.
+    """The content of a sharded checkpoint of another program. The values of sharded tensors are read on use.
 
     Attributes:
         source: the library that wrote the checkpoint.
@@ -68,8 +68,8 @@ class Sharded:
         optimizers: state dicts of torch optimizers, with parameter names or positions.
         step: number of completed optimizer steps, or None if unknown.
         schedulers: states of learning-rate schedules.
-        progress: entries of a Lightning checkpoint that are not sharded.
-        notes: sentences that say what was skipped.
+        progress: Lightning's file `meta.pt` with the values that are not sharded. Empty for other programs.
+        notes: sentences about what was skipped.
     """
 
     source: Literal["torch.distributed", "deepspeed"]
@@ -130,7 +130,7 @@ class _Metadata:
             self._places[key["fqn"], None if offset is None else self._size(offset)] = self._place(info)
 
     def value(self, name: str, entry: object) -> Any:
-        """Return one value. Tensors are read on use."""
+        """Return one value of the state dict. Tensors are read on use."""
         if isinstance(entry, Node) and entry.name == (f"{_TORCH}.metadata", "BytesStorageMetadata"):
             return self._read(self._places[name, None])
         state = self._state(entry, "metadata.TensorStorageMetadata")
@@ -200,7 +200,7 @@ class _Metadata:
 
 
 def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
-    """Return nested containers from values by path. Integers in a path are list indices."""
+    """Return nested dicts and lists from values by path. Integers in a path are indices of a list."""
     root: dict[Any, Any] = {}
     for path, value in values.items():
         target = root

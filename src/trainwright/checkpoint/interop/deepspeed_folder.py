@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed's `save_checkpoint`: full float32 weights and optimizer states from the partitions of ZeRO.
 
 Stages 1 and 2 flatten each parameter group into one vector and split it into one partition per rank. Stage 3 splits
-each parameter, and each rank stores its shards in flat vectors, one per sub-group. Files are parsed, never executed
-(see `torch_file`).
+each parameter, and each rank stores its shards in flat vectors, one per sub-group of parameters. Files are parsed,
+never executed (see `torch_file`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WEIGHT = "fp32"
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder with the ranks' files: `folder`, or the folder that its `latest` names. Otherwise None."""
+    """Return the folder with the ranks' files: `folder`, or the folder that the file `latest` in it names, or None."""
     if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()):
         return folder
     latest = folder / LATEST
@@ -52,7 +52,7 @@ def find_deepspeed(folder: Path) -> Path | None:
 
 
 def read_deepspeed(folder: Path) -> Sharded:
-    """Read the folder of one tag, such as `global_step100`. Raises for tensor, pipeline and expert parallelism."""
+    """Read the folder of one tag, such as `global_step100`. Refuses tensor, pipeline and expert parallelism."""
     models = _read_ranks(folder, _MODEL_FILE)
     if not models:
         raise CheckpointError(f"{folder} has no mp_rank_00_model_states.pt. Copy the files of every rank.")
@@ -123,7 +123,7 @@ def _read_ranks(folder: Path, pattern: re.Pattern[str]) -> list[dict[str, Any]]:
 
 
 class _Zero:
-    """The partitions of all ranks, by kind. A kind is the weights, or one entry of the optimizer state."""
+    """The partitions of all ranks by kind: `"fp32"` (weights), or an optimizer state such as `"exp_avg"`."""
 
     def __init__(self, folder: Path, shapes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> None:
         self.folder, self.shapes = folder, shapes
@@ -175,7 +175,7 @@ class _Zero:
         return found
 
     def frozen(self, fragments: list[Mapping[str, torch.Tensor]], first: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the full frozen parameters. In stage 3, each rank has a shard of each."""
+        """Return the full frozen parameters. In stage 3, each rank has a shard of each frozen parameter."""
         found: dict[str, torch.Tensor] = {}
         for name, size in (first.get("frozen_param_shapes") or {}).items():
             parts = [ranks[name].view(-1) for ranks in fragments] if self._is_stage_3 else [fragments[0][name].view(-1)]
@@ -184,7 +184,7 @@ class _Zero:
 
 
 def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Yield elements `[begin, begin + count)` of concatenated vectors, with spans in a tensor from `first` on."""
+    """Yield elements `[begin, begin + count)` of concatenated vectors, with spans in a tensor that begin at `first`."""
     start, end = 0, begin + max(count, 0)
     for vector in vectors:
         low, high = max(begin, start), min(end, start + vector.numel())
@@ -196,7 +196,7 @@ def _cut(vectors: Iterable[torch.Tensor], begin: int, count: int, first: int) ->
 def _torch_state(
     zero: _Zero, kinds: Mapping[str, Mapping[str, torch.Tensor]], first: Mapping[str, Any], notes: list[str]
 ) -> list[Any]:
-    """Return the optimizer state as a torch state dict with parameter names. Empty if the groups are unknown."""
+    """Return a list with the optimizer's torch state dict, by parameter name. Empty if its groups do not fit."""
     if len(zero.groups) != len(zero.shapes):
         notes.append(
             f"Weights only: the optimizer has {len(zero.groups)} groups, and the model's parameters have "

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints: their parts, tensors and other values, by path."""
+"""Comparison of two checkpoints: their parts, tensors and other values. Each difference has a path."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class TensorDifference:
 
     Attributes:
         path: `part.name`, as in `"model.net.weight"` or `"optimizer[0].state.net.weight.exp_avg"`.
-        max_abs: the largest absolute difference; NaN if an element is NaN on one side only. None: shapes or dtypes
-            differ.
-        left, right: dtype and shape, as text.
+        max_abs: the largest absolute difference of two elements. NaN if an element is NaN in one checkpoint only. None
+            if shapes or dtypes differ.
+        left, right: dtype and shape in each checkpoint, as text.
     """
 
     path: str
@@ -53,9 +53,9 @@ class CheckpointDifference:
 
     Attributes:
         only_left: paths of parts, tensors and other values that only the left checkpoint has.
-        only_right: the same for the right checkpoint.
+        only_right: paths that only the right checkpoint has.
         tensors: tensors that differ, in the order of the left checkpoint.
-        values: other values that differ, including values of the manifest except time of writing and hashes.
+        values: other values that differ, including values of the manifests except times of writing and hashes.
         num_tensors: number of compared tensors.
     """
 
@@ -70,7 +70,7 @@ class CheckpointDifference:
         return bool(self.only_left or self.only_right or self.tensors or self.values)
 
     def largest(self) -> TensorDifference | None:
-        """Return the first tensor with the largest difference. NaN is larger than any number."""
+        """Return the first tensor with the largest `max_abs`, or None. NaN counts as infinite."""
         compared = [item for item in self.tensors if item.max_abs is not None]
         return max(compared, key=lambda item: _size(item.max_abs), default=None)
 
@@ -145,7 +145,7 @@ def _compare_part(
 
 
 def _mapped_tree(folder: Path, stem: str, shards: FindShards | None = None) -> Any:
-    """Read a tree whose tensors stay mapped to their files."""
+    """Read a state tree (see `codec`) whose tensors stay mapped to their files."""
     return read_tree(folder, stem, copy=False, shards=shards)
 
 

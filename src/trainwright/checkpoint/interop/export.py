@@ -1,6 +1,6 @@
 """Export of a checkpoint's weights for other programs: one safetensors file, or shards with an index.
 
-Tensors are copied from file to file one at a time, so that the extra memory is one tensor.
+Tensors are copied from file to file one at a time, so that only one tensor is in memory.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StoredTensor:
         dtype: name of the dtype in the safetensors format, such as `"F32"`.
         shape: shape of the tensor.
         write_as: key of `EXPORT_DTYPES`, the dtype to convert to. None copies the bytes.
-        value: a sharded tensor, which is read on use. None for a tensor that `file` contains in full.
+        value: the tensor, for a model that ranks have saved as shards. None for a tensor that `file` contains in full.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Exported:
     Attributes:
         files: the written files. The index is the last one.
         num_tensors: number of tensors in the files.
-        num_bytes: size of the tensors.
+        num_bytes: total size of the tensors in the files.
         tied: tied names that were skipped, each with the name under which the tensor was written.
         left_out: names of state-dict entries that were skipped because they are not tensors.
     """
@@ -134,18 +134,18 @@ def export_weights(
 ) -> Exported:
     """Write the weights of a checkpoint as safetensors files for other programs.
 
-    Call this function on one process. Blocks on the disk. One rename publishes `target`.
+    Call this function on one process. Blocks on the disk. `target` gets its name once it is complete.
 
     Args:
         source: a Trainwright checkpoint, its model folder, or a folder of Hugging Face safetensors.
-        target: path to write, which must not exist: a file with `layout="single"`, a folder with `"sharded"`.
+        target: path to write, which must not exist: a file for `layout="single"`, a folder for `"sharded"`.
         layout: `"single"` for one safetensors file, or `"sharded"` for shards with `model.safetensors.index.json`.
         dtype: `"fp32"`, `"fp16"` or `"bf16"` for all floating-point tensors except 1-byte dtypes. None changes no
             dtype.
         max_shard_bytes: maximum size of the tensors in one shard. A larger tensor gets its own shard.
         expand_tied: write a tied weight under each of its names. Default: False, which writes it under the first name
             and stores `{other name: first name}` in the metadata, like `safetensors.torch.save_model`.
-        check: compare the model's files with the checkpoint's manifest first.
+        check: first compare the hashes of the model's files with the checkpoint's manifest. Default: True.
 
     Raises:
         FileNotFoundError: `source` does not exist.
@@ -191,13 +191,13 @@ def export_weights(
 
 
 def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, str]]:
-    """Return the tensors of a checkpoint's model in order, and the tied names. Reads headers only."""
+    """Return the tensors of a checkpoint's model in order, and tied name → first name. Reads headers only."""
     model = _read_layout(_model_folder(Path(source), check=False), native=False)
     return model.tensors, model.tied
 
 
 def _model_folder(source: Path, check: bool) -> Path:
-    """Return the safetensors folder of `source`. With `check=True`, verify a checkpoint first."""
+    """Return the model folder of `source`. If `source` is a checkpoint, verify its model, with hashes if `check`."""
     if any((source / name).is_file() for name in (MODEL_INDEX, SINGLE_FILE, _STATE)):
         return source
     manifest = read_manifest(source)
@@ -227,7 +227,7 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
 
 
 def _read_sharded(folder: Path, native: bool) -> _Model:
-    """Return the tensors of a sharded model, including those that are not sharded."""
+    """Return the tensors of a model that ranks have saved as shards, including tensors that are not sharded."""
     stem = _STATE.removesuffix(".json")
     # All files in the folder are used; the index of a file from elsewhere would not match the tree.
     shards = ShardFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
@@ -299,6 +299,6 @@ def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]
 
 
 def _converted(tensor: StoredTensor) -> Iterator[torch.Tensor]:
-    """Yield the elements of a tensor, converted if requested."""
+    """Yield a tensor, converted to the dtype `write_as` if it is set."""
     value = tensor.read()
     yield (value if tensor.write_as is None else value.to(EXPORT_DTYPES[tensor.write_as])).contiguous()

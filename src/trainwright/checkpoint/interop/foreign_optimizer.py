@@ -26,7 +26,7 @@ _BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class NamesUnknown(CheckpointError):
-    """Raised if a file does not determine an optimizer's parameter names or class. The message has the reason.
+    """Raised if a file does not determine the parameter names or the class of an optimizer. The message has the reason.
 
     Attributes:
         advice: the option with which the user provides the missing names or class.
@@ -49,10 +49,10 @@ def named_from_positions(
     names: Sequence[str] | None = None,
     class_name: str | None = None,
 ) -> dict[str, Any]:
-    """Return a saved `optimizer.state_dict()` in the form of `named_optimizer_state`.
+    """Return a saved `optimizer.state_dict()` in the form that `named_optimizer_state` returns.
 
     Args:
-        packed: the saved state dict, with positions as in torch, or with parameter names as in FSDP.
+        packed: the saved state dict, with positions as in torch, or with parameter names, as FSDP saves it.
         weights: the state dict of the model, including buffers.
         ordered: True if `weights` are in the order of the model's modules. Safetensors files do not preserve this
             order.
@@ -60,7 +60,7 @@ def named_from_positions(
         class_name: the optimizer's class, if known.
 
     Raises:
-        NamesUnknown: the names or the class are missing or ambiguous.
+        NamesUnknown: the names or the class are missing or ambiguous. Other CheckpointErrors: arguments are wrong.
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]
@@ -87,7 +87,7 @@ def named_from_positions(
 
 
 def steps_of(packed: Mapping[str, Any]) -> int:
-    """Return the number of steps in a saved optimizer state, or 0 if it does not count them."""
+    """Return the number of steps in a saved optimizer state, or 0 if the state has no step count."""
     states = [values for values in packed.get("state", {}).values() if isinstance(values, Mapping)]
     return max((int(values["step"]) for values in states if "step" in values), default=0)
 
@@ -205,7 +205,7 @@ def _names_by_shape(
 
 
 def _class_of(groups: list[dict[str, Any]]) -> str:
-    """Return the class of torch.optim that has the hyper-parameters of a saved group."""
+    """Return the name of the only class of torch.optim whose groups have the hyper-parameters of the saved groups."""
     keys = frozenset(groups[0]) - _ADDED_KEYS if groups else frozenset()
     fitting = sorted(name for name, own in _hyper_parameters().items() if own - _ADDED_KEYS == keys)
     if set(fitting) >= {"Adam", "AdamW"} and "decoupled_weight_decay" in keys:

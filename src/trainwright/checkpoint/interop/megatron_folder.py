@@ -1,7 +1,8 @@
-"""Checkpoints of megatron-core, as models of transformers and back.
+"""Conversion of checkpoints of megatron-core to models of transformers and back.
 
 Two formats can be read: `torch_dist`, whose tensors do not depend on the parallelism, and one file per rank,
-`mp_rank_TT[_PPP]/model_optim_rng.pt`. Only the second format is written. Pickles are parsed, never executed.
+`mp_rank_TT[_PPP]/model_optim_rng.pt` (tensor-parallel rank, pipeline stage). Only the second format is written. Pickles
+are parsed, never executed.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _SHOWN = 8  # maximal number of names in an error
 
 @dataclass(frozen=True)
 class MegatronLayout:
-    """The layout to write: tensor- and pipeline-parallel sizes, padded vocabulary, and the names of the layers.
+    """The layout of a checkpoint to write: parallel sizes, padded vocabulary, and the names of the layers.
 
     Attributes:
         tp: tensor-parallel size. Default: 1.
         pp: pipeline-parallel size. Default: 1.
-        vocab: number of rows of the embedding; additional rows are zero. Default: 0, the number of the model.
+        vocab: number of rows of the embedding; additional rows are zero. Default: 0, the model's own number of rows.
         impl: Megatron's `--transformer-impl`, which determines the names of norms: `"transformer_engine"` or `"local"`.
     """
 
@@ -82,8 +83,8 @@ def megatron_folder(source: Path) -> Path | None:
 def convert_megatron(source: Path, target: Path, config: Path | None) -> int:
     """Write a checkpoint of Megatron as a folder of transformers, and return its number of tensors.
 
-    `source` is the folder of all iterations or of one iteration. `config` is a `config.json` or its folder. None
-    derives the config from the arguments in the checkpoint. One rename publishes `target`.
+    `source` is the folder of all iterations (the latest is read) or of one. `config` is a `config.json` or its folder.
+    None uses `config.json` in `source` or else the arguments in the checkpoint. `target` must not exist.
     """
     tensors, settings = _read_megatron(source, config)
     base = "transformer." if settings["model_type"] == "gpt2" else "model."
@@ -99,8 +100,8 @@ def export_megatron(
 ) -> list[Path]:
     """Write a model of transformers or a checkpoint of Megatron as Megatron's files per rank. Return the files.
 
-    `source` is a checkpoint, or a folder of Hugging Face safetensors or of Megatron. The memory is that of one pipeline
-    stage, or that of the full model if `source` is a checkpoint of Megatron.
+    `source` is a Trainwright checkpoint, or a folder of Hugging Face safetensors or of Megatron. One pipeline stage is
+    in memory at a time, or the full model if `source` is of Megatron.
     """
     if megatron_folder(source) is not None:
         tensors, settings = _read_megatron(source, config)
@@ -278,7 +279,7 @@ def _read_ranks(folder: Path) -> tuple[_Stages, Any]:
 
 
 def _args(model: ModelShape, settings: Mapping[str, Any], layout: MegatronLayout) -> dict[str, Any]:
-    """Return Megatron's arguments for the model, as `--use-checkpoint-args` reads them."""
+    """Return the arguments of Megatron that describe the model. Its option `--use-checkpoint-args` reads them."""
     gpt2 = model.kind == "gpt2"
     rope = settings.get("rope_parameters") or {}
     return {
@@ -341,7 +342,7 @@ def _compare(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[
 
 @contextmanager
 def _new_folder(target: Path) -> Iterator[Path]:
-    """Yield a new hidden folder, which is renamed to `target` or, after an error, deleted."""
+    """Return a context with a new hidden folder. At the end it is renamed to `target` or, after an error, deleted."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     make_folder(target.parent)

@@ -1,8 +1,8 @@
 """Names and layouts of a causal language model in transformers and in megatron-core.
 
-Megatron-core joins the projections of attention into one tensor, in groups of one key-value head each (queries, key,
-value). It also joins the projections of a gated MLP (gate, up). Tensor parallelism divides each tensor along one
-dimension.
+Megatron-core joins the projections of attention into one tensor. This tensor has the queries, key and value of each
+key-value head. It also joins the projections of a gated MLP (gate, up). Tensor parallelism divides each tensor along
+one dimension.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _Layout = Literal["qkv", "gated", "column", "vocabulary", "row", "same"]
 
 
 def plain_norms(name: str) -> str:
-    """Convert a name of the Transformer Engine layers to the name of the local layers."""
+    """Convert a weight's name in Megatron's `--transformer-impl transformer_engine` to the name in `local`."""
     for plain, joined in _JOINED_NORMS.items():
         name = name.replace(joined, plain)
     return name
 
 
 def joined_norms(name: str) -> str:
-    """Convert a name of the local layers to the name of the Transformer Engine layers."""
+    """Convert a weight's name in Megatron's `--transformer-impl local` to the name in `transformer_engine`."""
     for plain, joined in _JOINED_NORMS.items():
         name = name.replace(plain, joined)
     return name
@@ -45,7 +45,7 @@ def joined_norms(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model, from its transformers config. `mlp` is the hidden size of the MLP."""
+    """Sizes of a model. `groups`: number of key-value heads; `head`: size of a head; `mlp`: hidden size of the MLP."""
 
     kind: str
     layers: int
@@ -85,7 +85,7 @@ class ModelShape:
         return cls(str(kind), layers, hidden, heads, groups, head, mlp, vocabulary, positions, tied)
 
     def check_parallel(self, tp: int, pp: int, vocabulary: int) -> None:
-        """Raise a `ConfigurationError` if `tp` or `pp` does not divide the model."""
+        """Raise a `ConfigurationError` if `tp` or `pp` does not divide the model, or `vocabulary` is too small."""
         sizes = {"heads": self.heads, "key-value heads": self.groups, "MLP width": self.mlp, "layers": self.layers}
         for name, size in sizes.items():
             option, parts = ("pp", pp) if name == "layers" else ("tp", tp)
@@ -101,7 +101,7 @@ class ModelShape:
             )
 
     def weights(self) -> Iterator[ModelWeight]:
-        """Yield the model's weights in megatron-core. Their tensors are not divided over tensor-parallel ranks."""
+        """Yield the weights that the model has in megatron-core, before division over tensor-parallel ranks."""
         gpt2, hidden, inner = self.kind == "gpt2", self.hidden, self.heads * self.head
         joined = (self.heads + 2 * self.groups) * self.head
         norms = ("weight", "bias") if gpt2 else ("weight",)
@@ -162,7 +162,7 @@ class ModelWeight:
 
     Attributes:
         name: name in megatron-core.
-        layout: layout of the full tensor.
+        layout: how projections are joined in the tensor, and which dimension is divided; see `_DIVIDED`.
         shape: shape of the full tensor, without padding of the vocabulary.
         names: names in transformers, without the prefix `model.` or `transformer.`.
         model: the sizes of the model.
@@ -204,12 +204,12 @@ class ModelWeight:
         return dict(zip(self.names, parts, strict=True))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of transformers by name."""
+        """Return the shapes of the tensors in transformers by name."""
         meta = self.separate(torch.empty(self.shape, device="meta"))
         return {name: tuple(tensor.shape) for name, tensor in meta.items()}
 
     def divide(self, tensor: torch.Tensor, tp: int) -> list[torch.Tensor]:
-        """Return the tensor of each tensor-parallel rank."""
+        """Return the shards of megatron-core's full tensor for `tp` tensor-parallel ranks."""
         dim = _DIVIDED[self.layout]
         if dim is None:
             return [tensor] * tp

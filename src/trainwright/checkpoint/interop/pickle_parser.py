@@ -73,7 +73,7 @@ def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple
         origin: name of the file in error messages.
 
     Returns:
-        The content, the offset after the pickle, and the nodes of storages outside the pickle, in order.
+        The content, the offset after the pickle, and a `Node` for each storage that the pickle refers to, in order.
 
     Raises:
         CheckpointError: the pickle exceeds a limit.
@@ -91,7 +91,7 @@ def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple
 
 
 class _Operations(dict[int, Callable[..., None]]):
-    """The unpickler's functions by opcode. Look-ups are counted to limit the number of operations."""
+    """The unpickler's functions by opcode. Each look-up counts as an operation, whose number is limited."""
 
     def __init__(self, too_many: str) -> None:
         super().__init__(_OPERATIONS)
@@ -140,7 +140,7 @@ class _Reader(pickle._Unpickler):
         self.call()
 
     def _instantiate(self, target: object, args: list[Any]) -> None:
-        """Replace a call of protocol 0 by a node."""
+        """Replace a call in the form of pickle protocol 0 by a node."""
         self.append(target)
         self.append(tuple(args))
         self.call()
@@ -204,9 +204,9 @@ _OPERATIONS: dict[int, Callable[..., None]] = {
 
 
 def checked_key(key: Any) -> Any:
-    """Return a key if it can be hashed quickly.
+    """Return a dict key or set member if it can be hashed quickly.
 
-    Raise a `ValueError` for a large integer, or a tuple with many parts. A nested tuple counts as often as it occurs.
+    Raise a `ValueError` for a large integer, or a tuple with many items, including items of nested tuples.
     """
     if type(key) is str:
         return key
@@ -239,7 +239,7 @@ def checked_sizes(numbers: object) -> list[int]:
 
 
 def length_of(value: object) -> int:
-    """Return the length of a plain value. Numbers have length 0, except large integers."""
+    """Return the length of text or bytes, the size of an integer in bytes, or 0 for another value."""
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
     return value.bit_length() // 8 if type(value) is int else 0

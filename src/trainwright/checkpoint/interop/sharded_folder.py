@@ -31,9 +31,9 @@ _OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
 
 
 def read_sharded(path: Path) -> Sharded | None:
-    """Read a folder of torch.distributed.checkpoint or DeepSpeed, or a folder of Accelerate or Lightning with one.
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, also as Accelerate or Lightning save it.
 
-    Returns None for other folders. Missing weights raise `CheckpointError`.
+    Returns None for other folders. A folder without weights raises a `CheckpointError`.
     """
     if (path / METADATA).is_file() or any(path.glob("*.distcp")):
         return _from_dcp(path, read_dcp(path))
@@ -71,7 +71,7 @@ def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
 
 
 def accelerate_rng(saved: Any) -> dict[str, Any]:
-    """Return one rank's RNG states in the form of `core.rng.rng_state`. Empty if a state is missing."""
+    """Return one rank's RNG states of Accelerate in the form of `core.rng.rng_state`. Empty if a state is missing."""
     try:
         name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
         state = {"key": key, "pos": position}
@@ -91,13 +91,13 @@ def merge_weights(
 ) -> list[Path]:
     """Write the weights of a sharded checkpoint as a model in Hugging Face's layout.
 
-    Call this function on one process. Blocks on the disk. The extra memory is one tensor. Returns the written files. An
-    index is the last file.
+    Call this function on one process. Blocks on the disk. The extra memory is one tensor. Returns the written files,
+    with the index, if any, as the last. If `source` is not a folder, a FileNotFoundError is raised.
 
     Args:
         source: a Trainwright checkpoint, or a folder of torch.distributed.checkpoint, of DeepSpeed, or of Accelerate's
             `save_state` with sharded weights.
-        target: a folder. A previous model in it is replaced; other files remain.
+        target: a folder, which is created if needed. A previous model in this folder is replaced. Other files remain.
         safe: write safetensors. False writes `pytorch_model.bin`.
         max_shard_bytes: largest total size of the tensors in one file.
         remove_source: delete `source` once the weights are on the disk.

@@ -4,13 +4,13 @@ A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle. Files of torch b
 pickles, followed by the storages. Unpickling calls every function that the pickle names.
 
 This module only parses the pickle (see `pickle_parser`): each import and each call becomes an inert node. It then
-interprets a closed list of names (tensors, plain containers, numbers), and limits the memory that a small file can use.
-All other names become `Unknown`. `torch.load(weights_only=True)` is not used, because a crafted file could corrupt
-memory before torch 2.10 (CVE-2026-24747), and torch 2.9 is supported.
+converts nodes with known names (tensors, plain containers, numbers) to values, and all other nodes to `Unknown`. The
+memory that a small file can use is limited. `torch.load(weights_only=True)` is not used, because a crafted file could
+corrupt memory before torch 2.10 (CVE-2026-24747), and torch 2.9 is supported.
 
 Tensors are mapped from the file by default, so that bytes are read on first use. When `torch.save` overwrites the file,
-it truncates the file first, and accessing a mapping of a truncated file kills the process. Copy tensors that are used
-later.
+it truncates the file first, and accessing a mapping of a truncated file kills the process. Therefore copy tensors that
+are used after the file may have changed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def read_torch_file(
             tensors are used.
 
     Raises:
-        CheckpointError: the file has another format (a bare pickle, a TorchScript archive), is damaged, or expands to
-            much more than its size (see `MAX_VALUES`).
+        CheckpointError: the file has another format (a bare pickle, a TorchScript archive), is damaged, or has more
+            than `MAX_VALUES` values or tensors much larger than the file.
     """
     check_regular(path)
     try:
@@ -195,7 +195,7 @@ class _Records:
         self._taken = 0
 
     def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
-        """Return a storage as a flat tensor of `num` elements."""
+        """Return the first `num` elements of a storage as a 1-D tensor."""
         data, start, size = self._find(key)
         need = num * dtype.itemsize
         if size < need:
@@ -210,7 +210,7 @@ class _Records:
         return torch.frombuffer(part, dtype=dtype)
 
     def take(self, num_bytes: int) -> None:
-        """Add bytes to the total size of tensors, and raise a `CheckpointError` if it exceeds the limit."""
+        """Add bytes to the total size of tensors. Raise a `CheckpointError` if the total exceeds the limit."""
         self._taken += num_bytes
         limit = _FILE_SIZES * self._size + _FREE_BYTES
         if self._taken > limit:
@@ -234,7 +234,7 @@ class _Interpreter:
         self._storages: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def value(self, value: Any) -> Any:
-        """Return the value of a node.
+        """Return the value of a parsed object: a node, a container or a plain value.
 
         Raises:
             CheckpointError: a container contains itself, or there are too many values.
@@ -282,7 +282,7 @@ class _Interpreter:
         return Unknown(".".join(name))
 
     def flat(self, node: Node, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the 1-D tensor of a storage node. `dtype` is the dtype of an untyped storage."""
+        """Return the 1-D tensor of a storage node. `dtype` is used if the storage is untyped."""
         key = _key_of(node)
         _, kind, _, _, num, *view = node.args[0]
         own = _STORAGE_DTYPES[kind.name]

@@ -2,11 +2,11 @@
 
 Files have Hugging Face's names: `model.safetensors`, or `model-00001-of-00002.safetensors` etc. with
 `model.safetensors.index.json`. In torch's format, names begin with `pytorch_model` and end in `.bin`. A folder holds
-one model under these names. A new model replaces the previous one in the order below. After a crash, the folder has the
-previous model, the new model or none, but never a mixture:
+one model under these names. A new model replaces the previous model in the five steps below. After a crash, the folder
+has the previous model, the new model or none, but never a mixture:
 
 1. All new files are written under hidden names and synced.
-2. Shards are renamed to unused names: the final ones, or longer temporary ones if the previous model uses these.
+2. Shards are renamed to their final names or, if a file has one of these names, all to longer temporary names.
 3. One rename publishes the single file or the index. From here on the folder holds the new model.
 4. Files of the previous model are deleted, its index first.
 5. Shards with temporary names are linked to their final names, the index is replaced, and the temporary names are
@@ -68,7 +68,7 @@ def _in_full(weight: Weight) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Files:
-    """The file names of a model, and the weights in each file.
+    """The files of a model that `replace_weights` writes: their names and weights.
 
     Attributes:
         safe: True for safetensors, False for torch's format.
@@ -91,7 +91,7 @@ class _Files:
         return single if self.is_single else f"{single}.index.json"
 
     def names(self, infix: str = "") -> list[str]:
-        """Return the names of the weight files. `infix` is inserted for temporary names."""
+        """Return the names of the weight files: the final names or, with `infix`, temporary names that contain it."""
         if self.is_single:
             return [self.entry]
         stem, suffix = ("model", ".safetensors") if self.safe else ("pytorch_model", ".bin")
@@ -116,16 +116,16 @@ def replace_weights(
 ) -> list[Path]:
     """Write a model's weights into a folder, and replace a previous model there as the module describes.
 
-    Call this function on one process. Blocks on the disk. The extra memory is `CHUNK_BYTES` and that of `Weight.read`,
-    or one shard in torch's format. The previous model remains until the new model is complete. On a file system without
-    hard links, shards may keep their temporary names.
+    Call this function on one process. Blocks on the disk. The extra memory is about that of `Weight.read`, or one shard
+    in torch's format. The previous model remains until the new model is complete. On a file system without hard links,
+    shards may keep their temporary names.
 
     Args:
-        folder: created if it is missing. Files with other names remain.
-        weights: weights by name. They fill the shards in this order.
+        folder: the folder, which is created if needed. Files that are not of a model remain.
+        weights: weights by name, in the order in which the shards are filled.
         max_shard_bytes: largest total size of the tensors in one file. A larger tensor gets its own file.
         safe: write safetensors. False writes the format of `torch.save`.
-        tied: further names of tensors, each with the name in `weights`. Only torch's format stores these names.
+        tied: further names of tensors, each with its name in `weights`. Only torch's format stores these further names.
 
     Returns:
         The model's files, the index last if there is one.
@@ -194,7 +194,7 @@ def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, st
 
 
 def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
-    """Publish the new weights as the folder's model. Return the names of the files."""
+    """Publish the new weights as the folder's model (steps 2 and 3). Return the names of the weight files."""
     own = names = files.names()
     entry = files.entry
     if not files.is_single and any(os.path.lexists(folder / name) for name in own):
@@ -224,7 +224,7 @@ def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_
 
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Delete the files of previous models and killed saves, indices first."""
+    """Delete the files of previous models and killed saves, indices first. Files with the names `kept` remain."""
     left = [name for name in os.listdir(folder) if name not in kept and _is_model_file(name)]
     entries = [name for name in left if _SHARD.search(name) is None and not name.startswith(".")]
     for names in (sorted(entries, key=lambda name: not name.endswith(".json")), sorted(set(left) - set(entries))):
@@ -241,7 +241,7 @@ def _is_model_file(name: str) -> bool:
 
 
 def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
-    """Rename shards from temporary to final names if possible. Return the current names."""
+    """Rename shards from temporary to final names, if the file system has hard links. Return the current names."""
     own = files.names()
     if names == own:
         return names
@@ -272,6 +272,6 @@ def _undo(files: list[Path], folders: list[Path]) -> None:
 
 
 def shards_of(path: Path) -> int:
-    """Return the number of shards according to a file's name: 1 for `model.safetensors`."""
+    """Return the number of shards that a file's name contains: 2 for `…-of-00002.safetensors`, else 1."""
     found = _SHARD.search(path.name)
     return int(found[1]) if found else 1

@@ -14,8 +14,8 @@ def convert_file_size_to_int(size: int | str) -> int:
     """Return an amount of memory in bytes.
 
     Args:
-        size: bytes, or text with a unit: `"10GiB"` (powers of 1024), `"10GB"` (powers of 1000), `"512B"`; P, T, G, M
-            and K, in upper or lower case. A lower-case b in a decimal unit means bits: `"10Gb"` is 1.25 GB.
+        size: a number of bytes, or text with a unit: `"512B"`, `"10GB"` (powers of 1000), `"10GiB"` (powers of 1024).
+            K, M, G, T and P may be in lower case. `b` after a decimal prefix means bits: `"10Gb"` is 1.25 GB.
 
     Raises:
         ConfigurationError: `size` is neither a number of bytes nor such a text, or is negative.
@@ -34,7 +34,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format bytes: `"1.61 GiB"`, `"85.0 MiB"`, `"12 B"`."""
+    """Return a number of bytes as text with a unit: `"1.61 GiB"`, `"85.0 MiB"`, `"12 B"`."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 1000:  # and not 1024: "1023.9 KiB" is harder to read than "1.0 MiB"

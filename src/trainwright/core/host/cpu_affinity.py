@@ -27,12 +27,12 @@ def get_cpu_distributed_information() -> Topology:
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Run this process on the cores of one NUMA node.
 
-    The NUMA node is that of the process's GPU. Without a GPU, the processes of the machine are divided over all NUMA
-    nodes. No effect on a machine with one NUMA node, or if the process may not use any core of the node.
+    A process with a GPU gets the GPU's node. Otherwise, the processes of the machine are divided over all nodes. No
+    effect on systems other than Linux, on a machine with one node, or if the process may not use any core of its node.
 
     Args:
         local_process_index: index of this process, and of its GPU, on the machine.
-        verbose: log the cores. Default: the value of the environment variable `ACCELERATE_DEBUG_MODE`.
+        verbose: log the cores. Default: None, the value of the environment variable `ACCELERATE_DEBUG_MODE`.
     """
     if not hasattr(os, "sched_setaffinity"):  # Linux has it
         return
@@ -58,7 +58,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def _of_gpu(index: int) -> Path | None:
-    """Return the system file that lists the cores near a GPU; None without a GPU or such a file."""
+    """Return the system file that lists the cores near GPU `index`. None if the GPU or the file does not exist."""
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
     gpu: Any = torch.cuda.get_device_properties(index)

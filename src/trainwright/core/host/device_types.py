@@ -11,16 +11,16 @@ class DeviceType:
     """Properties of a type of device that torch's own functions do not return.
 
     Attributes:
-        module: import name of the package that adds the type to torch. None if torch has the type, `""` if unknown.
-        install: package to install if torch does not find the type.
-        backend: backend of torch.distributed for this type only. None uses gloo.
-        visible: environment variable that limits the devices of a process.
+        module: import name of the package that adds the type to torch; `""` if unknown. None if torch has the type.
+        install: package or command to install if torch finds no device of the type. `""` if unknown.
+        backend: backend of torch.distributed that supports this type. None means that gloo is used.
+        visible: environment variable that lists the devices that a process may use.
         distributed_type: member of `DistributedType` for runs with several processes.
         copies_beside: copies with `non_blocking=True` from and to pinned host memory are safe, and run asynchronously
             to host and device. False for the CPU and MPS: with torch 2.13, such a copy may read freed or overwritten
             memory.
         has_float64: the device computes in float64.
-        is_unified: the device shares the memory of the host, and only one process can use it.
+        is_unified: the device shares the memory of the host and has no index. Several processes run on the CPU instead.
     """
 
     module: str | None = None
@@ -66,7 +66,7 @@ DEVICE_TYPES = {
     "xla": DeviceType("torch_xla", distributed_type="XLA", copies_beside=False, has_float64=False),
     "meta": DeviceType(copies_beside=False),
 }
-"""By torch's name of the type."""
+"""Properties of each type, by torch's name of the type."""
 
 _OTHER = DeviceType("", copies_beside=False)  # any other type that a package adds to torch
 
@@ -75,12 +75,12 @@ NAMED = tuple(name for name in DEVICE_TYPES if name not in ("cpu", "xla", "meta"
 
 
 def properties(kind: str) -> DeviceType:
-    """Return the properties of a type of device."""
+    """Return the properties of a type of device. An unknown type gets those of a type that a package adds."""
     return DEVICE_TYPES.get(kind, _OTHER)
 
 
 def advice(kind: str) -> str:
-    """Return a text that names the package to install if torch does not find this type of device."""
+    """Return the end of an error message for a missing device: the package to install or to check. Empty if unknown."""
     found = properties(kind)
     if not found.install:
         return ""

@@ -16,8 +16,8 @@ from trainwright.core.errors import ConfigurationError
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a folder, which may not exist yet, can be created and written into, without leaving files. An existing
-    folder with write access is not touched: its modification time does not change.
+    """Check that a folder is writable or can be created. Leaves no files. Raises a ConfigurationError if the check
+    fails. An existing folder with write access is not changed, not even its modification time.
     """
     folder = folder.absolute()
     try:
@@ -47,17 +47,17 @@ def is_url(path: object) -> TypeGuard[str]:
 
 
 def last_part(url: str) -> str:
-    """Return the part after the last slash: a checkpoint's name."""
+    """Return the part of a checkpoint's URL after the last slash, which is the checkpoint's name."""
     return url.rstrip("/").rpartition("/")[2]
 
 
 def parent_url(url: str) -> str:
-    """Return the part before the last slash: the folder of a checkpoint."""
+    """Return the part of a checkpoint's URL before the last slash, which is the checkpoint's parent folder."""
     return url.rstrip("/").rpartition("/")[0]
 
 
 def local_folder(root: Path, url: str) -> Path:
-    """Return the folder below `root` for `url`. Its name is readable and unique for each URL."""
+    """Return the path below `root` for local copies of `url`. Its name is readable, unique, and without passwords."""
     url = url.rstrip("/")
     words = re.sub(r"[^A-Za-z0-9_.]+", "-", url.rpartition("@")[2]).strip("-.")[-60:]  # no password in a path
     return root / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
@@ -75,10 +75,10 @@ def mark_in_use(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
-    """Return a context for `folder` that only one process at a time can enter.
+    """Return a context that locks `folder` against other processes that call this function.
 
-    Blocks until other processes have left the context, but at most `patience_s` seconds, because a stopped process
-    never leaves it. Does not block on file systems without locks.
+    Blocks until no other process is in the context. After `patience_s` seconds, the context is entered without the
+    lock, because a stopped process never leaves the context. The same holds at once on a file system without locks.
     """
     with _lockable(folder) as lock:
         end = time.monotonic() + patience_s
@@ -94,7 +94,7 @@ def lock_folder(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a running process has marked `folder` as in use."""
+    """Return whether a running process has called `mark_in_use`. False on a file system without locks."""
     with _lockable(folder) as lock:
         try:
             lock("LOCK_EX")

@@ -11,13 +11,13 @@ _TIMEOUT_S = 5.0
 
 
 def local_files_only(name: str, file: str = "config.json") -> bool:
-    """Return `local_files_only` for `from_pretrained`: True if the hub cannot be reached but a local copy exists.
+    """Return the argument `local_files_only` for `from_pretrained`: True if the hub is unreachable, but a copy exists.
 
-    This function requests the file once. huggingface_hub retries for half a minute if this machine has no copy.
+    This function makes one request and waits at most 5 s for it. huggingface_hub would retry for half a minute.
 
     Args:
         name: A file, a folder, or a model's name on the hub.
-        file: The file of the model that is needed. Default: `"config.json"`.
+        file: A file that `from_pretrained` needs; it is requested. Default: `"config.json"`.
 
     Raises:
         ConfigurationError: The hub cannot be reached, and this machine has no copy of the file.

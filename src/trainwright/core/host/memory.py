@@ -33,13 +33,12 @@ _LARGEST_MMAP_THRESHOLD = 2**25  # bytes that glibc accepts
 def keep_freed_memory(keep: bool) -> None:
     """Keep freed host memory in this process, or return it to the system.
 
-    By default, glibc returns the free end of the heap to the system when it exceeds twice the largest freed block. If
-    gradients are allocated there, the system must map their pages again in each step. With this function, blocks of up
-    to 32 MiB are reused. No effect with other C libraries, or if `MALLOC_…` or `GLIBC_TUNABLES` variables configure the
-    allocator.
+    By default, glibc returns the free end of the heap to the system if it exceeds twice the largest freed block. The
+    system then maps the pages of new gradients again in each step. With `keep`, freed blocks of up to 32 MiB are
+    reused. No effect with other C libraries, or if `MALLOC_…` or `GLIBC_TUNABLES` variables configure the allocator.
 
     Args:
-        keep: keep freed memory. False also returns all free memory now, which takes some milliseconds per gigabyte.
+        keep: True keeps freed memory. False returns it, now and later, in some milliseconds per gigabyte.
     """
     if os.name != "posix" or variables("MALLOC_") or variables("GLIBC_TUNABLES"):
         return
@@ -100,7 +99,7 @@ def _available_in_meminfo() -> int | None:
 
 
 def _left_in_control_group() -> int | None:
-    """Return the remaining memory of this container; None without a limit."""
+    """Return the bytes that this process's control group (container) may still use. None if the group has no limit."""
     for folder, limit_name, used_name, cache_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -133,8 +132,8 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: object) -> list[Any]:
-    """Release references to `objects`, collect cycles and clear the device's cache. To release the caller's references
-    too, assign the result: `a, b = release_memory(a, b)`.
+    """Collect reference cycles and clear the device's cache. This frees only objects to which no references are left.
+    To release the caller's references, assign the result: `a, b = release_memory(a, b)`.
 
     Returns:
         None for each object.
@@ -165,8 +164,8 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: a call passed the batch size.
-        BatchSizeError: not even the smallest batch size fits. It is a RuntimeError, raised from the last error. Other
-            errors of `function` are raised unchanged.
+        BatchSizeError: not even the smallest batch size fits. A RuntimeError, whose cause is the last out-of-memory
+            error. Other errors of `function` are raised unchanged.
     """
     if function is None:
         return functools.partial(

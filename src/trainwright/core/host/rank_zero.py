@@ -45,7 +45,7 @@ def rank_zero_warn(
 
     Args:
         message: text of the warning.
-        stacklevel: as in `warnings.warn`: 2 is the caller's line. Default: 2.
+        stacklevel: as in `warnings.warn`, where 2 means the line that calls `rank_zero_warn`. Default: 2.
         category: class of the warning. Default: UserWarning.
         options: further arguments of `warnings.warn`.
     """
@@ -54,5 +54,5 @@ def rank_zero_warn(
 
 
 def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **options: object) -> None:
-    """Issue a DeprecationWarning on the main process only; see `rank_zero_warn`."""
+    """Issue a DeprecationWarning on the main process only. See `rank_zero_warn` for the arguments."""
     rank_zero_warn(message, stacklevel + 1, DeprecationWarning, **options)

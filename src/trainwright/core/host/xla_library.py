@@ -16,7 +16,7 @@ def check_versions(purpose: str = "strategy='xla'") -> None:
     """Check that torch_xla is installed and fits torch. Imports nothing.
 
     Args:
-        purpose: The option that needs it.
+        purpose: The option that needs torch_xla, for the error message.
 
     Raises:
         ConfigurationError: torch_xla is not installed, or was built for another torch.
@@ -48,8 +48,8 @@ def load_xla(module: str = "") -> Any:
 def join_devices(local_rank: int, local_world_size: int) -> str:
     """Give each process of this machine one XLA device, and return the backend of torch.distributed for them.
 
-    Call this function before the first use of a device. The returned backend numbers processes by the ranks of
-    torch.distributed; torch_xla's own backend numbers them by devices, in an order that it does not document. The
+    Call this function before the first use of a device. The returned backend numbers processes by their ranks in
+    torch.distributed. torch_xla's own backend numbers processes by their devices, in an undocumented order. The
     returned backend also runs each collective immediately, because all processes must run the same programs, even if
     only rank 0 reads the result.
 
@@ -97,12 +97,12 @@ class XLALibrary:
     """The functions of torch_xla that an engine uses.
 
     Args:
-        spmd: One process uses all devices of this machine. The value cannot change within a process.
+        spmd: One process uses all devices of this machine. Within a process, True cannot change to False.
         num_processes: Number of processes of the run.
 
     Raises:
-        ConfigurationError: An earlier run of this process had another value of `spmd`, or torch_xla's number of
-            replicas differs from the number of processes.
+        ConfigurationError: `spmd` is False, but was True in an earlier run of this process, or torch_xla's number of
+            replicas differs from `num_processes`.
     """
 
     def __init__(self, *, spmd: bool, num_processes: int = 1) -> None:
@@ -148,7 +148,7 @@ class XLALibrary:
         self._xla.sync()
 
     def average(self, gradients: list[torch.Tensor]) -> None:
-        """Average tensors over the processes, in place, as part of the current program. Collective."""
+        """Average tensors over the processes, in place. The operation is added to the recorded graph. Collective."""
         self._model.all_reduce(self._model.REDUCE_SUM, gradients, scale=1 / self._num_replicas, pin_layout=False)
 
     def num_compilations(self) -> int:

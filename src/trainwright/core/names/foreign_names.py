@@ -1,7 +1,8 @@
 """Counterparts of Lightning's and Accelerate's names, and advice for names without a counterpart.
 
-The table is used for errors of `trainwright.<name>`, for objects of those libraries that are passed to a Trainer, for
-class paths in configuration files, and for `trainwright migrate`. Names that are equal in Trainwright are not listed.
+The tables are used for errors of `trainwright.<name>`, for objects of those libraries that are passed to a Trainer, for
+class paths in configuration files, and for `trainwright migrate`. Names that are the same in Trainwright are not
+listed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MODULES: Mapping[str, str | None] = {
         for name in ("callbacks", "cli", "loggers", "profilers", "strategies", "utilities")
     },
 }
-"""Module (and its sub-modules) → the module with equal names here; None: equal names have another meaning."""
+"""Module → Trainwright's module with the same names. Also for sub-modules. None: the same names mean other things."""
 
 _T = TypeVar("_T")
 
@@ -65,7 +66,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
     },
     "Accelerate": {"set_seed": "trainwright.utils.set_seed"},
 }
-"""Library → its name → the full name here, if it differs or is in another module than in `MODULES`."""
+"""Library → its name → Trainwright's full name, if it differs or is in another module than `MODULES` has."""
 
 
 _LIGHTNING = {
@@ -126,7 +127,7 @@ _ACCELERATE = {
 }
 
 ANSWERS: Mapping[str, Mapping[str, str]] = {"Lightning": _LIGHTNING, "Accelerate": _ACCELERATE}
-"""Library → its name without a counterpart → the replacement."""
+"""Library → its name without a counterpart in Trainwright → advice on what to use instead."""
 
 
 def canonical(path: str) -> str:
@@ -136,7 +137,7 @@ def canonical(path: str) -> str:
 
 
 def own_module(module: str) -> str | None:
-    """Return Trainwright's module with the names of a foreign module, or None."""
+    """Return Trainwright's module with the names of another library's module. None if there is no such module."""
     path = canonical(module)
     while path and path not in MODULES:
         path = path.rpartition(".")[0]
@@ -144,7 +145,7 @@ def own_module(module: str) -> str | None:
 
 
 def answer(name: str, library: str | None = None) -> str | None:
-    """Return the replacement of another library's name, or None for an unknown name."""
+    """Return a sentence with the replacement of another library's name. None for an unknown name."""
     for known in [library] if library else ANSWERS:
         if name in RENAMED[known]:
             return f"{name} of {known} is {RENAMED[known][name]} here."
@@ -154,9 +155,9 @@ def answer(name: str, library: str | None = None) -> str | None:
 
 
 def missing(module: str, name: str, public: Iterable[str]) -> Exception:
-    """Return the error for a missing name in one of our modules, for its `__getattr__`.
+    """Return the error for a module's `__getattr__` to raise for a missing name.
 
-    It is an AttributeError, or for `from module import name` an ImportError, because Python would replace the text.
+    It is an AttributeError, whose text Python would replace in `from module import name`; there it is an ImportError.
     """
     text = f"module {module!r} has no attribute {name!r}."
     told = None if name.startswith("_") else answer(name)
@@ -165,7 +166,7 @@ def missing(module: str, name: str, public: Iterable[str]) -> Exception:
 
 
 def _importing() -> bool:
-    """Return whether the caller's caller's caller runs `from … import …`: its instruction is IMPORT_FROM."""
+    """Return whether the code three calls above runs `from … import …`: its current instruction is IMPORT_FROM."""
     import dis
 
     frame = sys._getframe(3)
@@ -173,7 +174,7 @@ def _importing() -> bool:
 
 
 def check_owner(value: object) -> None:
-    """Check that an object is not one of Lightning or Accelerate. The error names the line to change."""
+    """Raise a ConfigurationError for an object of Lightning or Accelerate. The error contains the line to change."""
     for cls in type(value).__mro__:
         library = LIBRARIES.get(cls.__module__.partition(".")[0])
         if library is not None:
@@ -181,7 +182,7 @@ def check_owner(value: object) -> None:
 
 
 def check_class(argument: str, value: object, kind: type[_T]) -> _T:
-    """Return the value of an argument that takes objects of one class, or raise a ConfigurationError."""
+    """Return `value` if it is a `kind`, a class of Trainwright. Otherwise raise a ConfigurationError."""
     if not isinstance(value, kind):
         raise ConfigurationError(
             f"{argument} is a {type(value).__module__}.{type(value).__name__}. Pass one trainwright.{kind.__name__}, "

@@ -10,13 +10,13 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old|del)-[0-9a-f]{16}")
 
 
 def split_hidden(name: str) -> tuple[str, str] | None:
-    """Return the visible name and the role of a hidden name; None for any other name."""
+    """Return name and role (tmp, old, del) of a hidden name `.{name}.{role}-{16 hex digits}`, or None."""
     match = _HIDDEN.fullmatch(name)
     return (match["name"], match["role"]) if match else None
 
 
 def names_in(folder: Path | None) -> frozenset[str]:
-    """Return the names that are taken in a folder, including checkpoints that any run is writing.
+    """Return the names in a folder that a new checkpoint cannot have, including those that any run is writing.
 
     The result contains `.` if the folder exists.
     """
@@ -26,7 +26,7 @@ def names_in(folder: Path | None) -> frozenset[str]:
 
 
 def claimed_names(folder: Path | None) -> frozenset[str]:
-    """Return the names in a folder that a save or a running fit has reserved."""
+    """Return the names of checkpoints in a folder that are being written or that a running fit has reserved."""
     names = () if folder is None or not folder.is_dir() else os.listdir(folder)
     return frozenset(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")
 

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 Refuse = Callable[[str, object, list[str]], None]
-"""Called with a keyword, its value and the function's own parameters: raises, or returns, and it is left out."""
+"""Called with a keyword, its value and the names of the parameters. Raises, or returns to skip the keyword."""
 
 
 def known_arguments(refuse: Refuse) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that calls `refuse` for each unknown keyword."""
+    """Return a decorator for a function. Each call first calls `refuse` for every keyword that is not a parameter."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         known = list(inspect.signature(function).parameters)

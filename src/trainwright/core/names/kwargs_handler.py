@@ -22,10 +22,10 @@ def as_flag(text: str) -> bool:
 
 
 def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -> Any:
-    """Return a dataclass field. Its default is the value of an environment variable, or None if unset or `none`.
+    """Return a dataclass field whose default is the value of an environment variable; see `read_variable`.
 
     Args:
-        name: name of the variable. `{}` in it is the field's name in capitals.
+        name: name of the variable. `{}` in the name is replaced by the field's name in capitals.
         read: Converts the variable's text. Raises ValueError for an invalid text.
         more: Further metadata of the field.
     """
@@ -45,7 +45,7 @@ class VariableFields:
         return {one.name: getattr(self, one.name) for one in _fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
+        """Return the fields whose values differ from their defaults, by name."""
         defaults = {
             one.name: one.default_factory() if one.default_factory is not MISSING else one.default
             for one in _fields(self)
@@ -53,7 +53,7 @@ class VariableFields:
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
     def overridden(self, origin: str) -> Iterator[str]:
-        """Yield a text for each variable whose value differs from that of this object, which was passed as `origin`."""
+        """Yield a text for each variable that this object, passed as `origin`, overrides with another value."""
         for one in _fields(self):
             if "variable" in one.metadata:
                 name, own = _variable_of(one), getattr(self, one.name)
@@ -68,7 +68,7 @@ class KwargsHandler(VariableFields):
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
-    """Return the value of an environment variable, converted by `read`. None if it is unset or `none`."""
+    """Return an environment variable's value, converted by `read`. None if it is unset, empty, `none` or `default`."""
     text = (variable(name) or "").strip()
     if text.lower() in _SAYS_NOTHING:
         return None

@@ -20,9 +20,9 @@ _ALL = re.compile(r"^from (\S+) import \*$", re.MULTILINE)  # all names of a stu
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return the `__getattr__` and `__dir__` of a package that has a stub.
+    """Return the `__getattr__` and `__dir__` of the package `package`, whose `__init__.py` is `file`, from its stub.
 
-    An unknown name raises AttributeError with advice for other libraries' names, see `foreign_names.missing`.
+    For an unknown name, `__getattr__` raises the error of `foreign_names.missing`.
     """
 
     homes = cache(partial(listed_names, file))
@@ -51,7 +51,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
 
 
 def listed_names(file: str) -> dict[str, str]:
-    """Return each name in the stub of a module's file, with the module that defines it."""
+    """Return a dict from each name in the stub beside `file` to the module that defines the name."""
     text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
     found = {name: home for home, name in _LINE.findall(text)}
     for module in _ALL.findall(text):

@@ -82,7 +82,7 @@ is_xpu_available = _has_device("xpu")
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed. If a kind of device is requested, start torch_xla and check for it."""
+    """Return whether torch_xla is installed. With an argument, also start torch_xla and check its type of device."""
     if not _is_there("torch_xla")():
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -120,9 +120,9 @@ def is_peft_model(model: object) -> bool:
 
 
 def compare_versions(library_or_version: str | object, operation: str, requirement_version: str) -> bool:
-    """Compare the version of an installed package, or a version, with another version. Ignores local parts (`+cpu`).
+    """Return whether `library_or_version operation requirement_version` holds. Local parts (`+cpu`) are ignored.
 
-    `operation` is `"=="`, `"!="`, `"<"`, `"<="`, `">"` or `">="`.
+    `library_or_version` is a version or the name of an installed package. `operation` is ==, !=, <, <=, > or >=.
 
     Raises:
         importlib.metadata.PackageNotFoundError: The package is not installed.

@@ -26,8 +26,8 @@ def as_accelerate() -> AccelerateReplacement:
     `import accelerate` and imports of its modules then return the names of Trainwright. Libraries that train through
     accelerate (transformers, peft, trl, diffusers) use Trainwright. accelerate need not be installed. Call this
     function before importing these libraries. A second call has no effect. `python -m trainwright.as_accelerate
-    script.py …` runs a script this way. The result is a context manager. Its method `remove()` restores the installed
-    accelerate.
+    script.py …` runs a script this way. The end of the result's `with` block, or its method `remove()`, restores the
+    installed accelerate.
 
     Raises:
         ConfigurationError: accelerate is imported already.
@@ -71,7 +71,7 @@ class AccelerateReplacement(DistributionFinder, Loader):
     """
 
     def remove(self) -> None:
-        """Import the installed accelerate from now on. Names that were already imported do not change."""
+        """Let later imports find the installed accelerate. Names that scripts have already imported do not change."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
             for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
@@ -114,7 +114,7 @@ def _own(name: str) -> str:
 
 
 def run_script(arguments: Sequence[str]) -> None:
-    """Run a script and its arguments, or with `-m` a module, with Trainwright instead of accelerate."""
+    """Run a script, or with `-m` a module, with its command-line arguments, on Trainwright instead of accelerate."""
     if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
         sys.exit(
             "usage: python -m trainwright.as_accelerate script.py [arguments]\n"
