@@ -346,7 +346,7 @@ class StageRun:
         self.engine.processes.barrier()
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
-        """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
+        """Gather tensors (in any containers) of all data-parallel ranks along a new first dimension. Collective."""
         self.engine.processes.meet("all_gather()")
         return map_tensors(lambda tensor: self.engine.data_ranks.all_gather(tensor, sync_grads), data)
 

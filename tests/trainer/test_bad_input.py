@@ -223,6 +223,11 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path
         quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
 
 
+def test_a_gather_over_a_group_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"all_gather\(group=3\) is not supported"):
+        RegressionTask().all_gather(1, group=3)
+
+
 def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
     return StepTask(lambda task, batch, idx: make(task, batch))
 

@@ -331,9 +331,8 @@ class RemoteIndex:
         origin = f"{self.url}/{self._file}"
         values = load_json(data, origin)
         if not isinstance(values, dict):
-            raise CheckpointError(
-                f"{origin} is damaged: expected a JSON object, got {type(values).__name__}. {_DELETE_INDEX}"
-            )
+            found = type(values).__name__
+            raise CheckpointError(f"{origin} is damaged: expected a JSON object, got {found}. {_DELETE_INDEX}")
         version = check_format_version(values.get("format_version"), origin)
         try:
             today = upgraded({"remote_index": values}, version)["remote_index"]
@@ -442,9 +441,7 @@ class _Remote:
                 for chunk in _chunks(source):
                     target.write(chunk)
         except FileNotFoundError as error:
-            raise DamagedRemoteError(
-                f"{self.url} is damaged: {relative} is missing. Use another checkpoint."
-            ) from error
+            raise DamagedRemoteError(f"{self.url}: {relative} is missing. Use another checkpoint.") from error
         if target.entry != entry:
             raise DamagedRemoteError(
                 f"{self.url} is damaged: {relative} has {target.entry.size} bytes and the hash "

@@ -353,7 +353,7 @@ class Run(Protocol):
         """Return this process's shard of a full tensor, sharded like the tensor `like` of the task. Not collective."""
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks along a new first dimension. Collective."""
+        """Gather tensors of all data-parallel ranks along a new first dimension. Collective."""
 
 
 class SequenceSplit(Protocol):

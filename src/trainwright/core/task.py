@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.exports import ExportMixin
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
@@ -350,7 +350,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         self.trainer.print(*values, **options)
 
     def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
-        """Gather tensors (in any containers) of all data-parallel ranks along a new first dimension. Collective."""
+        """Gather tensors (in any containers) of all data-parallel ranks along a new first dimension. Collective.
+
+        `group` must be None.
+        """
+        if group is not None:
+            raise ConfigurationError(
+                f"all_gather(group={group!r}) is not supported. Remove group, or use torch.distributed.all_gather."
+            )
         return self.trainer.all_gather(data, sync_grads)
 
     # The run
