@@ -441,7 +441,7 @@ class _Remote:
                 for chunk in _chunks(source):
                     target.write(chunk)
         except FileNotFoundError as error:
-            raise DamagedRemoteError(f"{self.url}: {relative} is missing. Use another checkpoint.") from error
+            raise DamagedRemoteError(f"{self.url} is damaged: {relative} is missing. Use another one.") from error
         if target.entry != entry:
             raise DamagedRemoteError(
                 f"{self.url} is damaged: {relative} has {target.entry.size} bytes and the hash "
