@@ -10,8 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.model import load_plain_state
-from trainwright.checkpoint.format.optimizer import load_named_optimizer_state, named_optimizer_state
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.checkpoint.format.optimizer import (
+    check_named_optimizer_state,
+    load_named_optimizer_state,
+    named_optimizer_state,
+)
+from trainwright.core.errors import CheckpointError, ConfigurationError, nearest
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import is_sharded
 
@@ -94,6 +98,32 @@ class FullState:
         """
         return load_plain_state(self._task, state, strict=strict)
 
+    def check_model_state(self, state: Mapping[str, Any]) -> None:
+        """Check names and shapes of full weights and buffers, without loading them. Not collective.
+
+        `load_model_state` changes the weights that fit before it reports the others. Modules that convert names while
+        loading are not checked.
+
+        Raises:
+            CheckpointError: Names or shapes differ.
+        """
+        own = {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
+        given = {plain_name(name): value for name, value in state.items()}
+        problems = [f"{name} is missing" for name in own if name not in given]
+        problems += [f"{name} is not in the model" for name in given if name not in own]
+        for name, value in own.items():
+            saved = given.get(name)
+            if not isinstance(value, torch.Tensor) or saved is None:
+                continue
+            full = self.missing_like(value)
+            shape = value.shape if full is None else full.shape
+            if tuple(saved.shape) != tuple(shape):
+                problems.append(f"{name} is {tuple(saved.shape)} and not {tuple(shape)}")
+        if problems and not _changes_names(self._task):
+            raise CheckpointError(
+                f"the saved weights do not fit {type(self._task).__name__}: {'; '.join(problems[:10])}."
+            )
+
     def optimizer_states(self) -> list[dict[str, Any]]:
         """Return each optimizer's full state by parameter name (see `named_optimizer_state`). Collective like
         `model_state`.
@@ -108,6 +138,10 @@ class FullState:
             CheckpointError: The state does not fit (see `load_named_optimizer_state`). The optimizer is then unchanged.
         """
         load_named_optimizer_state(optimizer, state, self._parameter_names())
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Raise the errors of `load_optimizer_state` about class, groups and names, without loading the state."""
+        check_named_optimizer_state(optimizer, state, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         return self._names | {parameter: name for name, parameter in self._task.named_parameters()}
@@ -221,6 +255,21 @@ class JointState(FullState):
         for prefix, part in self._parts:
             if any(optimizer is own for own in part.optimizers):
                 part.load_optimizer_state(optimizer, _renamed(state, remove=prefix))
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        for prefix, part in self._parts:
+            if any(optimizer is own for own in part.optimizers):
+                part.check_optimizer_state(optimizer, _renamed(state, remove=prefix))
+
+
+def _changes_names(module: nn.Module) -> bool:
+    """Return whether a part of a module may convert names or shapes of weights while it loads them."""
+    return any(
+        part._load_state_dict_pre_hooks
+        or type(part).load_state_dict is not nn.Module.load_state_dict
+        or type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
+        for part in module.modules()
+    )
 
 
 def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> dict[str, Any]:

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from packaging.version import Version
 
+from trainwright.core import unraised
+
 _SEED = 20260101
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 _THREAD_GRACE_S = 2.0
@@ -192,12 +194,14 @@ def fresh_state() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_thread_left_over() -> Iterator[None]:
-    """Fail a test that leaves a thread running which would keep the interpreter from ending."""
+    """Fail a test that leaves a thread running which would keep the interpreter from ending, or an unraised error."""
     before = set(threading.enumerate())
     yield
     leaked = wait_for_threads(before, grace_s=_THREAD_GRACE_S)
     if leaked:
         pytest.fail(f"threads left running: {[thread.name for thread in leaked]}. Join them before the test ends.")
+    if left := unraised.take():
+        pytest.fail(f"errors that no call has raised: {left}")
 
 
 def wait_for_threads(before: set[threading.Thread], *, grace_s: float) -> list[threading.Thread]:

@@ -270,6 +270,9 @@ class ZeroState(FullState):
                 shards.set_states(parameter, _counting(optimizer, states[name]))
         shards.after_loading()
 
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        self._matching_groups(optimizer, state)
+
     def _matching_groups(self, real: Optimizer, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Check parameter names and optimizer class of a state. Return the state's groups in the order of the engine's
         groups.

@@ -20,7 +20,7 @@ from tests.helpers.sources import ROOT
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.checkpoint.remote import _Remote
-from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -97,16 +97,16 @@ def test_a_url_can_be_passed_and_its_state_is_replaced_by_the_same_run_only(memo
     assert other.accelerator.save_state(url) == url
 
 
-def test_missing_and_taken_states_are_errors_that_say_so(memory: str, tmp_path: Path) -> None:
+def test_a_missing_state_is_an_error_and_a_taken_number_is_skipped(memory: str, tmp_path: Path) -> None:
     loop = Loop(tmp_path / "a", f"{memory}/run")
     with pytest.raises(FileNotFoundError, match=f"no valid state in {memory}/run/checkpoints"):
         loop.accelerator.load_state()
     with pytest.raises(FileNotFoundError, match="no valid state in memory://"):
         loop.accelerator.load_state(f"{memory}/nothing")
     loop.run(1)
-    with pytest.raises(ConfigurationError, match="checkpoint_0 exists already"):
+    with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_0"):
         Loop(tmp_path / "b", f"{memory}/run").run(1)
-    assert not list((tmp_path / "b").iterdir())
+    assert names(f"{memory}/run/checkpoints") == ["checkpoint_0", "checkpoint_1"]
 
 
 @SERVED
@@ -143,8 +143,10 @@ def test_an_upload_that_fails_is_reported_and_the_earlier_states_stay(
     other = Loop(tmp_path / "b", url, total_limit=2)
     other.accelerator.load_state()
     torch.testing.assert_close(other.run(4), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
-    assert folders(f"{url}/checkpoints") == ["checkpoint_4", "checkpoint_5"]
-    _end(loop)  # the loop itself may continue, too
+    # The number of the unfinished upload, 2, is not used again.
+    assert folders(f"{url}/checkpoints") == ["checkpoint_5", "checkpoint_6"]
+    with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_6"):
+        _end(loop)  # the loop itself may continue, too
 
 
 _KILLED = """
@@ -182,7 +184,7 @@ def test_a_process_that_is_killed_while_it_uploads_leaves_what_another_machine_c
     loop = Loop(tmp_path / "b", url, total_limit=2)
     loop.accelerator.load_state()
     torch.testing.assert_close(loop.run(6 - found), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
-    assert folders(f"{url}/checkpoints") == names(f"{url}/checkpoints") == ["checkpoint_4", "checkpoint_5"]
+    assert folders(f"{url}/checkpoints") == names(f"{url}/checkpoints") == ["checkpoint_5", "checkpoint_6"]
 
 
 def _on_ranks(root: str, project: str, strategy: str, async_save: bool) -> list[Any]:

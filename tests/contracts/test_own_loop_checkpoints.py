@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from tests.helpers.runs import quiet_trainer
 from trainwright import DeepSpeedPlugin, TaskModule
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
-from trainwright.checkpoint import read_checkpoint
+from trainwright.checkpoint import read_checkpoint, write_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, TensorParallelStrategy
 
@@ -275,11 +277,9 @@ def test_states_are_numbered_and_the_oldest_are_deleted(tmp_path: Path) -> None:
     for value in range(4):
         nn.init.constant_(net.bias, float(value))
         assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{value}")
-    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    left = sorted(each.name for each in (tmp_path / "checkpoints").glob("[!.]*"))
+    assert left == ["checkpoint_2", "checkpoint_3", "index.json"]
     later, net = _loop(tmp_path)
-    later.project_configuration.iteration = 2
-    with pytest.raises(ConfigurationError, match="checkpoint_2 exists already"):
-        later.save_state()
     later.load_state()
     assert (net.bias.item(), later.save_iteration) == (3.0, 4)
     later.save_state()
@@ -329,3 +329,106 @@ def test_a_failed_hook_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'manifest\.json'"):
         accelerator.save_state()
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+# A state that does not fit
+
+
+class _Counter:
+    """A registered object with a state."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class _OtherCounter(_Counter):
+    pass
+
+
+def _whole_loop(
+    sizes: tuple[int, ...] = (2, 3),
+    optimizer_class: Any = torch.optim.AdamW,
+    scheduler_class: Any = torch.optim.lr_scheduler.StepLR,
+    objects: tuple[_Counter, ...] = (),
+    loads: bool = False,
+) -> tuple[Accelerator, list[Any]]:
+    """Return a loop after one step, and everything whose state a load would change."""
+    torch.manual_seed(1 if loads else 0)
+    accelerator = Accelerator(cpu=True, seed=0)
+    models = [nn.Linear(2, size) for size in sizes]
+    optimizer = optimizer_class([parameter for model in models for parameter in model.parameters()], lr=0.1)
+    scheduler = scheduler_class(optimizer, 5)
+    loader: Any = DataLoader(data(8), batch_size=2)
+    optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)
+    for model in models:
+        accelerator.prepare(model)
+    accelerator.register_for_checkpointing(*objects)
+    accelerator.kept = iter(loader)  # type: ignore[attr-defined]  # within a pass
+    next(accelerator.kept)  # type: ignore[attr-defined]
+    accelerator.backward(sum(model(torch.ones(1, 2)).sum() for model in models))
+    optimizer.step()
+    scheduler.step()
+    return accelerator, [*models, optimizer, scheduler, *objects]
+
+
+def _states(parts: list[Any]) -> Any:
+    return copy.deepcopy([part.state_dict() for part in parts])
+
+
+_LR = torch.optim.lr_scheduler
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sizes": (2, 4)}, r"weight is \(3, 2\) and not \(4, 2\)"),
+        ({"sizes": (2,)}, "state of 2 models"),
+        ({"optimizer_class": torch.optim.SGD}, "state of AdamW, and this optimizer is SGD"),
+        ({"scheduler_class": _LR.CosineAnnealingLR}, "state of StepLR as learning-rate schedule 0"),
+        ({"objects": (_OtherCounter(), _Counter())}, "state of _Counter as registered object 0"),
+        ({"objects": (_Counter(),)}, "state of 2 others"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    accelerator, _ = _whole_loop(objects=(_Counter(1), _OtherCounter(2)))
+    path = accelerator.save_state(tmp_path / "state")
+    other, parts = _whole_loop(**{"objects": (_Counter(7), _OtherCounter(8))} | options, loads=True)
+    before = _states(parts)
+    with pytest.raises(CheckpointError, match=problem):
+        other.load_state(path)
+    torch.testing.assert_close(_states(parts), before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("count", [-1, math.nan, math.inf])
+@pytest.mark.parametrize("place", ["progress", "steps", "position"])
+def test_a_state_with_impossible_counts_changes_nothing(place: str, count: float, tmp_path: Path) -> None:
+    accelerator, _ = _whole_loop()
+    path = Path(accelerator.save_state(tmp_path / "state"))
+    snapshot = read_checkpoint(path)
+    if place == "progress":
+        snapshot.state["samples"] = count
+    elif place == "steps":
+        snapshot.trainer["loop"]["steps"] = [count]
+    else:
+        snapshot.trainer["loop"]["loaders"][0][0]["position"]["batch"] = count
+    write_checkpoint(path, snapshot)
+    other, parts = _whole_loop(loads=True)
+    before = _states(parts)
+    with pytest.raises(CheckpointError, match="damaged"):
+        other.load_state(path)
+    torch.testing.assert_close(_states(parts), before, rtol=0, atol=0)
+
+
+def test_random_numbers_of_save_hooks_are_not_repeated(tmp_path: Path) -> None:
+    accelerator, _ = _whole_loop()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: torch.rand(3))
+    path = accelerator.save_state(tmp_path / "state")
+    wanted = torch.rand(4)
+    accelerator.load_state(path)
+    assert torch.equal(torch.rand(4), wanted)

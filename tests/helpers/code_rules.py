@@ -8,9 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from tests.helpers.sources import Breach, Source
 
-MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 60
-MAX_PACKAGE_LINES = 70_000
 
 _BACKENDS = {
     "cuda", "nccl", "gloo", "mpi", "hccl", "mps", "xla", "xpu", "hpu", "npu", "tpu", "rocm",
@@ -60,44 +57,6 @@ def _identifiers(node: ast.AST) -> Iterator[str]:
 def _backends_in(text: str) -> list[str]:
     words = {word.lower() for word in _WORD.findall(text)} | set(re.split(r"[^a-z0-9]+", text.lower()))
     return sorted(words & _BACKENDS)
-
-
-def file_lines(source: Source) -> int:
-    """Return the number of lines of a module."""
-    return len(source.text.splitlines())
-
-
-def written_lines(source: Source) -> int:
-    """Return the number of lines of a module that are not blank."""
-    return sum(not line.isspace() for line in source.text.splitlines(keepends=True))
-
-
-def long_functions(source: Source) -> list[tuple[str, int, int]]:
-    """Return `(qualified name, line, lines)` of each function longer than the limit, its docstring not counted."""
-    return [
-        (name, node.lineno, lines)
-        for name, node in _functions(source.tree, "")
-        if (lines := _function_lines(node)) > MAX_FUNCTION_LINES
-    ]
-
-
-def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, _Function]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield prefix + child.name, child
-            yield from _functions(child, f"{prefix}{child.name}.")
-        elif isinstance(child, ast.ClassDef):
-            yield from _functions(child, f"{prefix}{child.name}.")
-        else:
-            yield from _functions(child, prefix)
-
-
-def _function_lines(node: _Function) -> int:
-    lines = (node.end_lineno or node.lineno) - node.lineno + 1
-    first = node.body[0]
-    if ast.get_docstring(node, clean=False) is not None:
-        lines -= (first.end_lineno or first.lineno) - first.lineno + 1
-    return lines
 
 
 def swallowing_breaches(source: Source) -> list[Breach]:

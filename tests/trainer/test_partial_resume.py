@@ -219,6 +219,19 @@ def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) ->
     assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
 
 
+class CosineTask(DecayingTask):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)]
+
+
+def test_a_schedule_of_another_class_is_an_error(run: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"state of \w+ as learning-rate schedule 0, which is a CosineAnnealingLR"
+    ):
+        resume(run, "last", CosineTask())
+
+
 def test_generators_that_may_be_missing_start_anew(run: Path) -> None:
     remove_part(run / "checkpoints" / "2", "rng")
     with pytest.raises(CheckpointError, match="the part 'rng' is missing"):
@@ -417,3 +430,19 @@ def test_another_batch_size_over_the_same_data_is_not_warned_of(tmp_path: Path) 
     trainer = fitted(RegressionTask(), regression_loader(8, 2), max_steps=2)
     trainer.save_checkpoint(tmp_path / "saved")
     quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(8, 1), ckpt_path=tmp_path / "saved")
+
+
+class _DrawsInSaves(Callback):
+    """Draws random numbers in each save, and records the generator's state in the first step after it."""
+
+    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: Any) -> None:
+        torch.rand(3)
+        self.after_save = torch.get_rng_state()
+
+
+def test_a_checkpoint_holds_the_generators_as_save_hooks_left_them(tmp_path: Path) -> None:
+    draws = _DrawsInSaves()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[draws], default_root_dir=tmp_path)
+    trainer.fit(DecayingTask(), loader())
+    trainer.save_checkpoint(tmp_path / "saved")
+    assert torch.equal(read_checkpoint(tmp_path / "saved").rng[0]["torch"], draws.after_save)

@@ -11,6 +11,7 @@ from trainwright.checkpoint import Snapshot
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import rng_state
+from trainwright.core.state import class_names
 from trainwright.loggers.metric_values import objects_state
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
@@ -43,8 +44,11 @@ def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, flo
     """
     run.loop.check_finite()
     run.engine.begin_save()
-    of_ranks = [] if weights_only else run.engine.processes.gather_object(_own_state(run))
-    return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
+
+    def gather() -> list[dict[str, Any]]:
+        return [] if weights_only else run.engine.processes.gather_object(_own_state(run))
+
+    return _collect(run, gather, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
 
 
 def num_bytes_here(run: StageRun) -> int:
@@ -77,7 +81,11 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
             f"the weights are sharded across {world_size} ranks and cannot be collected after an error, because "
             "other ranks may have failed. Earlier checkpoints are complete."
         )
-    return _collect(run, [_own_state(run)] if world_size == 1 else [], weights_only=world_size > 1, metrics=metrics)
+
+    def own() -> list[dict[str, Any]]:
+        return [_own_state(run)] if world_size == 1 else []
+
+    return _collect(run, own, weights_only=world_size > 1, metrics=metrics)
 
 
 def _own_state(run: StageRun) -> dict[str, Any]:
@@ -91,20 +99,23 @@ def metrics_state(run: StageRun) -> dict[str, Any]:
 
 
 def _collect(
-    run: StageRun, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
+    run: StageRun, gather: Callable[[], list[dict[str, Any]]], *, weights_only: bool, metrics: dict[str, float]
 ) -> Snapshot:
+    """Collect the state of the run. `gather` returns the `_own_state` of each rank."""
     task, engine = run.task, run.engine
     if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
         raise CheckpointError(
             f"{type(task).__name__} has quantized layers, which checkpoints do not support. Save before the fit ends, "
             "or pass QuantizationAwareTraining(convert=False). To save the quantized weights, pass its path=."
         )
-    by_data_rank = engine.data_ranks.pick(of_ranks) if of_ranks else []
     weights = engine.state.model_state()  # before the optimizer states, because shards of both share one table
     optimizers = [] if weights_only else engine.state.optimizer_states()
     shown = _shown(run, weights, None if weights_only else optimizers)
     with run.logs.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
+    # After the hooks, which may draw random numbers: the run continues with the numbers after them.
+    of_ranks = gather()
+    by_data_rank = engine.data_ranks.pick(of_ranks) if of_ranks else []
     model = shown["state_dict"]
     trainer: dict[str, Any] = {
         **task.saved_hyperparameters(),
@@ -114,6 +125,7 @@ def _collect(
         trainer |= {
             "callbacks": _callback_states(run),
             "schedulers": run.loop.schedules.state_dict(),
+            "schedule_classes": class_names(config.scheduler for config in run.loop.schedules.configs),
             "strategy": engine.state_dict(),
             "data": _place_in_data(run, by_data_rank),
             "loggers": run.logs.group.state_dict() if run.logs.group is not None else [],

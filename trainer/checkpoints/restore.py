@@ -18,7 +18,7 @@ from trainwright.checkpoint.format.manifests import FoundCheckpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import set_rng_state
-from trainwright.core.state import TrainState
+from trainwright.core.state import TrainState, compare_classes
 from trainwright.loggers.metric_values import load_objects_state, merge
 from trainwright.trainer.checkpoints import remote_saves
 from trainwright.trainer.checkpoints.capture import frozen_names
@@ -186,6 +186,8 @@ def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) ->
             "return as many, in the same order",
         )
         return
+    schedules = [config.scheduler for config in configs]
+    compare_classes("learning-rate schedule", schedules, saved.optional("schedule_classes"), saved.path)
     run.loop.schedules.load_state_dict(states)
     for config in configs:
         optimizer = next((each for each in fresh if each is getattr(config.scheduler, "optimizer", None)), None)
@@ -282,7 +284,7 @@ class Entries:
 
     def __init__(self, saved: Mapping[str, Any], path: Path, allowed: Sequence[str]) -> None:
         self._saved = saved
-        self._path = path
+        self.path = path
         self._allowed = allowed
 
     def take(self, name: str, otherwise: object) -> Any:
@@ -296,6 +298,10 @@ class Entries:
             return otherwise
         return self._saved[name]
 
+    def optional(self, name: str) -> Any:
+        """Return an entry that checkpoints of early versions lack, or None."""
+        return self._saved.get(name)
+
     def lacks(self, name: str, what: str, advice: str) -> None:
         """Raise an error because the checkpoint lacks `name`, or warn if `allowed` contains `name`.
 
@@ -304,13 +310,13 @@ class Entries:
         """
         if name not in self._allowed:
             raise CheckpointError(
-                f"{self._path} {what}: {advice}, or pass allow_missing=[{name!r}] to start it from scratch. The run "
+                f"{self.path} {what}: {advice}, or pass allow_missing=[{name!r}] to start it from scratch. The run "
                 "will then differ."
             )
         self._warn(f"{what}; it starts from scratch, because allow_missing contains {name!r}.")
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"{self._path} {text}", TrainwrightWarning, stacklevel=4)
+        warnings.warn(f"{self.path} {text}", TrainwrightWarning, stacklevel=4)
 
     def _is_new(self, kind: str, name: str) -> None:
         """Warn about state that the checkpoint lacks because the user has added something, unless allowed."""

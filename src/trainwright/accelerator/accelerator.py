@@ -64,6 +64,7 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
+from trainwright.processes.process_group import Turn
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
@@ -1030,6 +1031,10 @@ class Accelerator:
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Write the state of all prepared objects as a checkpoint, and replace an existing checkpoint. Collective.
 
+        If weights and optimizers are not sharded, the main process may call it alone, within
+        `if accelerator.is_main_process:`. It waits up to 10 s for the others, and then writes the state without their
+        generators, with a warning.
+
         The checkpoint contains weights, optimizers, schedules, the loss scale, the position in the data, the generators
         of all ranks and registered objects. A loop that loads the checkpoint continues bit for bit. With a sharded
         strategy, every rank writes its shards. Call this method between two optimizer steps. Blocks until the state is
@@ -1048,10 +1053,26 @@ class Accelerator:
             CheckpointError: `output_dir` exists and is not a checkpoint, a value cannot be saved, or the upload failed.
                 Earlier states are not changed.
             ConfigurationError: `output_dir` is missing without automatic naming, or is set with automatic naming, an
-                option is unknown, or the loop is within a group of micro-batches.
+                option is unknown, the loop is within a group of micro-batches, or weights are sharded and the other
+                processes wait for this one in other collectives.
         """
-        place = self._checkpoints.folders.target(output_dir)
-        self._meet("save_state()")
+        self._checkpoints.folders.check_target(output_dir)
+        objects = self._objects()
+        turn: Turn = "together"
+        if self._shards:
+            self._meet("save_state()")
+        else:
+            steps = [optimizer.num_steps for optimizer in objects.optimizers]
+            turn = self.state.joined().meet_or_lead("accelerator.save_state()", f"{output_dir} after steps {steps}")
+        if turn == "done":
+            return self._checkpoints.folders.name_of(output_dir)
+        if turn == "alone":
+            warnings.warn(
+                "save_state() was called on the main process alone, which writes the state without the others: the "
+                "generators of the other processes are not saved. Call save_state() on every process.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
         self._accumulation.refuse_open_group()
         if not safe_serialization:
             warnings.warn(
@@ -1060,8 +1081,7 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        self._checkpoints.save(place, self._objects())
-        return place
+        return self._checkpoints.save(output_dir, objects, alone=turn == "alone")
 
     @known_arguments(partial(refuse_option, "load_state"))
     def load_state(
@@ -1090,6 +1110,8 @@ class Accelerator:
     def _objects(self) -> LoopObjects:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._prepared.models]
         kept = self._prepared
+        # Preparing a loader has set the seed of all ranks. Without loaders the seed has no effect.
+        seed = torch.initial_seed() if kept.seed is None else kept.seed
         return LoopObjects(
             models,
             kept.optimizers,
@@ -1097,7 +1119,7 @@ class Accelerator:
             kept.dataloaders,
             self._scale,
             self._others,
-            kept.loader_options.seed,
+            seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:

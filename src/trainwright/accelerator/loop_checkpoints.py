@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import OrderedDict
@@ -26,7 +27,8 @@ from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import is_url
 from trainwright.core.rng import rng_state, set_rng_state
-from trainwright.core.state import TrainState, scheduler_state
+from trainwright.core.state import TrainState, class_names, compare_classes, scheduler_state
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.sharded_saves import SaveTarget, ShardedSaves
 from trainwright.strategies.state import FullState
@@ -117,32 +119,44 @@ class LoopCheckpoints:
 
     # Saving
 
-    def save(self, place: str, objects: LoopObjects) -> None:
+    def save(self, output_dir: str | os.PathLike[str] | None, objects: LoopObjects, *, alone: bool = False) -> str:
         """Write the state of a loop as a checkpoint, which replaces an existing one. Collective.
 
         Blocks on the disk and the network. With `async_save`, blocks only until the tensors are copied.
 
         Args:
-            place: Path or URL of the checkpoint.
+            output_dir: Path or URL of the checkpoint. None for automatic naming.
             objects: The objects to save.
+            alone: Write the state of this rank without communication, on the main rank of a replicated strategy. The
+                state is that of a loop with one process: it lacks the generators of other ranks. Default: False.
+
+        Returns:
+            The path or URL of the checkpoint.
 
         Raises:
-            CheckpointError: `place` exists and is not a checkpoint, a value cannot be saved, the upload failed, or an
+            CheckpointError: The path exists and is not a checkpoint, a value cannot be saved, the upload failed, or an
                 earlier save failed. Raised on every rank.
-            ConfigurationError: The loop is within a group of micro-batches, or an automatic name is taken.
         """
-        engine, processes, project = self._engine, self._engine.processes, self.configuration
-        path, published = self.folders.on_disk(place), partial(self.folders.published, place)
-        processes.on_main_rank(partial(self.folders.check, place), f"look for {place}")
-        own = {"rng": rng_state(engine.device), "loaders": [loader.state_dict() for loader in objects.loaders]}
-        of_ranks = processes.gather_object(own)
-        engine.begin_save()
+        engine = self._engine
+        processes = Processes() if alone else engine.processes
+        place: str = processes.on_main_rank(
+            partial(self.folders.next_place, output_dir), f"look for {output_dir or self.folders.folder}"
+        )
+        path = self.folders.on_disk(place)
+        self.folders.count_from(path.name)  # even if the save fails: its number may be on the disk
+        published = partial(self.folders.published, place)
+        if not alone:
+            engine.begin_save()
+        loaders = [loader.state_dict() for loader in objects.loaders]
         state = objects.state(engine)
         weights, optimizers = state.model_state() if objects.weights else {}, state.optimizer_states()
-        extra = self._call_save_hooks(path, objects, weights)
+        extra = self._call_save_hooks(path, objects, weights, processes)
         in_shards = state.saves_shards
         if in_shards:
             weights, optimizers = state.shards_of((weights, optimizers))
+        # After the hooks, which may draw random numbers: the resumed loop continues with the numbers after them.
+        own = {"rng": rng_state(engine.device), "loaders": loaders}
+        of_ranks = processes.gather_object(own)
         steps = [optimizer.num_steps for optimizer in objects.optimizers]
         snapshot = Snapshot(
             state=TrainState(step=max(steps, default=0)).to_dict(),
@@ -163,8 +177,7 @@ class LoopCheckpoints:
             if extra is not None and extra.is_dir():
                 remove_folder(extra)
             raise
-        if project.automatic_checkpoint_naming:
-            project.iteration += 1
+        return place
 
     def _write(self, path: Path, snapshot: Snapshot, published: Callable[[Path], None]) -> None:
         if self._writer is None:
@@ -179,6 +192,7 @@ class LoopCheckpoints:
         return {
             "callbacks": {},
             "schedulers": schedules,
+            "schedule_classes": class_names(one.scheduler for one in objects.schedulers),
             "strategy": self._engine.state_dict() | ({} if scale is None else {"scaler": scale}),
             "data": {},  # a Trainer begins an epoch
             "loggers": [],
@@ -189,20 +203,22 @@ class LoopCheckpoints:
             _ENTRY: {
                 "counts": objects.counts,
                 "others": [other.state_dict() for other in objects.others],
+                "other_classes": class_names(objects.others),
                 "loaders": [of_rank["loaders"] for of_rank in of_ranks],
                 "steps": steps,
                 "seed": objects.seed,
             },
         }
 
-    def _call_save_hooks(self, path: Path, objects: LoopObjects, weights: dict[str, Any]) -> Path | None:
+    def _call_save_hooks(
+        self, path: Path, objects: LoopObjects, weights: dict[str, Any], processes: Processes
+    ) -> Path | None:
         """Call the save hooks. Return the folder with the files that the hooks have written.
 
         State dicts that a hook removes from its list are not saved.
         """
         if not self.save_hooks:
             return None
-        processes = self._engine.processes
 
         def make() -> Path:
             folder = hidden(path, "tmp")
@@ -280,9 +296,11 @@ class LoopCheckpoints:
             )
         snapshot = read_checkpoint(path, copy_model=False, allow_missing=["model"])
         entry = snapshot.trainer.get(_ENTRY)
-        self._check(path, snapshot, objects)
-        self._load_weights(path, snapshot, objects)
         state = objects.state(self._engine)
+        self._check(path, snapshot, objects)
+        for own, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
+            state.check_optimizer_state(own, saved)
+        self._load_weights(path, snapshot, objects)
         for own, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
             state.load_optimizer_state(own, saved)
         for optimizer in objects.optimizers:
@@ -294,7 +312,7 @@ class LoopCheckpoints:
             objects.scale.load_state_dict(scale)
         if snapshot.world_size == processes.world_size and snapshot.rng:
             set_rng_state(snapshot.rng[processes.rank], self._engine.device)
-        self.folders.continues(snapshot.trainer.get("run_id", ""), path.name)
+        self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
             warnings.warn(
                 f"{path} is a checkpoint of a Trainer: weights, optimizers, schedules and generators are restored, and "
@@ -317,16 +335,23 @@ class LoopCheckpoints:
         for hook in list(self.load_hooks.values()):
             hook(left, str(path))
         saved = {} if snapshot.model is None else snapshot.model
+        loads = []
+        for index, model in enumerate(objects.models):
+            if any(model is one for one in left):
+                prefix = objects.prefix(index)
+                weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
+                state = self._engine.loop_state(model, [], {})
+                state.check_model_state(weights)  # all models, before the first one is changed
+                loads.append((state, weights))
         with torch.no_grad() if self.load_hooks else nullcontext():
-            for index, model in enumerate(objects.models):
-                if any(model is one for one in left):
-                    prefix = objects.prefix(index)
-                    weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
-                    self._engine.loop_state(model, [], {}).load_model_state(weights)
+            for state, weights in loads:
+                state.load_model_state(weights)
         self._engine.weights_changed()
 
     def _check(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
-        """Check that a checkpoint fits the objects, before any object is changed."""
+        """Check that a checkpoint fits the objects apart from tensors, before any object is changed."""
+        TrainState().load_dict(snapshot.state)
+        schedules = [one.scheduler for one in objects.schedulers]
         entry, world_size = snapshot.trainer.get(_ENTRY), self._engine.processes.world_size
         if entry is None:
             counts = {
@@ -343,8 +368,12 @@ class LoopCheckpoints:
                     "Prepare and register the same as when it was saved, in the same order; load_checkpoint_in_model "
                     "loads weights alone."
                 )
+        compare_classes("learning-rate schedule", schedules, snapshot.trainer.get("schedule_classes"), path)
         if entry is None:
             return
+        compare_classes("registered object", objects.others, entry.get("other_classes"), path)
+        _check_counts(path, entry["steps"])
+        _check_counts(path, [[loader["epoch"], loader["position"]] for rank in entry["loaders"] for loader in rank])
         if objects.loaders and entry["seed"] != objects.seed:
             raise CheckpointError(
                 f"{path} was written with seed={entry['seed']}, and the data of this loop has the order of "
@@ -357,3 +386,15 @@ class LoopCheckpoints:
                 f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
                 "counted in samples."
             )
+
+
+def _check_counts(path: Path, counts: object) -> None:
+    """Check that all numbers in a tree of counts are finite and not negative."""
+    if isinstance(counts, (list, tuple)):
+        for one in counts:
+            _check_counts(path, one)
+    elif isinstance(counts, dict):
+        for one in counts.values():
+            _check_counts(path, one)
+    elif isinstance(counts, (int, float)) and not 0 <= counts < math.inf:
+        raise CheckpointError(f"{path} is damaged: its counts of steps or samples contain {counts}.")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, fetch_newest, find_remote, remote_names
+from trainwright.checkpoint.format.manifests import open_checkpoint
+from trainwright.checkpoint.remote import RemoteEntry, RemoteIndex, fetch_checkpoint, fetch_newest, remote_names
+from trainwright.checkpoint.retention import IndexEntry
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
+from trainwright.core.names.hidden_names import names_in
 
 _NAME = re.compile(r"checkpoint_(\d+)")
 
@@ -27,10 +31,11 @@ class ProjectConfiguration:
         logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
         automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
             `load_state()` without a folder reads the newest valid state. Default: False.
-        total_limit: Maximum number of automatically named states. Older states are deleted once a new state is on the
-            disk, or uploaded. In a remote folder, only states that this run has uploaded are deleted. Default: None,
-            which deletes no state.
-        iteration: Number of the next automatically named state. Default: 0.
+        total_limit: Maximum number of automatically named states of this run. Older states are deleted once a new state
+            is on the disk, or uploaded. States of other runs in the folder are not deleted. `load_state` continues the
+            run of the loaded state. Default: None, which deletes no state.
+        iteration: Number of the next automatically named state. If the folder already holds this number or a greater
+            one, the next state gets the number after the greatest one, with a warning. Default: 0.
         save_on_each_node: Must be False, because one folder contains the state of all nodes. Default: False.
         async_save: `save_state` returns once the tensors are copied to host memory. A thread then writes and uploads
             the state. The next save, `load_state` and the end of the script wait for this thread. Default: False.
@@ -81,6 +86,8 @@ class StateFolders:
     def __init__(self, configuration: ProjectConfiguration) -> None:
         self.configuration = configuration
         self.run_id = secrets.token_hex(8)
+        self._is_prepared = False  # before the first automatic save of this process
+        self._has_loaded = False
 
     @property
     def _root(self) -> Path:
@@ -93,49 +100,75 @@ class StateFolders:
         project = self.configuration.project_dir
         return f"{project.rstrip('/')}/checkpoints" if is_url(project) else os.fspath(self._root / "checkpoints")
 
+    @property
+    def _local_folder(self) -> Path:
+        """The local folder of automatically named states, also if they are uploaded."""
+        return self.on_disk(f"{self.folder}/any").parent
+
     def on_disk(self, place: str) -> Path:
         """Return the local path to which the state at a path or URL is written."""
         if not is_url(place):
             return Path(place)
         return local_folder(self._root / "checkpoints", parent_url(place)) / last_part(place)
 
-    def target(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the path or URL of the next save. With automatic naming, `output_dir` must be None. Not collective."""
-        project = self.configuration
-        if not project.automatic_checkpoint_naming:
-            if output_dir is None:
-                raise ConfigurationError(
-                    "save_state() needs a folder. Pass output_dir='…', or "
-                    "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
-                )
-            return os.fspath(output_dir)
-        if output_dir is not None:
+    def check_target(self, output_dir: str | os.PathLike[str] | None) -> None:
+        """Check that a folder to save to was passed, or that automatic naming determines it. Not collective."""
+        if output_dir is None and not self.configuration.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "save_state() needs a folder. Pass output_dir='…', or "
+                "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
+            )
+        if output_dir is not None and self.configuration.automatic_checkpoint_naming:
             raise ConfigurationError(
                 f"save_state(output_dir={os.fspath(output_dir)!r}) and automatic_checkpoint_naming=True both name the "
                 "folder. Leave one out."
             )
-        return f"{self.folder}/checkpoint_{project.iteration}"
 
-    def check(self, place: str) -> None:
-        """Check before a save that an automatic name is free and a remote folder is available. Main rank only.
+    def name_of(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Return the path or URL of a save from its argument and the count of automatic names. Not collective."""
+        if output_dir is not None:
+            return os.fspath(output_dir)
+        return f"{self.folder}/checkpoint_{self.configuration.iteration}"
+
+    def next_place(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Return the path or URL of the next save. Main rank only.
+
+        An automatic number is greater than the numbers of all states in the folder, of any run, valid or damaged.
 
         Raises:
-            CheckpointError: The service cannot be reached, or denies access.
-            ConfigurationError: The name is taken.
+            CheckpointError: The service of a URL cannot be reached, or denies access.
             MissingPackageError: The package of the service is not installed.
         """
-        automatic = self.configuration.automatic_checkpoint_naming
-        if is_url(place):
-            url, name = parent_url(place), last_part(place)
-            is_there = name in remote_names(url)
-            is_taken = is_there and automatic and any(last_part(found.url) == name for found in find_remote(url))
-        else:
-            is_taken = automatic and Path(place).exists()
-        if is_taken:
-            raise ConfigurationError(
-                f"{place} exists already. Call load_state() to continue from the newest state, or pass "
-                "ProjectConfiguration(iteration=…), the number of the next one."
+        if output_dir is not None:
+            if is_url(output_dir):
+                remote_names(parent_url(os.fspath(output_dir)))
+            return self.name_of(output_dir)
+        wanted = self.configuration.iteration
+        number = wanted
+        for name in self._names():
+            found = _NAME.fullmatch(name)
+            if found is not None:
+                number = max(number, int(found[1]) + 1)
+        if number != wanted and not self._has_loaded:  # a loaded run may have left a damaged or unfinished state
+            warnings.warn(
+                f"{self.folder} holds states up to checkpoint_{number - 1}, which this process has not written. The "
+                f"next state is checkpoint_{number}. total_limit deletes states of this run only. To continue the "
+                "earlier run, call load_state() before the first save.",
+                TrainwrightWarning,
+                stacklevel=2,
             )
+        return f"{self.folder}/checkpoint_{number}"
+
+    def _names(self) -> set[str]:
+        """Return the names in the folder of automatic states, remote and local, and names that are being written."""
+        local = self._local_folder
+        if not self._is_prepared:
+            RunFolder(local).prepare()  # a killed process may have left an unfinished state
+            self._is_prepared = True
+        names = set(names_in(local))
+        if is_url(self.folder):
+            names.update(remote_names(self.folder))
+        return names
 
     def check_source(self, input_dir: str | os.PathLike[str] | None) -> None:
         """Check that a folder to load from was passed, or that automatic naming determines it."""
@@ -155,7 +188,7 @@ class StateFolders:
             MissingPackageError: The package of the service is not installed.
         """
         if url is None:
-            local = RunFolder(self.on_disk(f"{self.folder}/newest").parent).newest()
+            local = RunFolder(self._local_folder).newest()
             newest = fetch_newest(self.folder, self._root / "downloaded", than=local) if is_url(self.folder) else None
             if newest is None and local is not None:
                 newest = local.path
@@ -168,34 +201,54 @@ class StateFolders:
     def published(self, place: str, path: Path) -> None:
         """Upload the state in `path` if `place` is a URL, and delete states beyond the limit. Main rank only.
 
-        If the upload fails, the state remains on this machine, and earlier uploads are not changed.
+        Only states of this run are deleted, and never the state in `path`. If the upload fails, the state remains on
+        this machine, and earlier uploads are not changed.
         """
-        index = RemoteIndex(parent_url(place), run=self.run_id) if is_url(place) else None
-        if index is not None:
-            index.upload(path, replace=True)
-        limit = self.configuration.total_limit
-        if not self.configuration.automatic_checkpoint_naming or limit is None:
+        remote = RemoteIndex(parent_url(place), run=self.run_id) if is_url(place) else None
+        if remote is not None:
+            remote.upload(path, replace=True)
+        if not self.configuration.automatic_checkpoint_naming:
             return
-        for name in _beyond(limit, [one.name for one in path.parent.iterdir()]):
-            remove_folder(path.parent / name)
-        if index is None:
+        local = RunFolder(path.parent, run=self.run_id).index
+        local.add(path)
+        if self.configuration.total_limit is None:
             return
         try:
-            index.delete_unfinished()
-            for name in _beyond(limit, [entry.name for entry in index.entries()]):
-                index.delete(name)
-        except CheckpointError as error:
+            for name in self._beyond_limit(local.entries(), path.name):
+                local.delete(name)
+            if remote is not None:
+                remote.delete_unfinished()
+                for name in self._beyond_limit(remote.entries(), path.name):
+                    remote.delete(name)
+        except (CheckpointError, OSError) as error:
             warnings.warn(f"an earlier state was not deleted: {error}", TrainwrightWarning, stacklevel=2)
 
-    def continues(self, run_id: str, name: str) -> None:
-        """Adopt the loaded state's run identifier, and count automatic names from `name`, the state's name."""
+    def _beyond_limit(self, entries: Sequence[IndexEntry] | Sequence[RemoteEntry], newest: str) -> list[str]:
+        """Return the names of the oldest states, all but `newest` and `total_limit - 1` others."""
+        assert self.configuration.total_limit is not None
+        older = [one for one in entries if one.name != newest and _NAME.fullmatch(one.name) is not None]
+        older.sort(key=lambda one: one.created)
+        num_deleted = max(0, len(older) - (self.configuration.total_limit - 1))
+        return [one.name for one in older[:num_deleted]]
+
+    def continues(self, run_id: str, path: Path, *, is_main: bool) -> None:
+        """Adopt the run of a loaded state, and count automatic names from the state's name. Not collective.
+
+        Args:
+            run_id: Identifier of the state's run. Empty for states of early versions.
+            path: The state's local folder.
+            is_main: True on the main rank, which adds the state to the run's index if a killed process has not.
+        """
         self.run_id = run_id or self.run_id
+        self._has_loaded = True
+        self.count_from(path.name)
+        is_ours = path.resolve().parent == self._local_folder.resolve()
+        if is_main and is_ours and self.configuration.automatic_checkpoint_naming:
+            with contextlib.suppress(OSError):  # the folder may be read-only
+                RunFolder(path.parent, run=self.run_id).enter(open_checkpoint(path))
+
+    def count_from(self, name: str) -> None:
+        """Set the number of the next automatic name to one more than the number in `name`."""
         found = _NAME.fullmatch(name)
         if found is not None and self.configuration.automatic_checkpoint_naming:
             self.configuration.iteration = int(found[1]) + 1
-
-
-def _beyond(limit: int, names: list[str]) -> list[str]:
-    """Return all automatic names except the `limit` names with the highest numbers."""
-    numbers = {int(found[1]): name for name in names if (found := _NAME.fullmatch(name))}
-    return [numbers[number] for number in sorted(numbers)[:-limit]]

@@ -21,6 +21,7 @@ from trainwright.checkpoint.disk.planned_file import LOW_PRIORITY_FROM_BYTES
 from trainwright.checkpoint.format.layout import Snapshot
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.format.writer import Contents, check_target, plain_metrics, plan_checkpoint, write_contents
+from trainwright.core import unraised
 from trainwright.core.errors import CheckpointError
 
 _LOOK_S = 0.5  # interval in which the deadline is checked
@@ -49,7 +50,8 @@ class AsyncWriter:
     for the previous save, so that a slow disk slows the run down instead of filling the memory. A save starts the
     writing thread and a thread of the lowest priority, which does the work that takes processor time, such as hashing.
     While a caller waits for a save, the writing thread does this work, too. Both threads end with the save. An exiting
-    interpreter waits for them until the deadline. Saving runs no collectives and draws no random numbers.
+    interpreter waits for them until the deadline, prints the error of a failed save that no call has raised, and exits
+    with code 1. Saving runs no collectives and draws no random numbers.
 
     Args:
         max_shard_bytes: see `plan_model`.
@@ -64,6 +66,7 @@ class AsyncWriter:
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         self.buffers = HostBuffers()
         self._max_shard_bytes = max_shard_bytes
+        unraised.report_at_exit()
         self._contents: Contents | None = None  # the files in the buffers
         self._later: LaterCopy | None = None  # copies into the buffers that remain
         self.optimizers: Sequence[Optimizer] = ()
@@ -188,9 +191,7 @@ class AsyncWriter:
         """
         self.join()
         with self._lock:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
+            self._raise_error()
 
     def finish_copy(self) -> None:
         """Block until the copy of the last snapshot is complete. Afterwards all tensors of the snapshot may change."""
@@ -235,9 +236,7 @@ class AsyncWriter:
 
     def _start(self, job: _Job) -> None:
         with self._lock:
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+            self._raise_error()
             if self._thread is None:
                 # Started here, since no thread can be started once the interpreter is exiting.
                 self._quiet = quiet = LowPriorityThread()
@@ -251,6 +250,14 @@ class AsyncWriter:
                 threading.Thread(target=_hold_exit, args=(thread, dropped), name=f"{name}-exit", daemon=False).start()
                 self._thread = thread
             self._jobs.append(job)
+
+    def _raise_error(self) -> None:
+        """Raise the error of the last failed job, once. The caller holds the lock."""
+        error = self._error
+        self._error = None
+        if error is not None:
+            unraised.discard(error)
+            raise error
 
     def _staged_bytes(self) -> int:
         return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
@@ -296,6 +303,7 @@ class AsyncWriter:
                 f"Earlier checkpoints are unchanged.{others}"
             )
             self._error.__cause__ = error
+            unraised.add(self._error)
 
 
 class _Guard:

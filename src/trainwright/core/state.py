@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from trainwright.core.errors import CheckpointError
 
 
 @dataclass(slots=True)
@@ -60,7 +63,15 @@ class TrainState:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def load_dict(self, values: dict[str, Any]) -> None:
-        """Set the fields from the result of `to_dict`. Unknown keys of newer versions are ignored."""
+        """Set the fields from the result of `to_dict`. Unknown keys of newer versions are ignored.
+
+        Raises:
+            CheckpointError: a count is negative or not finite. No field has been set.
+        """
+        for f in dataclasses.fields(self):
+            value = values.get(f.name, 0)
+            if not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                raise CheckpointError(f"the saved progress is damaged: {f.name} is {value!r}.")
         for f in dataclasses.fields(self):
             if f.name in values:
                 setattr(self, f.name, values[f.name])
@@ -147,6 +158,31 @@ class SkippedData:
 
 class SkipRestOfEpoch(Exception):
     """Signal that an `on_train_batch_start` hook returned -1: the epoch ends before the current micro-batch."""
+
+
+def class_names(objects: Iterable[object]) -> list[str]:
+    """Return the classes of objects whose states are saved, for `compare_classes`."""
+    return [type(one).__qualname__ for one in objects]
+
+
+def compare_classes(kind: str, objects: Iterable[object], saved: Sequence[str] | None, origin: object) -> None:
+    """Check that objects have the classes of the objects whose states were saved in their places.
+
+    Args:
+        kind: the objects, for the message, such as `"learning-rate schedule"`.
+        objects: the objects, in the order of the saved states.
+        saved: the result of `class_names` when the states were saved. None for a checkpoint of an early version.
+        origin: the checkpoint, for the message.
+
+    Raises:
+        CheckpointError: a class differs.
+    """
+    for number, (own, before) in enumerate(zip(class_names(objects), saved or (), strict=False)):
+        if own != before:
+            raise CheckpointError(
+                f"{origin} holds the state of {before} as {kind} {number}, which is a {own} here. Use the same "
+                "classes in the same order."
+            )
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

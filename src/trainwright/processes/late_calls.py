@@ -118,6 +118,11 @@ def _place_of(thread_id: int) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}{waits}"
 
 
+def is_in_collective(place: str) -> bool:
+    """Return whether the position of a rank, as `LateCalls.ask` returns it, is within a collective."""
+    return ", waits in " in place
+
+
 def _is_library(frame: FrameType) -> bool:
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in ("torch", "trainwright", "contextlib", "deepspeed")

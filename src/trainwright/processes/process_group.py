@@ -23,7 +23,7 @@ from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address
 from trainwright.processes.devices import ONECCL, default_backend
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import ranks_text
-from trainwright.processes.late_calls import LateCalls
+from trainwright.processes.late_calls import LateCalls, is_in_collective
 from trainwright.processes.launcher import failure_of_started
 from trainwright.processes.rank_position import Position
 
@@ -32,6 +32,7 @@ _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
 _LONGEST_LOOK_S = 0.25
 _SLOW_START_S = 60.0
 _LATE_S = 10.0  # after which a rank that waits for others in a call names them
+_LATE_AGAIN_S = 1.0  # after which a main rank that has made a call alone asks whether the others wait for it
 
 _groups_made = 0
 _excepthook = _torch_excepthook = sys.excepthook
@@ -39,6 +40,7 @@ _stores: dict[tuple[str, int, int], TCPStore] = {}
 
 
 T = TypeVar("T")
+Turn = Literal["together", "alone", "done"]  # see `Processes.meet_or_lead`
 
 
 class Helpers(Protocol):
@@ -132,8 +134,28 @@ class Processes:
         The ranks use the store, not the group, because late ranks may be in another collective of the group.
 
         Raises:
+            ConfigurationError: each rank that is missing waits in a collective, and so can never make the call.
             TimeoutError: a rank did not make the call within `timeout`.
         """
+
+    def meet_or_lead(self, call: str, position: str) -> Turn:
+        """Wait for the other ranks as `meet` does. The main rank waits some seconds, and then makes the call alone.
+
+        The wait takes 10 s. Later waits end after 1 s if the other ranks are in a collective.
+
+        Args:
+            call: the name of the call, for messages.
+            position: the position in the program, which is equal on all ranks that make the same call. A rank whose
+                call the main rank has already made alone thus recognizes it.
+
+        Returns:
+            `"together"` if all ranks have come, `"alone"` on a main rank that makes the call alone, `"done"` on a late
+            rank whose call the main rank has made.
+
+        Raises:
+            TimeoutError: the main rank did not make the call within `timeout`.
+        """
+        return "together"
 
     def watch_calls(self) -> None:
         """From now on, send the calling thread's position to ranks that wait in `meet`. Not collective."""
@@ -222,6 +244,8 @@ class ProcessGroup(Processes):
         self._others_end = False
         self._num_meetings = 0
         self._meeting: Any = None
+        self._num_joint_calls = 0
+        self._has_led = False  # a call of `meet_or_lead` was made alone
         self._late_calls: LateCalls | None = None
 
     def open(self, device: torch.device) -> None:
@@ -342,30 +366,83 @@ class ProcessGroup(Processes):
         if not self._made_here:
             return
         self._num_meetings += 1
-        store, start_s, is_told = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store), time.monotonic(), False
+        store = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store)
         earlier, self._meeting = self._meeting, store
         store.set(str(self.rank), "")
         if store.add("arrived", 1) == self.world_size:
             for key in ("arrived", "everyone", *map(str, range(self.world_size))) if earlier is not None else ():
                 earlier.delete_key(key)  # all have left the meeting before this one
             store.set("everyone", "")
+        self._wait_for("everyone", store, call)
+
+    def meet_or_lead(self, call: str, position: str) -> Turn:
+        if not self._made_here:
+            return "together"
+        while True:
+            self._num_joint_calls += 1
+            store = PrefixStore(f"joint/{self._num_joint_calls}/{call}", self._store)
+            store.set(str(self.rank), "")
+            if store.add("arrived", 1) == self.world_size:
+                # The first outcome is final: the main rank may be about to go alone.
+                store.compare_set("outcome", "", "together")
+            if not self._wait_for("outcome", store, call, leads=self.rank == 0):
+                store.compare_set("outcome", "", f"alone at {position}")
+            outcome = store.get("outcome").decode()
+            if outcome == "together":
+                return "together"
+            if self.rank == 0:
+                self._has_led = True
+                return "alone"
+            if outcome == f"alone at {position}":
+                return "done"
+            # The main rank has made an earlier call alone. This call is a later one.
+
+    def _wait_for(self, key: str, store: Any, call: str, *, leads: bool = False) -> bool:
+        """Wait until `key` exists, and report the ranks that are late. See `meet` for errors.
+
+        If `leads` is True, return False when the other ranks are late. A rank that has led before returns as soon as
+        the other ranks wait in a collective, which they cannot leave without this rank.
+
+        Args:
+            key: a key of `store`. The other keys are the ranks that have arrived.
+            store: the store of this call.
+            call: the name of the call, for messages.
+            leads: this rank may make the call alone. Default: False.
+        """
+        start_s = time.monotonic()
         look_s = 0.0005
-        while not store.check(["everyone"]):  # store.wait() would log two warnings of torch for each second
+        next_report_s = _LATE_AGAIN_S if leads and self._has_led else _LATE_S
+        blocked_before: list[str] | None = None
+        while not store.check([key]):  # store.wait() would log two warnings of torch for each second
             time.sleep(look_s)  # Ctrl-C works here
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
             waited_s = time.monotonic() - start_s
-            if waited_s < _LATE_S or (is_told and waited_s < self.timeout.total_seconds()):
+            is_over = waited_s >= self.timeout.total_seconds()
+            if waited_s < next_report_s and not is_over:
                 continue
-            missing = ranks_text([rank for rank in range(self.world_size) if not store.check([str(rank)])])
+            late = [rank for rank in range(self.world_size) if not store.check([str(rank)])]
             text = (
-                f"rank {self.rank} waits in {call} for {missing}, which may be slow or never makes this call. Call it "
-                "on every rank, not on the main one alone."
+                f"rank {self.rank} waits in {call} for {ranks_text(late)}, which may be slow or never makes this call. "
+                "Call it on every rank, not on the main one alone."
             )
-            if waited_s >= self.timeout.total_seconds():
+            if is_over:
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")
-            is_told = True
             places = [] if self._late_calls is None else self._late_calls.ask(PrefixStore("late", self._store))
-            sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")
+            blocked = [place for place in places if is_in_collective(place)]
+            if leads:
+                if len(blocked) == len(late) or waited_s >= _LATE_S:
+                    return False
+                next_report_s = _LATE_S
+                continue
+            if blocked_before is None:
+                sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")
+            # No rank computes: those that have arrived wait here, and the late ones have waited in the same collectives
+            # since the last look. A collective needs all ranks, so that the program would wait for ever.
+            elif blocked == blocked_before and len(blocked) == len(late):
+                raise ConfigurationError("\n  ".join([text, *places]))
+            blocked_before = blocked
+            next_report_s += _LATE_S
+        return True
 
     def watch_calls(self) -> None:
         if self._made_here and self._late_calls is None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from trainwright.core import unraised
 from trainwright.core.errors import PREEMPTED, Preempted
 from trainwright.core.process import started_by_trainer, variable
 
@@ -93,6 +94,8 @@ def main(work_file: str) -> int:
         if before is not None:
             before()
         work()
+        for error in unraised.take():  # this process ends without the functions of atexit
+            raise error
     except Preempted:  # agreed by all, including the parent
         return PREEMPTED
     except BaseException:  # noqa: BLE001  # any error belongs in the parent's message

@@ -85,28 +85,13 @@ def load_named_optimizer_state(
             state (the message names it), or the parameters of an LBFGS have a different order. The optimizer is
             unchanged.
     """
-    own_class = type(optimizer).__qualname__
-    try:
-        saved_class, saved_groups, saved_state = tree["class"], list(tree["groups"]), dict(tree["state"])
-        saved_names = [list(group["params"]) for group in saved_groups]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the saved optimizer state is incomplete: {error!r}.") from error
-    if saved_class != own_class:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {saved_class}, and this optimizer is {own_class}. Use {saved_class}, "
-            "or pass allow_missing=['optimizer'] to start with a new optimizer state."
-        )
     packed = optimizer.state_dict()
     names_of = _names_by_index(optimizer, packed, names)
     own_groups = [[names_of[index] for index in group["params"]] for group in packed["param_groups"]]
-    _check_names(own_class, own_groups, saved_names, saved_state)
-    matches = _match_groups(own_groups, saved_names)
-    # LBFGS flattens all parameters into one vector, so that its history is valid for one parameter order only.
-    if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
-        raise CheckpointError(
-            f"LBFGS was saved with the parameters in the order {saved_names[0]}, and now their order is "
-            f"{own_groups[0]}. Pass the parameters to LBFGS in the saved order."
-        )
+    _check_fit(optimizer, tree, own_groups)
+    saved_groups = list(tree["groups"])
+    saved_state = dict(tree["state"])
+    matches = _match_groups(own_groups, [list(group["params"]) for group in saved_groups])
     groups = []
     for group, match in zip(packed["param_groups"], matches, strict=True):
         saved = {key: value for key, value in saved_groups[match].items() if key != "params"}
@@ -141,6 +126,44 @@ def load_named_optimizer_state(
     finally:
         before.remove()
         after.remove()
+
+
+def check_named_optimizer_state(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Raise the errors of `load_named_optimizer_state` without loading the state."""
+    own_groups = [[plain_name(names[parameter]) for parameter in group["params"]] for group in optimizer.param_groups]
+    _check_fit(optimizer, tree, own_groups)
+
+
+def _check_fit(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], own_groups: list[list[str]]) -> None:
+    """Check that a saved state belongs to an optimizer of the same class with the same parameters.
+
+    Args:
+        optimizer: the optimizer.
+        tree: the result of `named_optimizer_state`.
+        own_groups: the names of the optimizer's parameters, by group.
+    """
+    own_class = type(optimizer).__qualname__
+    try:
+        saved_class = tree["class"]
+        saved_state = dict(tree["state"])
+        saved_names = [list(group["params"]) for group in tree["groups"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the saved optimizer state is incomplete: {error!r}.") from error
+    if saved_class != own_class:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved_class}, and this optimizer is {own_class}. Use {saved_class}, "
+            "or start with a new optimizer state: pass allow_missing=['optimizer'] to Trainer.fit, or load the weights "
+            "alone in a user-written loop."
+        )
+    _check_names(own_class, own_groups, saved_names, saved_state)
+    # LBFGS flattens all parameters into one vector, so that its history is valid for one parameter order only.
+    if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
+        raise CheckpointError(
+            f"LBFGS was saved with the parameters in the order {saved_names[0]}, and now their order is "
+            f"{own_groups[0]}. Pass the parameters to LBFGS in the saved order."
+        )
 
 
 @dataclass(frozen=True, slots=True)
