@@ -104,7 +104,9 @@ class PipelineStep(AutomaticStep):
     def _call(self, i: int, is_last: bool) -> Any:
         """Run the training step on a micro-batch. Keep logged values only in the last stage."""
         self.sink.batch, self.sink.diverted = self._batches[i], self._logged[i] if is_last else []
-        with self._context or nullcontext():
+        # The other stages stop in the model's call, and a rank may have several of them.
+        counting = nullcontext() if is_last and self._shares[i] else self._without_counting()
+        with self._context or nullcontext(), counting:
             return self._training_step(self._batches[i], self._first_idx + self._batch_indices[i])
 
     def _weigh(self, output: Any, i: int) -> torch.Tensor:

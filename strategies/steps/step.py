@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable
@@ -23,7 +24,9 @@ from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import local_part
 from trainwright.loggers.metric_buffer import MetricBuffer
-from trainwright.strategies.data_ranks import DataRanks
+from trainwright.loggers.metric_slot import is_metric_object
+from trainwright.loggers.metric_values import same_metric_objects
+from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure, outputs_of
 from trainwright.strategies.steps.gradients import (
@@ -122,6 +125,9 @@ class Step(ABC):
         self._last_idx = 0
         self._zeroed = True
         self._needs_closure = False
+        self._changed_metrics = ExitStack()
+        if parts.ranks.size < parts.ranks.processes.world_size:  # else torchmetrics' own communication is right
+            self._changed_metrics.enter_context(metrics_over(self._metric_objects(), parts.ranks))
         gradients = parts.gradients
         self._complete = gradients.complete if overrides(gradients, "complete", Gradients) else None
 
@@ -161,7 +167,8 @@ class Step(ABC):
                     raise SkipRestOfEpoch
             if num > 1 and self._synchronize is not None:
                 self._synchronize(i == num - 1)  # all-reduce gradients only in the last micro-batch
-            output, loss = self._run_batch(batch, idx, None if weights is None else weights[i], num)
+            run_batch = self._run_padding if is_padding else self._run_batch
+            output, loss = run_batch(batch, idx, None if weights is None else weights[i], num)
             if loss is None:
                 skipped.append(i)
             else:
@@ -197,11 +204,29 @@ class Step(ABC):
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
         """Run one of `num` micro-batches. Return the step's output and its weighted loss, detached."""
 
+    def _run_padding(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        """Run a micro-batch of padding. Metric objects do not count it."""
+        with self._without_counting():
+            return self._run_batch(batch, idx, weight, num)
+
+    def _without_counting(self) -> AbstractContextManager[None]:
+        """Return a context that restores the metric objects of the task and of callbacks."""
+        return same_metric_objects(self._metric_objects())
+
+    def _metric_objects(self) -> list[nn.Module]:
+        """Return the metric objects of the task and of callbacks, including their parts."""
+        owners = [vars(callback).values() for callback in getattr(self.run, "callbacks", ())]
+        held = [value for values in owners for value in values if is_metric_object(value)]
+        modules = [*self.task.modules(), *(part for metric in held for part in metric.modules())]
+        return [module for module in modules if is_metric_object(module)]
+
     def end_batch(self, group: Group) -> None:
         """Call the hooks at the end of a micro-batch. For the last micro-batch, call this after the optimizer step."""
         self.sink.batch = group.last_batch  # it determines the weight of logged values
-        for hook in self.hooks.on_train_batch_end:
-            hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
+        is_padding = group.weights is not None and not group.weights[group.index]
+        with self._without_counting() if is_padding else nullcontext():
+            for hook in self.hooks.on_train_batch_end:
+                hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
         self.sink.batch = None
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
@@ -283,7 +308,8 @@ class Step(ABC):
         return output
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers."""
+        """Remove the hooks from the optimizers, and restore the communication of metric objects."""
+        self._changed_metrics.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []
