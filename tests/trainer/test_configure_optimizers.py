@@ -297,7 +297,7 @@ def test_a_plateau_is_stepped_before_the_checkpoint_of_its_step(tmp_path: Path) 
     whole = _SeenBySchedule(interval="step", frequency=2, monitor="val")
     quiet_trainer(callbacks=saver, **arguments).fit(whole, regression_loader(6), regression_loader(1))
     resumed = _SeenBySchedule(interval="step", frequency=2, monitor="val")
-    saver = ModelCheckpoint(tmp_path / "resumed", every_n_train_steps=2)
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     quiet_trainer(callbacks=saver, **arguments).fit(
         resumed, regression_loader(6), regression_loader(1), ckpt_path=tmp_path / "step=4"
     )
