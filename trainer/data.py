@@ -123,6 +123,7 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
         uneven=arguments.uneven_batches,
         lockstep_evaluation=engine.capabilities.lockstep_evaluation,
         agree=(lambda values: engine.data_ranks.gather_of_readers(values)) if ranks.num_readers > 1 else None,
+        lend=lambda batch: engine.data_ranks.gather(batch)[:: engine.data_ranks.parts],
         per_sample_rng=arguments.per_sample_rng,
         workers=workers,
     )
