@@ -26,6 +26,7 @@ from trainwright.loggers.metric_slot import (
     Reduction,
     is_metric_object,
     parse_reduction,
+    reset_metric,
     restored_slot,
     same_function,
     slot_states,
@@ -258,8 +259,8 @@ class MetricBuffer:
         metrics = self._stages[self._stage]
         apart = add_index and index is not None and metrics.num_dataloaders > 1
         suffix = f"/dataloader_idx_{index}" if apart else ""
-        if apart and is_metric_object(value):
-            self._refuse_shared_metric(name, suffix, value)
+        if isinstance(value, nn.Module) and is_metric_object(value):
+            self._refuse_shared_metric(name, suffix if apart else None, value)
         slot = metrics.slots.get(name + suffix)
         if slot is None:
             slot = metrics.slots[name + suffix] = MetricSlot(name, suffix, settings)
@@ -312,9 +313,18 @@ class MetricBuffer:
         reduction, sync = parse_reduction(name, reduce_fx), None if sync_dist is None else bool(sync_dist)
         return MetricSettings(step, epoch, bool(prog_bar), bool(logger), reduction, sync, bool(main_only))
 
-    def _refuse_shared_metric(self, name: str, suffix: str, metric: object) -> None:
+    def _refuse_shared_metric(self, name: str, suffix: str | None, metric: nn.Module) -> None:
+        """Raise if training and evaluations, or several loaders, log one object. `suffix` is None for one loader."""
+        parts = set(map(id, metric.modules()))
+        for stage, metrics in self._stages.items():
+            logged = [slot.last_metric for slot in metrics.slots.values() if slot.last_metric is not None]
+            if stage != self._stage and any(id(part) in parts for each in logged for part in each.modules()):
+                raise ConfigurationError(
+                    f"log({name!r}): one metric object, or a part of it, is logged in the stages {stage!r} and "
+                    f"{self._stage!r}, so that its values would mix. Create one object for each stage."
+                )
         for other in self._by_slots():
-            if other.metric is metric and other.name == name and other.suffix != suffix:
+            if suffix is not None and other.metric is metric and other.suffix != suffix:
                 raise ConfigurationError(
                     f"log({name!r}): one metric object is logged for several dataloaders, so that its values would "
                     f"mix ({other.suffix} and {suffix}). Create one object for each loader, or pass "
@@ -427,6 +437,6 @@ class MetricBuffer:
         for slot in slots:
             slot.clear_epoch()
         for slot in objects.values():  # after all are computed: one object may be logged under two names
-            slot.metric.reset()
+            reset_metric(slot.metric)
             slot.metric = None
         return flushed

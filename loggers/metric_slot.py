@@ -65,6 +65,12 @@ def is_metric_object(value: object) -> bool:
     return isinstance(value, torch.nn.Module) and hasattr(value, "compute") and hasattr(value, "reset")
 
 
+def reset_metric(metric: Any) -> None:
+    """Reset a metric object. Its new state may be updated inside and outside of inference mode."""
+    with torch.inference_mode(False):
+        metric.reset()
+
+
 def to_number(name: str, value: object) -> float | Tensor:
     """Return a float, or a detached 0-dim copy of a tensor on the same device. Never waits for the device."""
     if isinstance(value, (bool, int, float)):
@@ -116,7 +122,7 @@ class MetricSlot:
     """Values logged under one key: a metric's name with the suffix of its evaluation loader, if any."""
 
     __slots__ = (
-        *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
+        *("name", "suffix", "settings", "options", "metric", "last_metric", "loader", "on_step", "on_epoch", "is_free"),
         *("values", "weights", "last", "last_weight", "weight", "weigh", "weigh_step"),
         *("chunks", "totals", "host_total", "host_extreme", "seen_step", "seen_epoch"),
     )
@@ -131,6 +137,7 @@ class MetricSlot:
         self.values: list[float | Tensor] = []  # pending ones of the epoch, at most FOLD_EVERY
         self.weights: list[float] = []
         self.metric: Any = None  # the torchmetrics object, when that is what was logged
+        self.last_metric: Any = None  # the last torchmetrics object, also of an earlier epoch
         self.loader: int | None = None  # index of the evaluation loader, if there are several
         self.clear_epoch()
         self.configure(settings)
@@ -174,7 +181,7 @@ class MetricSlot:
             raise ConfigurationError(
                 f"log({self.key!r}) got two different metric objects in one epoch; give each its own name."
             )
-        self.metric = metric
+        self.metric = self.last_metric = metric
         if self.on_step:
             # torchmetrics keeps the batch's value under this name only. Without a forward: the accumulated value.
             batch_value = getattr(metric, "_forward_cache", None)
@@ -186,7 +193,7 @@ class MetricSlot:
         self.is_free = True
         self.options = None
         if self.metric is not None:
-            self.metric.reset()
+            reset_metric(self.metric)
             self.metric = None
 
     @property

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
-from trainwright.core.tree import map_tensors
+from trainwright.core.tree import map_tensors, same_attributes
 from trainwright.loggers.metric_slot import (
     HostReads,
     MetricSlot,
@@ -24,6 +24,7 @@ from trainwright.loggers.metric_slot import (
     is_metric_object,
     pack,
     pick,
+    reset_metric,
     restored_slot,
     to_number,
 )
@@ -322,7 +323,7 @@ def put_objects(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torchmetrics expects an update
                 result = other.compute()
-            other.reset()  # its result would else be used again
+            reset_metric(other)  # its result would else be used again
         elif metric is not None:
             warnings.warn(
                 f"the metric object {key!r} was logged on {counts[key]} of {len(gathered)} ranks only, and is not "
@@ -338,6 +339,19 @@ def put_objects(
         if slot.on_epoch and key not in counts:
             waiting += named_values(entry_of(slot), compute_alone(slot.metric))
     read_into(flushed, waiting, "epoch")
+
+
+@contextmanager
+def same_metric_objects(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Restore the metric objects among `modules` after the context, so that they do not count a batch of padding.
+
+    Metric objects are not replaced by ones that ignore updates, because the step may use their results.
+    """
+    with ExitStack() as undo:
+        for module in {id(module): module for module in modules}.values():
+            if is_metric_object(module):
+                undo.enter_context(same_attributes(module, ("_modules", "_parameters")))
+        yield
 
 
 def objects_state(module: torch.nn.Module) -> State:

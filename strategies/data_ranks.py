@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.processes.process_group import Processes
 
 _CHUNK_BYTES = 25 * 2**20  # size of tensors per all-reduce, like DistributedDataParallel's buckets
@@ -146,11 +145,11 @@ class _DifferentiableGather(torch.autograd.Function):
 
 
 @contextmanager
-def metrics_over(task: nn.Module, ranks: DataRanks) -> Iterator[None]:
-    """Return a context in which torchmetrics objects of a task synchronize over data-parallel ranks. Not collective.
+def metrics_over(metrics: Iterable[nn.Module], ranks: DataRanks) -> Iterator[None]:
+    """Return a context in which torchmetrics objects synchronize over data-parallel ranks. Not collective.
 
     Args:
-        task: The task. Metric objects with their own `dist_sync_fn` are not changed.
+        metrics: The metric objects. Those with their own `dist_sync_fn` are not changed.
         ranks: Data-parallel ranks of the run.
     """
 
@@ -162,8 +161,7 @@ def metrics_over(task: nn.Module, ranks: DataRanks) -> Iterator[None]:
         found: list[torch.Tensor] = gather_all_tensors(result, ranks.group)
         return found
 
-    metrics: list[Any] = [module for module in task.modules() if is_metric_object(module)]
-    changed = [metric for metric in metrics if getattr(metric, "dist_sync_fn", gather) is None]
+    changed: list[Any] = [metric for metric in metrics if getattr(metric, "dist_sync_fn", gather) is None]
     for metric in changed:
         metric.dist_sync_fn = gather
     try:

@@ -123,6 +123,7 @@ def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, worke
         uneven=arguments.uneven_batches,
         lockstep_evaluation=engine.capabilities.lockstep_evaluation,
         agree=(lambda values: engine.data_ranks.gather_of_readers(values)) if ranks.num_readers > 1 else None,
+        lend=lambda batch: engine.data_ranks.gather(batch)[:: engine.data_ranks.parts],
         per_sample_rng=arguments.per_sample_rng,
         workers=workers,
     )
@@ -351,12 +352,28 @@ class StageData:
         self.made: TrainData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
         self.place: dict[str, Any] | None = None
+        self._made_in: dict[str, int] = {}
         self.on_made: Callable[[TrainData | EvaluationData], None] | None = None
 
     def _options(self) -> LoaderOptions:
         seed = self._history.seed
         assert seed is not None  # chosen when the processes started
         return loader_options(self._settings.arguments, self._engine, seed, self.workers)
+
+    def _make(self, kind: str) -> Any:
+        """Return the user's loaders, requested with the `current_epoch` of the uninterrupted run.
+
+        After a resume, this is the epoch in which the interrupted run requested them, unless a reload is due.
+        """
+        state, every = self._history.state, self._settings.arguments.reload_dataloaders_every_n_epochs
+        now = state.epoch
+        reload_is_due = every > 0 and now % every == 0
+        state.epoch = now if reload_is_due else self._made_in.get(kind, now)
+        self._made_in[kind] = state.epoch
+        try:
+            return self.sources.make(kind, self._task)
+        finally:
+            state.epoch = now
 
     @property
     def _task(self) -> TaskModule:
@@ -367,7 +384,7 @@ class StageData:
         """Return the training data. The first call creates it."""
         if self.made is None:
             self.made = TrainData(
-                self.sources.make("train", self._task),
+                self._make("train"),
                 self._options(),
                 limit=self._settings.limit_batches["train"],
                 overfit=self._settings.arguments.overfit_batches,
@@ -384,7 +401,7 @@ class StageData:
         """Return the data of `"validate"`, `"test"` or `"predict"`. The first call creates it."""
         data = self.evaluations.get(kind)
         if data is None:
-            loaders = self.sources.make(kind, self._task)
+            loaders = self._make(kind)
             limit = self._settings.limit_batches[kind]
             options = self._options()
             if self._engine.processes.world_size == 1:  # replicas that are separate runs evaluate all data
@@ -408,6 +425,7 @@ class StageData:
         """Discard the loaders. The next use creates new ones."""
         self.made = None
         self.evaluations.clear()
+        self._made_in.clear()
 
     def take_place(self) -> Mapping[str, int] | None:
         """Set the training data to the position from a checkpoint, and clear that position.
@@ -426,7 +444,9 @@ class StageData:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training data for a checkpoint. It is the same on every rank."""
-        return {} if self.made is None else self.made.state_dict(self._history.state)
+        return (
+            {} if self.made is None else {**self.made.state_dict(self._history.state), "made_in": dict(self._made_in)}
+        )
 
     def loader_state(self) -> dict[str, Any] | None:
         """Return the state of this rank's training loader; None if it is not stateful."""
@@ -436,6 +456,7 @@ class StageData:
         """Load the result of `state_dict`. The next epoch starts there."""
         self.made = None  # the next use creates it with the seed of the restored run
         self.place = dict(saved) or None
+        self._made_in = dict(saved.get("made_in", {}))  # an older checkpoint has none
 
     def close(self, *, keep_state: bool) -> None:
         """End the loader workers. An error's traceback or the Trainer could otherwise keep them alive.

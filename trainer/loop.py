@@ -99,6 +99,7 @@ class FitLoop:
         groups = self._begin_epoch()
         if state.validation_owed:
             self._validate()
+            self._step_monitored()
         forward_backward = step_function(run)  # the engine's function, unless values are checked or data is skipped
         closed = True
         try:
@@ -115,7 +116,8 @@ class FitLoop:
                     run.logs.metrics.batch = None
                 loop.stepping = True
                 norm = None if loss is None else step.optimizer_step(clip)  # clip, step, free gradients
-                self._advance(group, loss is not None or step.stepped)
+                stepped = loss is not None or step.stepped
+                self._advance(group, stepped)
                 loop.at_step_boundary, loop.stepping = True, False  # the step is complete
                 loop.last_result = loss, norm
                 if hooks.on_train_batch_end:
@@ -124,7 +126,7 @@ class FitLoop:
                     hook(trainer, task, run.last_step)
                 closed = group.is_last
                 loop.quiet_groups -= 1
-                if (closed or loop.quiet_groups < 0) and self._after_step(group):
+                if (closed or loop.quiet_groups < 0) and self._after_step(group, stepped):
                     break
         except SkipRestOfEpoch:
             run.logs.metrics.batch = None
@@ -134,14 +136,19 @@ class FitLoop:
         self._end_epoch(closed)
         loop.ended_on_last_batch, loop.group = loop.is_last_batch, None
 
-    def _after_step(self, group: Group) -> bool:
-        """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here."""
+    def _after_step(self, group: Group, stepped: bool) -> bool:
+        """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here.
+
+        `stepped` is False if the group did not count as a step.
+        """
         run, loop, state = self._run, self._run.loop, self._run.history.state
         loop.read_clock(state)
         if run.saves.reserves and state.step_in_epoch:
             step_end.reserve(run)
         if self._validates and self._validation.due(state, len(group.batches), group.is_last):
             self._validate()
+        if stepped:
+            self._step_monitored()
         if self._log_every.due(state):
             run.flush_step()  # the only host sync
             loop.check_finite()
@@ -161,7 +168,7 @@ class FitLoop:
     def _groups_until_due(self) -> int:
         """Return the number of steps until `_after_step` must run again. A stop request shortens it."""
         run, state = self._run, self._run.history.state
-        if run.loop.stop != Stop.NOT or self._end.asks_every_step:
+        if run.loop.stop != Stop.NOT or self._end.asks_every_step or run.loop.schedules.watch_steps:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))
         if self._validates:
@@ -248,10 +255,16 @@ class FitLoop:
         if run.loop.count_tokens:
             state.tokens += count_tokens(group, run.task, run.engine)
         if stepped and run.loop.schedules.steps_often:
-            run.loop.schedules.after_step(state.step, _metrics_of_step(run) if run.loop.schedules.watch_steps else {})
+            run.loop.schedules.after_step(state.step)
         if group.is_last:
             run.loop.schedules.after_epoch(state.epoch)
         run.loop.group_end = n, group.is_last
+
+    def _step_monitored(self) -> None:
+        """Step the schedules with `interval="step"` that monitor a metric, after the validation of their step."""
+        schedules, step = self._run.loop.schedules, self._run.state.step
+        if schedules.watches(step):
+            schedules.after_step_metrics(step, _metrics_of_step(self._run))
 
     @property
     def _validation(self) -> ValidationSchedule:

@@ -196,23 +196,36 @@ class Schedules:
                 f"{type(task).__name__}.configure_optimizers: ReduceLROnPlateau needs a metric to watch. Return "
                 "{'optimizer': …, 'lr_scheduler': {'scheduler': …, 'monitor': 'val_loss'}}."
             )
-        self._per_step = [c for c in ours if c.interval == "step"]
-        self._per_epoch = [c for c in ours if c.interval == "epoch" and c.monitor is None]
-        self._monitored = [c for c in ours if c.interval == "epoch" and c.monitor is not None]
+        plain = [c for c in ours if c.monitor is None]
+        monitored = [c for c in ours if c.monitor is not None]
+        self._per_step = [c for c in plain if c.interval == "step"]
+        self._per_epoch = [c for c in plain if c.interval == "epoch"]
+        self._monitored_per_step = [c for c in monitored if c.interval == "step"]
+        self._monitored = [c for c in monitored if c.interval == "epoch"]
         self.steps_often = bool(self._per_step)
-        self.watch_steps = any(config.monitor is not None for config in self._per_step)
+        self.watch_steps = bool(self._monitored_per_step)
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step the schedules with `interval="step"`.
+    def after_step(self, step: int) -> None:
+        """Step the schedules with `interval="step"` that monitor no metric. `step` is the number of completed steps."""
+        for config in self._per_step:
+            if step % config.frequency == 0:
+                self._do(config, {})
+
+    def watches(self, step: int) -> bool:
+        """Return whether a schedule with `interval="step"` that monitors a metric is due after step `step`."""
+        return any(step % config.frequency == 0 for config in self._monitored_per_step)
+
+    def after_step_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step the schedules with `interval="step"` that monitor a metric. Called after the validation of a step.
 
         Args:
             step: number of completed optimizer steps.
-            metrics: the latest metrics, for schedules that monitor one.
+            metrics: the latest metrics.
 
         Raises:
             ConfigurationError: a monitored metric is missing and the schedule has `strict=True`.
         """
-        for config in self._per_step:
+        for config in self._monitored_per_step:
             if step % config.frequency == 0:
                 self._do(config, metrics)
 

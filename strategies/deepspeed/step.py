@@ -12,7 +12,8 @@ from trainwright.core.errors import TaskError
 from trainwright.core.state import Group
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, parameters_of
-from trainwright.strategies.steps.step import AutomaticStep, StepParts
+from trainwright.strategies.steps.step import AutomaticStep
+from trainwright.strategies.steps.step_parts import StepParts
 
 
 class EngineStep(AutomaticStep):

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from trainwright.core.errors import TaskError
 from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.data_ranks import DataRanks, metrics_over
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.experts.layers import DividedExperts
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.float8_gather import Float8Gather
@@ -252,7 +252,6 @@ def parallelize(
         traces.note()
         splits_loss = False
         if layers is not None:
-            undo.enter_context(metrics_over(model, ranks))
             splits_loss = layers.splits_loss
             if splits_loss:
                 undo.enter_context(loss_parallel())

@@ -21,7 +21,8 @@ from trainwright.strategies.megatron.runner import PipelineRunner
 from trainwright.strategies.shards import full_output
 from trainwright.strategies.steps.binding import outputs_of
 from trainwright.strategies.steps.gradients import loss_of, without_loss
-from trainwright.strategies.steps.step import AutomaticStep, StepParts
+from trainwright.strategies.steps.step import AutomaticStep
+from trainwright.strategies.steps.step_parts import StepParts
 
 
 class PipelineStep(AutomaticStep):
@@ -104,7 +105,9 @@ class PipelineStep(AutomaticStep):
     def _call(self, i: int, is_last: bool) -> Any:
         """Run the training step on a micro-batch. Keep logged values only in the last stage."""
         self.sink.batch, self.sink.diverted = self._batches[i], self._logged[i] if is_last else []
-        with self._context or nullcontext():
+        # The other stages stop in the model's call, and a rank may have several of them.
+        counting = nullcontext() if is_last and self._shares[i] else self._without_counting()
+        with self._context or nullcontext(), counting:
             return self._training_step(self._batches[i], self._first_idx + self._batch_indices[i])
 
     def _weigh(self, output: Any, i: int) -> torch.Tensor:

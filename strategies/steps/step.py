@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.run import Run
 from trainwright.core.signatures import overrides, own_hook
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import local_part
-from trainwright.loggers.metric_buffer import MetricBuffer
-from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.precision import Precision
+from trainwright.loggers.metric_slot import is_metric_object
+from trainwright.loggers.metric_values import same_metric_objects
+from trainwright.strategies.data_ranks import metrics_over
 from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure, outputs_of
 from trainwright.strategies.steps.gradients import (
     GradientClip,
@@ -37,56 +35,8 @@ from trainwright.strategies.steps.gradients import (
     without_loss,
     zero_gradients,
 )
+from trainwright.strategies.steps.step_parts import StepParts
 from trainwright.strategies.steps.transfer import make_transfer
-
-
-@dataclass(frozen=True, slots=True)
-class StepParts:
-    """Everything that a step uses: what the engine has prepared, the run and its hooks.
-
-    Attributes:
-        task: The prepared task.
-        optimizers: Optimizers in the task's order.
-        device, precision: Device and precision of the computation.
-        ranks: Data-parallel ranks.
-        rank: Rank of this process, for messages.
-        context: Context of each forward, or None.
-        scaler: Loss scaler, or None.
-        training_call, eval_call: `call(name, *args)` runs a step in the engine. None calls the task's method.
-        inputs: Precision to which batches are cast.
-        gradients: Gradients of the task.
-        run: The run that is passed to hooks.
-        hooks: Registered hooks.
-        sink: Buffer of logged metrics. It also receives the current micro-batch.
-        counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
-        synchronize: Called before each of several micro-batches with True if its backward must average gradients over
-            ranks. Also called with True after a step was discarded. May be None.
-        placed: Function that is called with each batch on the device, and returns the batch. May be None.
-        split: Returns this rank's part of a batch's sequences, and the part's weight in the mean over the ranks of the
-            batch (1 on average). None if sequences are not split.
-        finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation.
-    """
-
-    task: TaskModule
-    optimizers: list[Optimizer]
-    device: torch.device
-    precision: Precision
-    ranks: DataRanks
-    rank: int
-    context: AbstractContextManager[Any] | None
-    scaler: torch.amp.GradScaler | None
-    training_call: Callable[..., Any] | None
-    eval_call: Callable[..., Any] | None
-    inputs: Precision
-    gradients: Gradients
-    run: Run
-    hooks: HookTable
-    sink: MetricBuffer
-    counts_items: bool = True
-    synchronize: Callable[[bool], None] | None = None
-    placed: Callable[[Any], Any] | None = None
-    split: Callable[[Any], tuple[Any, float]] | None = None
-    finish: Callable[[int, bool], None] | None = None
 
 
 class Step(ABC):
@@ -122,6 +72,9 @@ class Step(ABC):
         self._last_idx = 0
         self._zeroed = True
         self._needs_closure = False
+        self._changed_metrics = ExitStack()
+        if parts.ranks.size < parts.ranks.processes.world_size:  # else torchmetrics' own communication is right
+            self._changed_metrics.enter_context(metrics_over(self._metric_objects(), parts.ranks))
         gradients = parts.gradients
         self._complete = gradients.complete if overrides(gradients, "complete", Gradients) else None
 
@@ -161,7 +114,8 @@ class Step(ABC):
                     raise SkipRestOfEpoch
             if num > 1 and self._synchronize is not None:
                 self._synchronize(i == num - 1)  # all-reduce gradients only in the last micro-batch
-            output, loss = self._run_batch(batch, idx, None if weights is None else weights[i], num)
+            run_batch = self._run_padding if is_padding else self._run_batch
+            output, loss = run_batch(batch, idx, None if weights is None else weights[i], num)
             if loss is None:
                 skipped.append(i)
             else:
@@ -197,11 +151,29 @@ class Step(ABC):
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
         """Run one of `num` micro-batches. Return the step's output and its weighted loss, detached."""
 
+    def _run_padding(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        """Run a micro-batch of padding. Metric objects do not count it."""
+        with self._without_counting():
+            return self._run_batch(batch, idx, weight, num)
+
+    def _without_counting(self) -> AbstractContextManager[None]:
+        """Return a context that restores the metric objects of the task and of callbacks."""
+        return same_metric_objects(self._metric_objects())
+
+    def _metric_objects(self) -> list[nn.Module]:
+        """Return the metric objects of the task and of callbacks, including their parts."""
+        owners = [vars(callback).values() for callback in getattr(self.run, "callbacks", ())]
+        held = [value for values in owners for value in values if is_metric_object(value)]
+        modules = [*self.task.modules(), *(part for metric in held for part in metric.modules())]
+        return [module for module in modules if is_metric_object(module)]
+
     def end_batch(self, group: Group) -> None:
         """Call the hooks at the end of a micro-batch. For the last micro-batch, call this after the optimizer step."""
         self.sink.batch = group.last_batch  # it determines the weight of logged values
-        for hook in self.hooks.on_train_batch_end:
-            hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
+        is_padding = group.weights is not None and not group.weights[group.index]
+        with self._without_counting() if is_padding else nullcontext():
+            for hook in self.hooks.on_train_batch_end:
+                hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
         self.sink.batch = None
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
@@ -283,7 +255,8 @@ class Step(ABC):
         return output
 
     def close(self) -> None:
-        """Remove the hooks from the optimizers."""
+        """Remove the hooks from the optimizers, and restore the communication of metric objects."""
+        self._changed_metrics.close()
         for handle in self._handles:
             handle.remove()
         self._handles = []

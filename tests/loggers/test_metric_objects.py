@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers.metric_buffer import MetricBuffer
 
@@ -109,6 +111,54 @@ def test_one_metric_object_for_two_loaders_is_refused() -> None:
     buffer.dataloader_idx = 1
     with pytest.raises(ConfigurationError, match=r"one metric object is logged for several dataloaders"):
         buffer.log("m", metric)
+
+
+def test_one_metric_object_under_two_names_for_two_loaders_is_refused() -> None:
+    buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
+    buffer.dataloader_idx = 0
+    buffer.log("a", metric)
+    buffer.dataloader_idx = 1
+    with pytest.raises(ConfigurationError, match=r"one metric object is logged for several dataloaders"):
+        buffer.log("b", metric)
+
+
+@pytest.mark.parametrize("sanity_steps", [0, 2])
+@pytest.mark.parametrize("is_part", [False, True], ids=["object", "part of a collection"])
+def test_one_metric_object_for_training_and_validation_is_refused(sanity_steps: int, is_part: bool) -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.group = torchmetrics.MetricCollection([torchmetrics.SumMetric()])
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.group.update(batch[0].sum())
+            self.log("train", self.group)
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.group.update(batch[0].sum())
+            self.log("val", self.group["SumMetric"] if is_part else self.group)
+
+    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=sanity_steps)
+    with pytest.raises(ConfigurationError, match=r"in the stages '(train|validate)' and '(train|validate)', so that"):
+        trainer.fit(Task(), regression_loader(2), regression_loader(2))
+
+
+def test_one_metric_object_for_validation_and_testing_is_two_values() -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = torchmetrics.SumMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.update(1.0)
+            self.log("seen", self.seen)
+
+        test_step = validation_step
+
+    task, trainer = Task(), quiet_trainer()
+    assert trainer.validate(task, regression_loader(3), verbose=False) == [{"seen": 3}]
+    assert trainer.test(task, regression_loader(2), verbose=False) == [{"seen": 2}]
 
 
 def test_one_metric_object_over_all_loaders_is_one_value() -> None:

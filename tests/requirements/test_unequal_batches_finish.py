@@ -137,3 +137,69 @@ def test_the_error_policy_refuses_on_every_rank_and_names_the_numbers() -> None:
     for sized, unsized in run_distributed(_refused_on_rank, 2, timeout=60):
         assert "[3, 5]" in sized
         assert "different numbers of batches" in unsized
+
+
+class _Validating(RegressionTask):
+    """Has loaders of its own, because an empty loader that is passed is refused as a mistake."""
+
+    def __init__(self, train: Any, val: Any) -> None:
+        super().__init__()
+        self.train_dataloader = lambda: train
+        self.val_dataloader = lambda: val
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("val_count", float(len(batch[0])), reduce_fx="sum")
+
+
+def _own_loader(kind: str, batches: list[Any]) -> Any:
+    """Return a loader of one rank's own batches, which may be none."""
+    if kind == "list":
+        return batches
+    if kind == "map-style":
+        return torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # torch accepts a list
+    return torch.utils.data.DataLoader(_Without(batches), batch_size=None)
+
+
+class _Without(IterableDataset[Batch]):
+    is_sharded = True
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+def _one_rank_has_none(strategy: str) -> list[Any]:
+    found = []
+    for kind in ("list", "map-style", "iterable"):
+        for empty in (0, 1):
+            trainer = quiet_trainer(
+                devices="auto", strategy=strategy, max_epochs=1, use_distributed_sampler=False, num_sanity_val_steps=0
+            )
+            own = _batches(1) if trainer.settings.selection.topology.rank != empty else []
+            train = _batches(0) if kind == "iterable" else _own_loader(kind, own)
+            task = _Validating(train, _own_loader(kind, own))
+            trainer.fit(task)
+            found.append((trainer.global_step, dict(trainer.callback_metrics), weights_of(task)))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_may_have_no_data_at_all(strategy: str) -> None:
+    first, second = run_distributed(lambda: _one_rank_has_none(strategy), 2, timeout=90)
+    for i, ((steps, metrics, weights), (_, others, other_weights)) in enumerate(zip(first, second, strict=True)):
+        assert metrics["val_count"] == others["val_count"] == 10
+        assert metrics["val_loss"] == others["val_loss"]
+        torch.testing.assert_close(weights, other_weights, rtol=0, atol=0)
+        assert steps == (3 if i > 3 else 5)
+        if i < 4:  # only one rank has training data
+            task = RegressionTask()
+            optimizer = task.configure_optimizers()
+            for batch in _batches(1):
+                optimizer.zero_grad()
+                task.loss(batch).backward()
+                optimizer.step()
+            torch.testing.assert_close(weights, weights_of(task), rtol=0, atol=1e-6)

@@ -230,6 +230,81 @@ def test_a_plateau_follows_its_metric_once_an_epoch() -> None:
     assert lrs == pytest.approx([1.0, 1.0, 1.0, 0.1])
 
 
+class _SeenBySchedule(RegressionTask):
+    """Logs the number of completed steps, and notes what its plateau schedule is stepped with."""
+
+    def __init__(self, **schedule: Any) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.seen: list[tuple[int, float]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.log("train", float(self.global_step + 1))
+        return self.loss(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val", float(self.global_step))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = _sgd(self)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), **self.schedule}}
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.seen.append((self.global_step, float(metric)))
+
+
+@pytest.mark.parametrize(
+    ("interval", "frequency", "val_check_interval", "accumulate"),
+    [
+        ("step", 1, 1, 1),
+        ("step", 2, 2, 1),
+        ("step", 4, 2, 1),
+        ("step", 6, "1 epoch", 1),
+        ("step", 2, "2 steps", 3),
+        ("epoch", 1, "1 epoch", 1),
+        ("epoch", 1, 2, 1),
+        ("epoch", 2, 4, 1),
+    ],
+)
+@pytest.mark.parametrize("monitor", ["val", "train"])
+def test_a_plateau_sees_the_validation_of_its_own_step(
+    monitor: str, interval: str, frequency: int, val_check_interval: Any, accumulate: int
+) -> None:
+    steps_per_epoch, epochs = 6 // accumulate, 4
+    task = _SeenBySchedule(interval=interval, frequency=frequency, monitor=monitor)
+    trainer = quiet_trainer(
+        max_epochs=epochs,
+        num_sanity_val_steps=0,
+        val_check_interval=val_check_interval,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(task, regression_loader(6), regression_loader(1))
+
+    # The same by a plain model.
+    if interval == "epoch":
+        frequency *= steps_per_epoch
+    every = {"1 epoch": steps_per_epoch, "2 steps": 2}.get(val_check_interval, val_check_interval)
+    validations = [step for step in range(1, 6 * epochs + 1) if (step - 1) % steps_per_epoch % every == every - 1]
+    due = range(frequency, steps_per_epoch * epochs + 1, frequency)
+    model = [(s, float(s if monitor == "train" else max(v for v in validations if v <= s))) for s in due]
+
+    assert task.seen == model
+
+
+def test_a_plateau_is_stepped_before_the_checkpoint_of_its_step(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    arguments: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+    whole = _SeenBySchedule(interval="step", frequency=2, monitor="val")
+    quiet_trainer(callbacks=saver, **arguments).fit(whole, regression_loader(6), regression_loader(1))
+    resumed = _SeenBySchedule(interval="step", frequency=2, monitor="val")
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    quiet_trainer(callbacks=saver, **arguments).fit(
+        resumed, regression_loader(6), regression_loader(1), ckpt_path=tmp_path / "step=4"
+    )
+    assert whole.seen == [(2, 2.0), (4, 4.0), (6, 6.0)]
+    assert resumed.seen == whole.seen[2:]
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_plateau_whose_metric_was_not_logged_is_an_error_or_a_warning(strict: bool) -> None:
     def configure(task: RegressionTask) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import Endless, Tally, fitted, quiet_trainer
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule
@@ -148,6 +150,41 @@ def test_loaders_are_asked_for_anew_after_so_many_epochs(every: int, times: int)
     trainer.fit(RegressionTask(), datamodule=data)
     assert trainer.num_training_batches == 4  # of the last epoch's loader
     assert data.asked.count("train") == data.asked.count("val") == times
+
+
+class _LoadsByEpoch(DataModule):
+    """Notes the epoch in which each loader is requested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, int]] = []
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.asked.append(("train", self.trainer.current_epoch))
+        return regression_loader(2)
+
+    def val_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.asked.append(("val", self.trainer.current_epoch))
+        return regression_loader(1)
+
+
+@pytest.mark.parametrize("every", [0, 2, 3])
+def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(every: int, tmp_path: Path) -> None:
+    def fit(data: _LoadsByEpoch, ckpt_path: Path | None = None) -> list[tuple[str, int]]:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet_trainer(max_epochs=6, reload_dataloaders_every_n_epochs=every, callbacks=saver)
+        trainer.fit(RegressionTask(), datamodule=data, ckpt_path=ckpt_path)
+        return data.asked
+
+    whole = fit(_LoadsByEpoch())
+    for step in range(1, 12):
+        # A checkpoint of an epoch's last step is resumed in this epoch.
+        epoch = step // 2
+        last = {kind: max(e for k, e in whole if k == kind and e <= epoch) for kind in ("train", "val")}
+        wanted = [(kind, e) for kind, e in whole if e >= last[kind]]
+        assert sorted(fit(_LoadsByEpoch(), tmp_path / f"step={step}")) == sorted(wanted), step
 
 
 def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:

@@ -6,8 +6,6 @@ A rank without a batch repeats the communication of a step, because the other ra
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
@@ -16,10 +14,10 @@ import torch
 from torch import nn
 
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import Batch, map_tensors
+from trainwright.core.tree import Batch, map_tensors, same_attributes
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_slot import is_metric_object
-from trainwright.loggers.metric_values import load_objects_state, objects_state
+from trainwright.loggers.metric_values import same_metric_objects
 from trainwright.trainer.run import StageRun
 
 
@@ -88,21 +86,17 @@ def replay_batch(
         dataloader_idx: loader index; None with a single loader.
         calls: recorded calls of this rank's last batch of this loader.
     """
-    task, device = run.task, run.engine.device
+    task = run.task
     unread = MetricBuffer()
     unread.begin(kind, num_dataloaders=(dataloader_idx or 0) + 1)
     unread.in_step = True
-    metrics = map_tensors(torch.clone, objects_state(task))
-    with _attribute(task, "_sink", unread), contextlib.nullcontext() if calls.can_repeat else _same_attributes(task):
+    with _attribute(task, "_sink", unread), same_metric_objects(task.modules()):
         if calls.can_repeat:
             run.engine.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
-        else:
+            return
+        with same_attributes(task, vars(TaskModule()).keys()):
             unread.batch = run.engine.step.to_device(batch, dataloader_idx or 0)
             run.engine.step.evaluate(step, unread.batch, idx, dataloader_idx)
-    parts = dict(task.named_modules())
-    for name in objects_state(task).keys() - metrics.keys():
-        parts[name].reset()
-    load_objects_state(task, metrics, device)
 
 
 def _modules_below(module: nn.Module) -> Iterator[nn.Module]:
@@ -124,22 +118,4 @@ def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
         yield
     finally:
         del attributes[name]
-        attributes.update(before)
-
-
-@contextlib.contextmanager
-def _same_attributes(task: TaskModule) -> Iterator[None]:
-    """Restore the task's own attributes that hold numbers, tensors and containers after the context."""
-    attributes, not_own = vars(task), vars(TaskModule()).keys()
-    before = {name: value for name, value in attributes.items() if name not in not_own}
-    for name, value in before.items():
-        if isinstance(value, (list, dict, torch.Tensor)):
-            attributes[name] = map_tensors(torch.clone, value)
-        elif isinstance(value, (set, deque)):
-            attributes[name] = copy.copy(value)
-    try:
-        yield
-    finally:
-        for name in attributes.keys() - not_own:
-            del attributes[name]
         attributes.update(before)

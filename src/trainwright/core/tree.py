@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
@@ -77,6 +79,29 @@ def copy_containers(tree: Any) -> Any:
     if isinstance(tree, tuple) and callable(getattr(tree, "to", None)):  # a PackedSequence
         return tree
     return rebuild(tree, copy_containers)
+
+
+@contextmanager
+def same_attributes(owner: object, skip: Collection[str]) -> Iterator[None]:
+    """Restore an object's own attributes that hold numbers, tensors and containers after the context.
+
+    Args:
+        owner: the object.
+        skip: names of attributes that are left alone.
+    """
+    attributes = vars(owner)
+    before = {name: value for name, value in attributes.items() if name not in skip}
+    for name, value in before.items():
+        if isinstance(value, (list, dict, torch.Tensor)):
+            attributes[name] = map_tensors(torch.clone, value)
+        elif isinstance(value, (set, deque)):
+            attributes[name] = copy.copy(value)
+    try:
+        yield
+    finally:
+        for name in attributes.keys() - skip:
+            del attributes[name]
+        attributes.update(before)
 
 
 def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:

@@ -208,6 +208,8 @@ class PreparedDataLoader(_PreparedByIndex):
 
     def filler(self) -> Any:
         """Return the first batch of the epoch, fetched in this process."""
+        if not self._is_dealt and self._dealer.counts() == [0]:
+            return super().filler()
         slot = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         alone = copy_loader(self._loader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         vars(alone)[slot] = [self._dealer.first()]
@@ -236,7 +238,7 @@ class PreparedSequence(_PreparedByIndex):
         return map(self.raw.__getitem__, self._dealer)
 
     def filler(self) -> Any:
-        return self.raw[0]
+        return self.raw[0] if len(self.raw) else super().filler()
 
 
 class PreparedIterable(PreparedLoader):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data.workers import Workers, WorkerStart
@@ -39,6 +39,8 @@ class LoaderOptions:
         lockstep_evaluation: see `lockstep`. Needed if every forward is collective. Default: False.
         agree: function that gathers a short list of integers from every rank, in rank order, on the host. With None and
             several ranks, undivided loaders must have the same number of batches on every rank. Default: None.
+        lend: function that gathers a batch, or None, from every rank, in rank order, on the host. Ranks without any
+            batch of their own get their padding through it. Default: None, where such a rank is an error.
         shuffle: shuffle with the default sampler. Default: None, the loader's setting.
         per_sample_rng: seed `random`, numpy's global generator and torch's CPU generator by (seed, epoch, index) before
             each sample is fetched, and by the batch's first index before a batch is collated. Generators of this
@@ -61,6 +63,7 @@ class LoaderOptions:
     lockstep: bool | None = None
     lockstep_evaluation: bool = False
     agree: Agree | None = None
+    lend: Callable[[Any], list[Any]] | None = None
     shuffle: bool | None = None
     per_sample_rng: bool = False
     split_batches: bool = False

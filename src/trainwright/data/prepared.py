@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
@@ -176,6 +176,8 @@ class PreparedLoader(ABC):
             return batches  # in training, iterate_groups agrees once per group
         own, rounds = self._counts[options.rank], self.num_batches
         assert rounds is not None  # counts are known
+        if options.in_lockstep and options.lend is not None and not self._is_dealt and not min(self._counts):
+            return self._with_loan(start_batch, own, rounds, options.lend)
         if not options.in_lockstep or own == rounds:
             return self._open(start_batch)
         if own > rounds:
@@ -392,6 +394,20 @@ class PreparedLoader(ABC):
         for _ in range(rounds - max(own, start_batch)):
             yield copy_containers(last)
 
+    def _with_loan(self, start_batch: int, own: int, rounds: int, lend: Callable[[Any], list[Any]]) -> Iterator[Any]:
+        """Yield the batches of `_padded`. Ranks without any get the first one of the rank with most. Collective."""
+        assert self._counts is not None  # checked by the caller
+        lender = self._counts.index(rounds)
+        batches = self._padded(start_batch, own, rounds) if own else iter(())
+        first = list(itertools.islice(batches, 1))
+        loan = lend(first[0] if self.options.rank == lender else None)[lender]
+        yield from first
+        del first
+        yield from batches
+        if not own:
+            for _ in range(rounds - start_batch):
+                yield copy_containers(loan)
+
     def _agreed(self, batches: Iterator[Any], first_round: int) -> Iterator[Any]:
         options = self.options
         if options.agree is None:
@@ -408,10 +424,14 @@ class PreparedLoader(ABC):
                 return
             if options.uneven == "error" and not all(have):
                 raise uneven_error(options.title, [index + has for has in have], "error")
+            if index == first_round and not all(have):
+                if options.lend is not None:
+                    lender = have.index(1)
+                    last = options.lend(batch if options.rank == lender else None)[lender]
+                elif batch is _END:
+                    last = self.filler()
             if batch is not _END:
                 last = batch
-            elif index == first_round:
-                last = self.filler()
             del batch
             yield copy_containers(last)
 
