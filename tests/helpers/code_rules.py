@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 from tests.helpers.sources import Breach, Source
 
-
 _BACKENDS = {
     "cuda", "nccl", "gloo", "mpi", "hccl", "mps", "xla", "xpu", "hpu", "npu", "tpu", "rocm",
     "ddp", "fsdp", "fsdp2", "deepspeed", "megatron", "zero1", "zero2", "zero3",
