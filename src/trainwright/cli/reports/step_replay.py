@@ -168,7 +168,10 @@ def replay(argv: Sequence[str]) -> int:
         names = ", ".join(each.path.name for each in inside)
         raise ConfigurationError(f"{checkpoint} contains checkpoints. Pass the folder of one of them: {names}.")
     line = read_command_line(rest)
-    line.configs.insert(0, _configuration(checkpoint, wanted.config))
+    if wanted.config is not None:
+        line.configs.insert(0, Path(wanted.config))
+    if not line.configs:
+        raise ConfigurationError(_needs_configuration(checkpoint))
     run = _run_of(checkpoint, wanted.run)
     found = _replay_configured(checkpoint, wanted.step, run, line)
     rows = _compared(found, run)
@@ -183,13 +186,13 @@ def replay(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright replay",
-        usage="trainwright replay CHECKPOINT --step N [--config FILE] [--run FOLDER] [KEY=VALUE …]",
+        usage="trainwright replay CHECKPOINT --step N --config FILE [--run FOLDER] [KEY=VALUE …]",
         description="Rerun a step of a run on one device, and compare loss and gradients with what was logged.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="folder of a checkpoint of an earlier step")
     parser.add_argument("--step", type=int, required=True, help="number of the step, from 1 on")
-    parser.add_argument("--config", help="configuration of the run. Default: config.yaml above the checkpoint")
+    parser.add_argument("--config", help="configuration of the run. Its classes are imported and constructed")
     parser.add_argument("--run", help="folder of the run's record. Default: the one that names the checkpoint's folder")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference. Default: 0.001")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -211,18 +214,17 @@ def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
     return None
 
 
-def _configuration(checkpoint: Path, named: str | None) -> Path:
-    """Return the configuration file of the run that wrote a checkpoint."""
-    if named is not None:
-        return Path(named)
+def _needs_configuration(checkpoint: Path) -> str:
+    """Return the error for a missing `--config`, with the path of the file that the run has probably saved."""
     above = checkpoint.absolute().parent.parent
-    for name in _CONFIGS:
-        if (above / name).is_file():
-            return above / name
-    raise ConfigurationError(
-        f"no configuration was found in {above}. Pass --config, or call "
-        "trainwright.cli.reports.step_replay.replay_step in a script."
-    )
+    found = next((above / name for name in _CONFIGS if (above / name).is_file()), None)
+    if found is None:
+        return (
+            "replay needs the configuration of the run. Pass --config FILE, or call "
+            "trainwright.cli.reports.step_replay.replay_step in a script."
+        )
+    # A checkpoint of someone else has the configuration of someone else, which is code.
+    return f"replay runs the code that a configuration names. If you trust {found}, pass --config {found}."
 
 
 def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: CommandLine) -> Replay:
