@@ -87,10 +87,22 @@ def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
     assert ["strategy", "SingleDeviceStrategy"] in tables["Plan"]
 
 
-def test_a_name_cannot_end_the_data_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,</script><b>\n0,1\n1,2\n")
-    content = _content(page(read_run(tmp_path)))
-    assert content["charts"][0]["title"] == "</script><b>"
+@pytest.mark.parametrize(
+    "name", ["</script><b>", "<!--<script>", "/*UPLOT_JS*/", "\u2028\u202e\x1b[2J&lt;", "x" * 10**5]
+)
+def test_a_name_changes_nothing_in_the_page_but_its_data(name: str, tmp_path: Path) -> None:
+    def write(metric: str) -> str:
+        (tmp_path / "metrics.csv").write_text(f"step,{metric}\n0,1\n1,2\n")
+        return page(read_run(tmp_path))
+
+    html = write(name)
+    assert _content(html)["charts"][0]["title"] == name
+    assert html.count("<") == write("loss").count("<")
+
+
+def test_all_charts_show_the_steps_from_the_first_to_the_last_of_any_curve(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,short,long\n3,1,\n5,2,1\n90,,2\n")
+    assert _content(page(read_run(tmp_path)))["range"] == [3, 90]
 
 
 def test_values_that_are_not_finite_are_events(tmp_path: Path) -> None:
@@ -183,6 +195,8 @@ def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path
             tab.goto(f"file://{tmp_path / 'report.html'}")
             tab.wait_for_selector(".uplot", timeout=20_000)
             assert tab.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
+            assert tab.evaluate("bounds") is None
+            assert tab.evaluate("charts[0].plot.scales.x.max") == 99_999
             box = tab.locator(".u-over").first.bounding_box()
             assert box is not None
             tab.keyboard.down("Control")
