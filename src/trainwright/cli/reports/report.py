@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.cli.reports.run_files import STAGES, Curve, RunFiles, read_run, times_of
+from trainwright.cli.reports.run_files import STAGES, Curve, RunFiles, damage_named, read_run, times_of
 from trainwright.core.errors import ConfigurationError
 
 REPORT_FILE = "report.html"
@@ -47,7 +47,9 @@ def report(argv: Sequence[str]) -> int:
     path = Path(wanted.output) if wanted.output else run.folder / REPORT_FILE
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigurationError(f"--output {path}: write the name of a file in a folder that exists.")
-    path.write_text(page(run), encoding="utf-8")
+    with damage_named(run.record):
+        text = page(run)
+    path.write_text(text, encoding="utf-8")
     print(path)
     return 0
 
