@@ -155,7 +155,7 @@ def build(parser: ArgumentParser, settings: Namespace) -> Any:
     Only arguments whose type is a class receive objects. With other types (`Any`, `object`, none), a mapping with
     `class_path` stays a mapping.
     """
-    from jsonargparse import set_parsing_settings  # type: ignore[attr-defined]  # public, but not re-exported by name
+    from jsonargparse import set_parsing_settings
 
     # An argument without a class as its type could otherwise construct any class: subprocess.Popen, for example.
     set_parsing_settings(instantiate_subclass_spec_in_any=False)
