@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any, Literal
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, visible
 from trainwright.core.hooks import StepOutput
 from trainwright.core.process import try_output
 from trainwright.core.run import Run, Stage
@@ -323,4 +323,5 @@ def _clock(seconds: float) -> str:
 
 
 def _readable(metrics: Mapping[str, Any]) -> dict[str, str]:
-    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    texts = {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    return {visible(name): visible(text) for name, text in texts.items()}

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from trainwright.core.errors import visible
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.logger import Logger
 
@@ -42,7 +43,7 @@ class ConsoleLogger(Logger):
         return self._stream if self._stream is not None else sys.stdout
 
     def _print(self, line: str) -> None:
-        self._out.write(line + "\n")
+        self._out.write(visible(line) + "\n")
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit streams of this process, because they cannot be pickled."""

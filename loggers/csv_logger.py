@@ -85,9 +85,11 @@ class CSVLogger(VersionedLogger):
         new = list(dict.fromkeys(name for row in self._rows for name in row if name not in known))
         path = self.metrics_file
         if new or not path.exists():
-            there, old = _read(path) if path.exists() else ([], [])
+            there, old = _split(path) if path.exists() else ([], "")
             columns = list(dict.fromkeys(["step", *there, *self._columns, *new]))
-            write_atomically(path, _text(columns, [*old, *self._rows], header=True))
+            # Rows are lengthened as text. To parse them would take minutes for a thousand new names.
+            old = old.replace("\n", "," * (len(columns) - len(there)) + "\n")
+            write_atomically(path, _text(columns, [], header=True) + old + _text(columns, self._rows, header=False))
             self._columns = columns
         else:
             with open(path, "a", encoding="utf-8", newline="") as file:
@@ -97,6 +99,14 @@ class CSVLogger(VersionedLogger):
     def _close(self) -> None:
         self._rows = []
         self._flushed_at = None
+
+
+def _split(path: Path) -> tuple[list[str], str]:
+    """Return the columns, and the text of the rows without an incomplete one. Values are numbers: a line is a row."""
+    with open(path, encoding="utf-8", newline="") as file:
+        columns = next(csv.reader(file), [])  # a name may contain a line break
+        text = file.read().replace("\r\n", "\n")
+    return columns, text[: text.rfind("\n") + 1]
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:

@@ -81,7 +81,8 @@ def shown_page(folder: Path, *, pictures: bool) -> str:
         text += "\n## The difference of two runs\n\n"
         _run(project, *fit, "trainer.max_epochs=1", "trainer.default_root_dir=other", "task.lr=0.01")
         text += _shown(project, "diff", "runs/tensorboard/version_0", "runs/tensorboard/version_1", fails=True)
-        text += "## A step again\n\n" + _shown(project, "replay", "runs/checkpoints/first", "--step", "80")
+        replayed = ("runs/checkpoints/first", "--step", "80", "--config", "runs/config.yaml")
+        text += "## A step again\n\n" + _shown(project, "replay", *replayed)
         text += "## A forecast of memory\n\nA language model with 8 billion parameters. Nothing is allocated.\n\n"
         (project / "model.json").write_text(json.dumps(_LLAMA_8B))
         sizes = ("--batch-size", "1", "--sequence-length", "2048", "--devices", "8", "--device-memory", "80GB")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import arguments_of, bind, own_hook
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move, move_module
+from trainwright.core.tree import move, move_module, too_deep
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import defines_itself
 
@@ -25,7 +24,10 @@ def move_task(task: TaskModule, device: torch.device) -> None:
     Raises:
         ConfigurationError: A parameter or buffer is on the device `meta`. Nothing has been moved.
     """
-    tensors = itertools.chain(task.named_parameters(), task.named_buffers())
+    try:
+        tensors = [*task.named_parameters(), *task.named_buffers()]
+    except RecursionError as error:
+        raise too_deep(type(task).__name__) from error
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
         raise ConfigurationError(
             f"{type(task).__name__}: {empty[0]!r} and {len(empty) - 1} others are on the meta device and cannot be "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.snapshots import files_of, write_small
-from trainwright.checkpoint import IndexEntry, RunIndex, set_fault_hook, verify
+from trainwright.checkpoint import IndexEntry, RunIndex, read_manifest, set_fault_hook, verify
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint, open_or_error
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
@@ -295,3 +296,13 @@ def test_a_link_moves_in_one_step_and_never_replaces_a_checkpoint(tmp_path: Path
         assert (tmp_path / "last").resolve() == target
     with pytest.raises(CheckpointError, match="is not replaced by a link"):
         folder.link("first", "second")
+
+
+def test_a_checkpoint_from_the_end_of_time_stops_no_later_save(tmp_path: Path) -> None:
+    first = write_small(tmp_path, 1)
+    late = dataclasses.replace(read_manifest(first), created="9999-12-31T23:59:59.999999+00:00")
+    (first / "manifest.json").write_bytes(late.to_bytes())
+    RunFolder(tmp_path).prepare()
+    write_small(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="is not a time of writing"):
+        read_manifest(first)

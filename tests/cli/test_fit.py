@@ -60,6 +60,7 @@ class RecordingTrainer:
 
 PROJECT = """
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -85,6 +86,19 @@ class Other(TaskModule):
         super().__init__()
         self.lr = lr
         self.note = note
+
+
+class Touch:
+    def __init__(self, name: str, mode: int = 1) -> None:
+        open(name, "w").close()
+
+
+class Untyped(TaskModule):
+    def __init__(
+        self, a: Any = None, b: object = None, c=None, d: list[Any] | None = None, e: Any | None = None
+    ) -> None:
+        super().__init__()
+        self.values = [a, b, c, d, e]
 
 
 class Numbers(DataModule):
@@ -222,6 +236,36 @@ def test_an_optimizer_has_its_own_arguments_and_inherits_none_of_another_class(
 @pytest.mark.usefixtures("project")
 def test_a_text_that_looks_like_a_class_stays_a_text() -> None:
     assert run("--task=cli_project.Other", "task.note=SGD")[1]["task"].note == "SGD"
+
+
+@pytest.mark.parametrize("stage", ["fit", "plan"])
+def test_without_a_class_as_its_type_an_argument_keeps_its_mapping(
+    project: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = {"class_path": "cli_project.Touch", "init_args": {"name": "PWN"}}
+    values = {"a": spec, "b": spec, "c": {"x": spec}, "d": [spec, {"x": [spec]}], "e": spec}
+    task = {"class_path": "cli_project.Untyped", "init_args": values}
+    (project / "config.yaml").write_text(yaml.safe_dump({"task": task}))
+    planned = []
+    monkeypatch.setattr(RecordingTrainer, "plan", lambda self, task, **_: planned.append(task) or 1 / 0, raising=False)
+    if stage == "plan":
+        with pytest.raises(ZeroDivisionError):
+            main(["plan", "config.yaml"])
+        built = planned[0]
+    else:
+        built = run("config.yaml")[1]["task"]
+    assert not (project / "PWN").exists()
+
+    def given(value: Any) -> Any:
+        """Leave out the defaults of the class."""
+        if isinstance(value, list):
+            return [given(item) for item in value]
+        assert type(value) is dict
+        if "class_path" in value:
+            return {**value, "init_args": {name: value["init_args"][name] for name in spec["init_args"]}}
+        return {name: given(item) for name, item in value.items()}
+
+    assert [given(value) for value in built.values] == list(values.values())
 
 
 def test_an_optimizer_in_a_file_does_not_inherit_the_arguments_of_the_task_s_default(project: Path) -> None:

@@ -68,6 +68,32 @@ def test_the_script_for_sbatch_has_all_options() -> None:
     ]
 
 
+_HOSTILE = ("$(touch PWN)", "`touch PWN`", "'; touch PWN; '", '"; touch PWN; "', "]]> && touch PWN", "x" * 10_000)
+
+
+def test_no_option_is_executed_by_the_shell_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$@"\necho "$ACCELERATE_DYNAMO_BACKEND"\n')
+    (tmp_path / "srun").chmod(0o755)
+    names = ("slurm_partition", "slurm_account", "slurm_time", "dynamo_backend")
+    for text in _HOSTILE:
+        config = LaunchConfig(num_processes=1, slurm=True, **dict.fromkeys(names, text))
+        script = sbatch_script(LaunchCommand(config, f"{text}.py", [text], "program", []))
+        done = subprocess.run(
+            ["bash"], input=script, text=True, check=True, capture_output=True, cwd=tmp_path,
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        )  # fmt: skip
+        assert done.stdout == f"--kill-on-bad-exit=1 {text}.py {text}\n{text}\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["srun"]
+
+
+@pytest.mark.parametrize("name", ["slurm_account", "script"])
+def test_a_script_for_sbatch_has_one_line_for_each_option(name: str) -> None:
+    text = "--x=1\r\u2028touch PWN"
+    config = LaunchConfig(num_processes=1, **{} if name == "script" else {name: text})
+    with pytest.raises(ConfigurationError, match="not one line of printable text"):
+        sbatch_script(LaunchCommand(config, text if name == "script" else "a.py", [], "script", []))
+
+
 def test_jobs_on_the_cpu_request_no_gpus() -> None:
     assert "gpus" not in sbatch_script(_command(slurm=True, cpu=True))
 
@@ -87,6 +113,8 @@ def test_jobs_on_the_cpu_request_no_gpus() -> None:
         ({"slurm": True, "slurm_output": "no-folder/%j.out"}, "the folder no-folder does not exist"),
         ({"slurm_time": "1:00"}, "--slurm_time needs --slurm too"),
         ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
+        ({"main_process_port": 99999}, "--main_process_port 99999: write a port from 0 to 65535"),
+        ({"main_process_port": -1}, "--main_process_port -1: write a port from 0 to 65535"),
         ({"print": True}, "--print needs --slurm, --mpi or --sagemaker too"),
         ({"mpirun_hostfile": "no-such-file"}, "--mpirun_hostfile no-such-file does not exist"),
     ],

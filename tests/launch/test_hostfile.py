@@ -65,6 +65,8 @@ def test_filters_choose_machines_and_slots(
         ("node-1 slots=1\nnode-1 slots=1\n", "", "", "multiple entries for node-1"),
         ("node-1\n", "", "", "a bad entry: node-1"),
         ("", "", "", "Hostfile is empty"),
+        ("-oProxyCommand=x slots=1\n", "", "", "'-oProxyCommand=x' is not the name of a machine"),
+        ("^/etc/passwd slots=1\n", "", "", "is not the name of a machine"),
     ],
 )
 def test_what_is_wrong_is_an_error(text: str, include: str, exclude: str, expected: str, tmp_path: Path) -> None:

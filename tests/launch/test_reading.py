@@ -42,6 +42,43 @@ def test_a_command_line_is_read(
     assert (_set(found.config), found.script, found.arguments, found.kind) == (expected, script, arguments, kind)
 
 
+HOSTILE = ("x\ntouch PWN\n#", "\r", "\x1b[2J", "\0", "\u2028", "\u202e", "\ufeff")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_value_that_is_not_one_line_of_printable_text_is_an_error(text: str) -> None:
+    texts = [option for option in options() if option.read is str and not option.repeats]
+    assert {"slurm_account", "kubernetes_image", "main_process_ip", "role", "base_job_name"} <= {o.name for o in texts}
+    for option in texts:
+        where = {option.section: {option.name: text}} if option.section else {option.name: text}
+        with pytest.raises(ConfigurationError) as caught:
+            options_of(where, "config.yaml")
+        assert str(caught.value).isprintable()
+        with pytest.raises(ConfigurationError):
+            read_command([f"--{option.name}", text, "a.py"])
+
+
+def _nested(depth: int) -> str:
+    return "a: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, depth))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{_nested(40)}num_processes: *a39\n", "more than 100000 values"),
+        ("num_processes: &a [*a]\n", "an alias"),
+        ("num_processes: " + "[" * 5000, "nested too deeply"),
+        ("num_processes: 2024-99-99\n", "cannot be read"),
+        ("a: [1\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_small_tree_is_an_error(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        read_command(["--config_file", str(file), "a.py"])
+
+
 def test_flags_win_over_variables_and_these_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("mixed_precision: fp16\nnum_processes: 4\nuse_cpu: true\ngradient_accumulation_steps: 3\n")

@@ -21,6 +21,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import move
 from trainwright.data import DataModule
 from trainwright.trainer.trainer import Trainer
 
@@ -408,3 +409,22 @@ def test_a_sparse_buffer_that_cannot_be_saved_is_named(persistent: bool, tmp_pat
             trainer.fit(Sparse(), regression_loader(1))
     else:
         trainer.fit(Sparse(), regression_loader(1))
+
+
+def test_what_is_nested_too_deeply_is_named() -> None:
+    task = RegressionTask()
+    layer: nn.Module = nn.Identity()
+    batch: Any = torch.zeros(1)
+    for _ in range(3000):
+        layer = nn.Sequential(layer)
+        batch = [batch]
+    with pytest.raises(ConfigurationError, match="a batch is nested more deeply than Python"):
+        move(batch, torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match="not enough values"
+    ) as caught:  # the task's own error is the one that is shown
+        fitted(task, [batch], max_epochs=1)
+    assert "nested too deeply to show" in caught.value.__notes__[0]
+    task.deep = layer
+    with pytest.raises(ConfigurationError, match="RegressionTask is nested more deeply than Python's recursion limit"):
+        fitted(task, regression_loader(2), max_epochs=1)

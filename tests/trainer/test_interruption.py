@@ -249,3 +249,16 @@ def test_on_interrupt_raise_holds_at_a_prompt_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     with pytest.raises(KeyboardInterrupt):
         fitted(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="raise")
+
+
+@pytest.mark.parametrize("owner", ["task", "callback"])
+def test_an_error_in_teardown_is_a_failure_for_the_loggers(owner: str) -> None:
+    def fails(self: Any, *args: Any) -> None:
+        raise ValueError("no")
+
+    task = type("Fails", (RegressionTask,), {"teardown": fails} if owner == "task" else {})()
+    callbacks = [type("Fails", (Callback,), {"teardown": fails})()] if owner == "callback" else []
+    logger = MemoryLogger()
+    with pytest.raises(ValueError, match="no"):
+        quiet_trainer(max_epochs=1, callbacks=callbacks, logger=logger).fit(task, regression_loader(2))
+    assert logger.statuses == ["failed"]

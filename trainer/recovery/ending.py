@@ -52,15 +52,24 @@ def tear_down(run: StageRun, status: Status) -> None:
 
     Args:
         run: the run whose stage ends.
-        status: `"success"`, `"failed"` or `"interrupted"`, for the loggers.
+        status: `"success"`, `"failed"` or `"interrupted"`, for the loggers. An error while tearing down makes a
+            success `"failed"`.
     """
     stage = run.status.stage or "fit"
+
+    def finish_logs(kind: object, error: BaseException | None, trace: object) -> None:
+        final = status if error is None or status != "success" else "failed"
+        try:
+            run.note("end", stage=stage, status=final)
+        finally:
+            if run.logs.group is not None:
+                run.logs.group.finish(final)
+
     with ExitStack() as last_first:
         last_first.callback(partial(_close, run))
         last_first.callback(profiling.end, run)
         if run.logs.group is not None:
-            last_first.callback(partial(run.logs.group.finish, status))
-            last_first.callback(partial(run.note, "end", stage=stage, status=status))
+            last_first.push(finish_logs)  # receives the error of a step before
         if run.status.is_set_up:
             last_first.callback(run.task.teardown, stage)
             last_first.callback(run.fire, "teardown", stage)

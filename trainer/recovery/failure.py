@@ -50,10 +50,14 @@ def note_batch(run: StageRun, error: BaseException, step: str, batch: Batch, bat
     if has_note or not isinstance(error, Exception) or isinstance(error, TrainwrightError):
         return
     rank = f", rank {run.engine.processes.rank}" if run.engine.processes.world_size > 1 else ""
+    try:
+        described = describe(batch)
+    except RecursionError:
+        described = f"{type(batch).__name__}, nested too deeply to show"
     error.add_note(
         f"{_START}{type(run.task).__name__}.{step}{_user_line(error)}\n"
         f"  epoch {run.state.epoch}, step {run.state.step}, batch_idx {batch_idx}{rank}\n"
-        f"  batch: {describe(batch)}"
+        f"  batch: {described}"
     )
 
 

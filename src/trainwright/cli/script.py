@@ -19,7 +19,7 @@ from trainwright import DataModule, TaskModule, Trainer, seed_everything
 from trainwright.cli.configs.cli_parser import ReduceLROnPlateau, class_of
 from trainwright.cli.configs.cli_parser import _parser_class as parser_class
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.configs.parsing import build, listed, parse
+from trainwright.cli.configs.parsing import build, listed, parse, plain
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
@@ -173,7 +173,7 @@ class CLI:
         given: dict[str, Any] = {}
         words: list[str] = []
         if isinstance(args, Mapping):
-            given = _plain(args)
+            given = plain(dict(args))
         else:
             words = list(sys.argv[1:] if args is None else args)
         if run:
@@ -367,15 +367,6 @@ def _as_dict(settings: object) -> dict[str, Any]:
     if settings is None:
         return {}
     return dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))
-
-
-def _plain(value: object) -> Any:
-    """Return nested namespaces and mappings as dicts."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if hasattr(value, "as_dict"):  # jsonargparse's Namespace
-        return value.as_dict()
-    return value
 
 
 def _is_plain(value: object) -> bool:

@@ -19,6 +19,7 @@ def plan(argv: Sequence[str]) -> int:
     from trainwright.cli.configs.overrides import read_command_line
     from trainwright.cli.configs.parsing import build
     from trainwright.cli.fit import LOADING, check_checkpoint, read_settings
+    from trainwright.core.errors import visible
     from trainwright.core.process import detect
     from trainwright.core.rng import seed_everything
     from trainwright.trainer.planning.run_plan import PlannedSetting
@@ -45,7 +46,7 @@ def plan(argv: Sequence[str]) -> int:
         named["seed"] = PlannedSetting(settings.seed_everything, f"seed_everything of {source}")
     found = replace(found, settings=named)
     if detect(settings.trainer.get("launcher") or "auto").rank == 0:
-        print(json.dumps(found.to_dict(), indent=2) if wanted.json else found)
+        print(json.dumps(found.to_dict(), indent=2) if wanted.json else visible(str(found)))
     return 0
 
 

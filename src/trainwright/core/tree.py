@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.device_types import properties
 
 if TYPE_CHECKING:
@@ -168,7 +169,18 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
             return tensor.to(device=device, dtype=float_dtype, non_blocking=beside)
         return tensor.to(device=device, non_blocking=beside)
 
-    return _map(one, tree, lambda movable: movable.to(device))
+    try:
+        return _map(one, tree, lambda movable: movable.to(device))
+    except RecursionError as error:
+        raise too_deep("a batch") from error
+
+
+def too_deep(what: str) -> ConfigurationError:
+    """Return the error for modules or containers that Python's recursion limit does not let anyone traverse."""
+    return ConfigurationError(
+        f"{what} is nested more deeply than Python's recursion limit allows ({sys.getrecursionlimit()} calls). Nest it "
+        "less deeply, or increase the limit by sys.setrecursionlimit."
+    )
 
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:

@@ -154,6 +154,9 @@ def sbatch_script(command: LaunchCommand) -> str:
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in values.items() if value is not None]
     options += ["--requeue", *(config.slurm_option or "").splitlines()]  # the last of equal options counts
+    for option in options:
+        if not option.isprintable():  # a further line would be a command
+            raise ConfigurationError(f"{option!r} is not one line of printable text, as a script for sbatch needs it.")
     variables = config.environment()
     if config.main_process_port:
         variables["MASTER_PORT"] = str(config.main_process_port)

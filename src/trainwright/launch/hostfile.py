@@ -32,6 +32,7 @@ _OWN = (
 )
 _REACH_SECONDS, _LAST_OUTPUT_SECONDS = 8, 0.5
 _FAILURE = re.compile(rf"(?:{child.ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
+_HOST = re.compile(r"\w[\w.:@-]*")  # pdsh and ssh read other characters as options, lists and files
 _Hosts = dict[str, list[int]]
 
 
@@ -47,6 +48,9 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
         hosts = read_hostfile(path, *filters)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"--deepspeed_hostfile {path}, or a filter of its machines: {error}.") from error
+    for name in hosts:
+        if not _HOST.fullmatch(name):
+            raise ConfigurationError(f"--deepspeed_hostfile {path}: {name!r} is not the name of a machine.")
     if len({len(slots) for slots in hosts.values()}) != 1:
         counts = ", ".join(f"{name} {len(slots)}" for name, slots in hosts.items()) or "none"
         raise ConfigurationError(

@@ -98,6 +98,9 @@ def check_options(config: LaunchConfig) -> None:
     ):
         if getattr(config, one) and getattr(config, other):
             raise ConfigurationError(f"--{one} and --{other} exclude each other. Pass one of them.")
+    port = config.main_process_port
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigurationError(f"--main_process_port {port}: write a port from 0 to 65535.")
     for name, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("max_restarts", 0)):
         value = getattr(config, name)
         if value is not None and value < least:
@@ -234,6 +237,11 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     config, machines = command.config, command.config.num_machines or 1
+    if config.log_dir is not None:
+        try:
+            Path(config.log_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--log_dir {config.log_dir} cannot be created: {error}.") from None
     logs = config.log_dir or tempfile.mkdtemp(prefix="trainwright-launch-")
     set_variable(PREFIX, "[rank ${rank}] ")
     watch = MachineWatch(config) if machines > 1 and config.rdzv_backend != "c10d" else None

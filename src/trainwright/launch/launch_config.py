@@ -75,6 +75,10 @@ class Option:
             return None
         value = json.dumps(value) if isinstance(value, dict) else value
         text = "no" if value is False and "no" in self.choices else str(value)  # YAML reads `no` as false
+        lines = text.split("\n") if self.repeats else [text]
+        # Values are written into scripts line by line, and shown in terminals.
+        if self.read is not as_mapping and not all(line.isprintable() for line in lines):
+            raise ConfigurationError(f"{origin}: {self.name}={text!r}, expected one line of printable text.")
         try:
             found = self.read(text)
         except ValueError:

@@ -16,6 +16,7 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
+from trainwright.core.yaml_text import parse_yaml
 from trainwright.launch.launch_config import LaunchConfig, Option, options, refused_options
 
 _FURTHER = {"config_file": True, "module": False, "no_python": False, "help": False}  # flags; True: with a value
@@ -220,12 +221,14 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
 
 def read_content(path: Path) -> Any:
     """Return the content of a configuration file, as YAML reads it."""
-    import yaml  # `--help` does without it
-
+    origin = f"config_file={str(path)!r}"
     try:
-        return (json.loads if path.suffix == ".json" else yaml.safe_load)(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise ConfigurationError(f"config_file={str(path)!r} cannot be read: {error}.") from error
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else parse_yaml(text, origin)
+    except ConfigurationError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{origin} cannot be read: {error}.") from error
 
 
 def options_of(content: object, origin: str) -> dict[str, Any]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import random
 import re
+import shutil
+import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -87,10 +90,22 @@ def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
     assert ["strategy", "SingleDeviceStrategy"] in tables["Plan"]
 
 
-def test_a_name_cannot_end_the_data_of_the_page(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,</script><b>\n0,1\n1,2\n")
-    content = _content(page(read_run(tmp_path)))
-    assert content["charts"][0]["title"] == "</script><b>"
+@pytest.mark.parametrize(
+    "name", ["</script><b>", "<!--<script>", "/*UPLOT_JS*/", "\u2028\u202e\x1b[2J&lt;", "x" * 10**5]
+)
+def test_a_name_changes_nothing_in_the_page_but_its_data(name: str, tmp_path: Path) -> None:
+    def write(metric: str) -> str:
+        (tmp_path / "metrics.csv").write_text(f"step,{metric}\n0,1\n1,2\n")
+        return page(read_run(tmp_path))
+
+    html = write(name)
+    assert _content(html)["charts"][0]["title"] == name
+    assert html.count("<") == write("loss").count("<")
+
+
+def test_all_charts_show_the_steps_from_the_first_to_the_last_of_any_curve(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,short,long\n3,1,\n5,2,1\n90,,2\n")
+    assert _content(page(read_run(tmp_path)))["range"] == [3, 90]
 
 
 def test_values_that_are_not_finite_are_events(tmp_path: Path) -> None:
@@ -146,6 +161,67 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str, message: 
         read_run(tmp_path)
 
 
+_STRANGE = (None, -1, 2**70, 1e400, float("nan"), "x", "\x1b[2J\ud800", [], {}, [[1]], {"a": {}}, True)
+
+
+def _replaced(value: Any, rng: random.Random) -> Any:
+    """Return a JSON value with another one somewhere."""
+    if not isinstance(value, (dict, list)) or not value or rng.random() < 0.1:
+        return rng.choice(_STRANGE)
+    if isinstance(value, list):
+        at = rng.randrange(len(value))
+        return [_replaced(item, rng) if i == at else item for i, item in enumerate(value)]
+    chosen = rng.choice(list(value))
+    if rng.random() < 0.2:
+        return {key: item for key, item in value.items() if key != chosen}
+    return {key: _replaced(item, rng) if key == chosen else item for key, item in value.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.jsonl", "metrics.csv", "metrics.jsonl", "events.out.tfevents.1"])
+def test_damage_anywhere_is_one_error_that_names_the_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(name)
+    kinds = {"metrics.jsonl": JSONLinesLogger, "events.out.tfevents.1": TensorBoardLogger}
+    _train(tmp_path / "whole", [kinds.get(name, CSVLogger)(tmp_path / "whole", version=0)])
+    folder = read_run(tmp_path / "whole").folder
+    damaged = folder / name
+    if name not in {file.name for file in folder.iterdir()}:
+        (written,) = folder.glob("events*")
+        written.rename(damaged)
+    shutil.copytree(folder, tmp_path / "other")
+    before = damaged.read_bytes()
+    capsys.readouterr()
+    for _ in range(150):
+        after = bytearray(before)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(after))
+            after[at : at + rng.randint(0, 8)] = rng.randbytes(rng.randint(0, 8))
+        if name.endswith("jsonl") and rng.random() < 0.8:
+            lines = before.decode().splitlines()
+            line = rng.randrange(len(lines))
+            lines[line] = json.dumps(_replaced(json.loads(lines[line]), rng))
+            after = bytearray("\n".join([*lines, ""]).encode())
+        damaged.write_bytes(after)
+        for command in (["report", str(folder)], ["diff", str(folder), str(tmp_path / "other")]):
+            code = main(command)
+            printed = capsys.readouterr()
+            assert code in (0, 1, 2)
+            assert (name in printed.err) == (code == 2), printed.err
+            assert all(line.isprintable() for line in (printed.out + printed.err).splitlines())
+
+
+def test_a_length_in_an_event_file_is_not_believed(tmp_path: Path) -> None:
+    checksums = pytest.importorskip("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
+    length = struct.pack("<Q", 2**40)
+    header = length + struct.pack("<I", checksums.masked_crc32c(length))
+    (tmp_path / "metrics.csv").write_text("step,loss\n0,1\n")
+    (tmp_path / "events.out.tfevents.1").write_bytes(header + b"x")
+    (tmp_path / "metrics.csv").unlink()
+    assert read_run(tmp_path).curves == {}
+
+
 def test_a_folder_without_a_run_is_an_error_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +259,8 @@ def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path
             tab.goto(f"file://{tmp_path / 'report.html'}")
             tab.wait_for_selector(".uplot", timeout=20_000)
             assert tab.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
+            assert tab.evaluate("bounds") is None
+            assert tab.evaluate("charts[0].plot.scales.x.max") == 99_999
             box = tab.locator(".u-over").first.bounding_box()
             assert box is not None
             tab.keyboard.down("Control")

@@ -65,7 +65,10 @@ def test_a_replayed_step_equals_the_logged_one(
     assert main(["fit", str(tmp_path / "config.yaml")]) == 0
     (checkpoint,) = (root / "checkpoints").glob("*step=5")
     capsys.readouterr()
-    assert main(["replay", str(checkpoint), "--step", "12", "--tolerance", "0", "--json"]) == 0
+    assert main(["replay", str(checkpoint), "--step", "12"]) == 2  # the folder's own configuration is code
+    assert f"pass --config {root / 'config.yaml'}" in capsys.readouterr().err
+    config = ["--config", str(root / "config.yaml")]
+    assert main(["replay", str(checkpoint), "--step", "12", "--tolerance", "0", "--json", *config]) == 0
     printed = capsys.readouterr().out
     found = json.loads(printed[printed.index("{\n") :])
     logged = {line["step"]: line for line in read_run(root).progress}
@@ -75,7 +78,7 @@ def test_a_replayed_step_equals_the_logged_one(
     assert sorted(found["gradients"]) == ["net.0.bias", "net.0.weight", "net.3.bias", "net.3.weight"]
     assert len(found["samples"]) == 4
     # Another bound changes the steps after the first replayed one.
-    assert main(["replay", str(checkpoint), "--step", "7", "trainer.gradient_clip_val=0.1"]) == 1
+    assert main(["replay", str(checkpoint), "--step", "7", *config, "trainer.gradient_clip_val=0.1"]) == 1
     assert "differs" in capsys.readouterr().out
 
 
@@ -146,4 +149,4 @@ def test_a_missing_checkpoint_or_configuration_is_an_error(tmp_path: Path, capsy
     assert main(["replay", str(tmp_path / "absent"), "--step", "1"]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert main(["replay", str(tmp_path), "--step", "1"]) == 2
-    assert "no configuration was found" in capsys.readouterr().err
+    assert "replay needs the configuration of the run" in capsys.readouterr().err

@@ -180,8 +180,11 @@ class Manifest:
         kind, created = values["kind"], _text(values["created"])
         if kind not in PARTS:
             raise ValueError(f"unknown kind {kind!r}")
-        if datetime.datetime.fromisoformat(created).tzinfo is None:  # `next_moment` compares it with UTC
+        moment = datetime.datetime.fromisoformat(created)
+        if moment.tzinfo is None:  # `next_moment` compares it with UTC
             raise ValueError(f"{created!r} has no time zone")
+        if moment.year == datetime.MAXYEAR:  # `next_moment` has no later one
+            raise ValueError(f"{created!r} is not a time of writing")
         return cls(
             step=_count(values["step"]),
             epoch=_count(values["epoch"]),

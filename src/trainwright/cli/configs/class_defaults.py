@@ -12,7 +12,8 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from trainwright.cli.configs.overrides import find_spec
@@ -29,7 +30,7 @@ def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
     for key in keys:
         spec = config.get(key)
         if isinstance(spec, dict) and "class_path" in spec:
-            _fill_below(spec.get("init_args"))
+            _fill_arguments(spec)
 
 
 def place_classes(
@@ -72,16 +73,25 @@ def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> 
 
 
 def _takes_a_class(path: str, argument: str) -> bool:
-    """Return whether an argument of a class is annotated with a type other than text or `Any`."""
-    found = find_class(path)
-    if found is None:
-        return False
-    try:
-        hint = typing.get_type_hints(found.__init__).get(argument, Any)  # type: ignore[misc]  # looked at, not called
-    except NameError:  # an annotation that only a type checker can resolve
-        return False
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return not any(option in (Any, object, str) for option in (typing.get_args(hint) if is_union else (hint,)))
+    """Return whether an argument of a class is annotated with the type of an object."""
+    hint: Any = Any
+    for base in getattr(find_class(path), "__mro__", ()):  # `**kwargs` may pass the argument on to a base class
+        hints: dict[str, Any] = {}
+        with suppress(NameError):  # an annotation that only a type checker can resolve
+            hints = typing.get_type_hints(base.__init__)
+        if argument in hints:
+            hint = hints[argument]
+            break
+    return _is_class_hint(hint)
+
+
+def _is_class_hint(hint: Any) -> bool:
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return all(map(_is_class_hint, inner))
+    if isinstance(origin, type) and issubclass(origin, Iterable):  # list[Callback], dict[str, Any]
+        return _is_class_hint(inner[-1])
+    return hint not in (Any, object, str, list, tuple, dict)
 
 
 def _fill_below(node: object) -> None:
@@ -94,8 +104,16 @@ def _fill_below(node: object) -> None:
         if found is not None:
             node["class_path"] = f"{found.__module__}.{found.__qualname__}"
             node["init_args"] = own_defaults(found) | (node.get("init_args") or {})
+        _fill_arguments(node)
+        return
     for item in node.values():
         _fill_below(item)
+
+
+def _fill_arguments(spec: dict[str, Any]) -> None:
+    for name, value in (spec.get("init_args") or {}).items():
+        if _takes_a_class(spec["class_path"], name):
+            _fill_below(value)
 
 
 def own_defaults(found: type) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.yaml_text import MAX_CHARACTERS, parse_yaml
 
 _ASSIGNMENT = re.compile(r"(?:--)?(?P<key>[A-Za-z_][\w.]*\+?)=(?P<value>.*)", re.DOTALL)
 _OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
@@ -19,10 +20,6 @@ SUFFIXES = (".yaml", ".yml")  # of configuration files
 _CONFIG_OPTIONS = ("--config", "-c")
 # Options without a value; everything else that begins with two dashes takes one.
 _FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
-# Limits of a configuration; usual ones have some hundred values and a depth of ten.
-_MAX_CHARACTERS = 2**22
-_MAX_VALUES = 100_000
-_MAX_DEPTH = 100
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -80,22 +77,9 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
     Mappings are merged key by key, and other values are replaced. If a later file changes the `class_path` of a class
     specification, its arguments are replaced, too, because arguments of the old class do not apply to the new class.
     """
-    import yaml
-
     merged: dict[str, Any] = {}
     for path in paths:
-        text = _read_text(path)
-        try:
-            content = yaml.safe_load(text)
-            _check_finite(content, path)
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
-        except RecursionError:
-            raise ConfigurationError(f"--config {path} is nested too deeply to be a configuration.") from None
-        except (ValueError, OverflowError) as error:  # an invalid date, an integer of too many digits
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(f"--config {path} holds a value that cannot be read: {error}") from None
+        content = parse_yaml(_read_text(path), f"--config {path}")
         if content is not None and not isinstance(content, dict):
             raise ConfigurationError(
                 f"--config {path} holds a {type(content).__name__}, expected a mapping such as "
@@ -110,38 +94,11 @@ def _read_text(path: Path) -> str:
         if path.exists() and not path.is_file() and not path.is_fifo():  # a shell passes output as a fifo
             raise ConfigurationError(f"--config {path} is not a file. Pass a YAML file.")
         with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_CHARACTERS + 1)
+            return file.read(MAX_CHARACTERS + 1)  # a device has no end
     except OSError as error:
         raise ConfigurationError(f"--config {path}: cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path} is not text in UTF-8: {error}.") from None
-    if len(text) > _MAX_CHARACTERS:
-        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters. Shorten it.")
-    return text
-
-
-def _check_finite(content: object, path: Path) -> None:
-    """Check that aliases form no loop, and that the content does not exceed the limits of a configuration."""
-    count = 0
-    inside: set[int] = set()
-
-    def visit(value: object) -> None:
-        nonlocal count
-        count += 1
-        if count > _MAX_VALUES:
-            raise ConfigurationError(f"--config {path} has more than {_MAX_VALUES} values. Shorten it.")
-        if not isinstance(value, (dict, list, set, tuple)):
-            return
-        if id(value) in inside:
-            raise ConfigurationError(f"--config {path}: an alias (*name) is used inside the value that it refers to.")
-        if len(inside) >= _MAX_DEPTH:
-            raise RecursionError
-        inside.add(id(value))
-        for item in (*value, *value.values()) if isinstance(value, dict) else value:
-            visit(item)
-        inside.remove(id(value))
-
-    visit(content)
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

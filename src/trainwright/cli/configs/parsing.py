@@ -142,7 +142,7 @@ class _Constructor:
 
     def __call__(self, cls: type[Any], *args: object, **kwargs: object) -> Any:
         try:
-            return cls(*args, **kwargs)
+            return cls(*args, **{name: plain(value) for name, value in kwargs.items()})
         except Exception as error:
             if not self.carries:
                 raise
@@ -150,7 +150,15 @@ class _Constructor:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> Any:
-    """Return the settings with objects instead of class paths. Errors of constructors are raised unchanged."""
+    """Return the settings with objects instead of class paths. Errors of constructors are raised unchanged.
+
+    Only arguments whose type is a class receive objects. With other types (`Any`, `object`, none), a mapping with
+    `class_path` stays a mapping.
+    """
+    from jsonargparse import set_parsing_settings
+
+    # An argument without a class as its type could otherwise construct any class: subprocess.Popen, for example.
+    set_parsing_settings(instantiate_subclass_spec_in_any=False)
     construct = _Constructor()
     failed: Exception | None = None
     try:
@@ -162,6 +170,15 @@ def build(parser: ArgumentParser, settings: Namespace) -> Any:
     if failed is not None:  # outside of `except`, so that the error keeps its own cause and context
         raise failed
     return built
+
+
+def plain(value: object) -> Any:
+    """Return a value with dicts instead of jsonargparse's namespaces, also in dicts and lists."""
+    if hasattr(value, "as_dict") and type(value).__module__.startswith("jsonargparse"):
+        value = value.as_dict()
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if type(value) is list else value
 
 
 def listed(value: object) -> list[Any]:

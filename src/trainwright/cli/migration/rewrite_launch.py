@@ -8,10 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import yaml
-
 from trainwright.cli.migration.rewrite_imports import Rewritten, Unsettled
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.yaml_text import parse_yaml
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import check_supported, known_options, options_of
 
@@ -67,8 +66,8 @@ def check_config(code: bytes, path: Path) -> list[Unsettled] | None:
         None if the file is not an Accelerate configuration.
     """
     try:
-        content = yaml.safe_load(code.decode("utf-8", "replace"))
-    except yaml.YAMLError:
+        content = parse_yaml(code.decode("utf-8", "replace"), str(path))
+    except ConfigurationError:
         return None
     if not isinstance(content, dict) or not any(key in content for key in _CONFIG_KEYS):
         return None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainwright.cli.reports.run_files import STAGES, Curve, RunFiles, read_run, times_of
+from trainwright.cli.reports.run_files import STAGES, Curve, RunFiles, damage_named, read_run, times_of
 from trainwright.core.errors import ConfigurationError
 
 REPORT_FILE = "report.html"
@@ -47,7 +47,9 @@ def report(argv: Sequence[str]) -> int:
     path = Path(wanted.output) if wanted.output else run.folder / REPORT_FILE
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigurationError(f"--output {path}: write the name of a file in a folder that exists.")
-    path.write_text(page(run), encoding="utf-8")
+    with damage_named(run.record):
+        text = page(run)
+    path.write_text(text, encoding="utf-8")
     print(path)
     return 0
 
@@ -55,7 +57,8 @@ def report(argv: Sequence[str]) -> int:
 def page(run: RunFiles) -> str:
     """Return the report as HTML."""
     text = (_HERE / "report.html").read_text(encoding="utf-8")
-    values = json.dumps(_content(run), allow_nan=False).replace("</", "<\\/")
+    # In HTML, both </script> and <!--<script> in a name would change where the data ends.
+    values = json.dumps(_content(run), allow_nan=False).replace("<", "\\u003c")
     for mark, value in (
         ("/*UPLOT_CSS*/", (_HERE / "uplot.min.css").read_text(encoding="utf-8")),
         ("/*UPLOT_JS*/", (_HERE / "uplot.min.js").read_text(encoding="utf-8")),
@@ -70,11 +73,15 @@ def _content(run: RunFiles) -> dict[str, Any]:
     """Return the data of the page for the script in report.html."""
     start, (steps, times) = run.start, times_of(run)
     curves = {name: curve for name, curve in run.curves.items() if len(curve.steps) > 1}
+    shown = [step for curve in curves.values() for step in curve.steps.tolist()] + [
+        each["step"] for each in run.progress
+    ]
     began = None if not start else datetime.datetime.fromtimestamp(run.events[0]["time"])
     return {
         "title": f"{start.get('task', 'Run')} in {run.folder}",
         "subtitle": "" if began is None else f"started {began:%Y-%m-%d %H:%M:%S}, seed {start.get('seed')}",
         "facts": _facts(run, times),
+        "range": [min(shown, default=0), max(shown, default=0)],
         "clock": {"steps": steps, "times": [round(time, 2) for time in times]},
         "charts": [*_metric_charts(curves), *_progress_charts(run, has_rate=any(n.startswith("lr-") for n in curves))],
         "events": _events(run, steps, times),

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from trainwright.cli.main import table_lines
-from trainwright.cli.reports.run_files import Curve, RunFiles, read_run, run_folders
-from trainwright.core.errors import ConfigurationError
+from trainwright.cli.reports.run_files import Curve, RunFiles, damage_named, read_run, run_folders
+from trainwright.core.errors import ConfigurationError, visible
 
 _ABSENT = "–"
 _ENVIRONMENT = ("device", "processes", "python", "platform", "host", "command")
@@ -37,11 +37,10 @@ def diff(argv: Sequence[str]) -> int:
     if runs[0].folder.resolve() == runs[1].folder.resolve() and len(inside) > 1:
         names = ", ".join(map(str, inside))
         raise ConfigurationError(f"both paths name the run {runs[0].folder}. Pass two of: {names}.")
-    found = compare(*runs, tolerance=wanted.tolerance)
-    if wanted.json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(_text(found, *runs))
+    with damage_named(f"{runs[0].record} or {runs[1].record}"):
+        found = compare(*runs, tolerance=wanted.tolerance)
+        text = json.dumps(found, indent=2) if wanted.json else visible(_text(found, *runs))
+    print(text)
     return 1 if any(found.values()) else 0
 
 

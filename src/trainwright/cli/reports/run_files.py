@@ -24,12 +24,29 @@ from trainwright.loggers.run_record import RECORD_FILE
 
 STAGES = ("fit", "validate", "test", "predict")
 _EVENT_FILES = "events.out.tfevents.*"
+_MAX_STEP = 2**31  # reports store steps as int32
 _OWN = frozenset({"step", "time", "epoch", "hp_metric"})  # the last is TensorBoard's placeholder
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class RunFileError(TrainwrightError):
     """Raised for a file of a run that cannot be read."""
+
+
+@contextlib.contextmanager
+def damage_named(file: Path | str) -> Iterator[None]:
+    """Return a context that reads a file, or uses what was read. Errors of its content become a RunFileError.
+
+    A damaged file can have any value at any place: a text as a step, a time in the year 30000, lists 1,000 deep.
+    """
+    try:
+        yield
+    except TrainwrightError:
+        raise
+    except OSError as error:
+        raise RunFileError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, csv.Error) as error:
+        raise RunFileError(f"{file} is damaged. {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +71,7 @@ class RunFiles:
         curves: by metric name.
         events: lines of the record in order, except the lines in `progress`.
         progress: measurements at log steps in order, except steps that a rollback or resume has undone.
-        sources: files that were read.
+        sources: files that were read. The record is the first.
     """
 
     folder: Path
@@ -62,6 +79,11 @@ class RunFiles:
     events: list[dict[str, Any]] = field(default_factory=list)
     progress: list[dict[str, Any]] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
+
+    @property
+    def record(self) -> Path:
+        """The file to name for wrong content: the record, or else the first file of curves, or else the folder."""
+        return next(iter(self.sources), self.folder)
 
     @property
     def start(self) -> dict[str, Any]:
@@ -87,9 +109,11 @@ def read_run(path: str | Path) -> RunFiles:
     top = given if given.is_dir() else given.parent
     record = _newest(top, RECORD_FILE) or _record_of(top)
     found = RunFiles(top if record is None else record.parent)
+    folders: list[Path] = []
     if record is not None:
-        _read_record(record, found)
-    folders = [found.folder / name for name in found.start.get("folders", {}).get("logs", [])]
+        with damage_named(record):
+            _read_record(record, found)
+            folders = [found.folder / name for name in found.start.get("folders", {}).get("logs", [])]
     for folder in dict.fromkeys(each.resolve() for each in (*folders, found.folder)):
         if not found.curves:
             _read_curves(folder, found)
@@ -116,9 +140,10 @@ def _record_of(logs: Path) -> Path | None:
     for path in place.parents[1].glob(f"*/*/{RECORD_FILE}") if len(place.parents) > 1 else ():
         with contextlib.suppress(RunFileError):
             run = RunFiles(path.parent)
-            _read_record(path, run)
-            if place in [(path.parent / name).resolve() for name in run.start.get("folders", {}).get("logs", [])]:
-                return path
+            with damage_named(path):
+                _read_record(path, run)
+                if place in [(path.parent / name).resolve() for name in run.start.get("folders", {}).get("logs", [])]:
+                    return path
     return None
 
 
@@ -134,7 +159,12 @@ def _newest(top: Path, pattern: str) -> Path | None:
 def _read_record(path: Path, found: RunFiles) -> None:
     found.sources.append(path)
     for number, line in _json_lines(path):
-        if not isinstance(line, dict) or not {"event", "step", "time"} <= line.keys():
+        if (
+            not isinstance(line, dict)
+            or type(line.get("step")) is not int
+            or not isinstance(line.get("event"), str)
+            or not isinstance(line.get("time"), (int, float))
+        ):
             raise RunFileError(f"{path}, line {number}: not an event of a run's record. The file is damaged.")
         if line["event"] == "progress":
             found.progress.append(line)
@@ -150,15 +180,19 @@ def _read_curves(folder: Path, found: RunFiles) -> None:
         files = sorted(folder.glob(pattern))
         points: dict[str, list[tuple[int, float]]] = {}
         for file in files:
-            read(file, points)
+            with damage_named(file):
+                read(file, points)
+                curves = {name: _curve(values) for name, values in sorted(points.items())}
         if points:
             found.sources += files
-            found.curves = {name: _curve(values) for name, values in sorted(points.items())}
+            found.curves = curves
             return
 
 
 def _curve(points: list[tuple[int, float]]) -> Curve:
     table = np.array(points, dtype=np.float64).reshape(-1, 2)
+    if np.abs(table[:, 0]).max(initial=0) >= _MAX_STEP:
+        raise ValueError(f"a step is beyond {_MAX_STEP}")
     order = np.argsort(table[:, 0], kind="stable")
     return Curve(table[order, 0].astype(np.int64), table[order, 1])
 
@@ -232,9 +266,9 @@ def _records(path: Path, kind: Any) -> Iterator[Any]:
             length, checksum = struct.unpack("<QI", header)
             if checksum != checksums.masked_crc32c(header[:8]):
                 raise RunFileError(f"{path}, byte {file.tell() - 12}: a checksum does not match. The file is damaged.")
-            data = file.read(length + 4)
-            if len(data) < length + 4:
+            if length + 4 > path.stat().st_size - file.tell():  # a length may be 1 TiB, so do not try to read it
                 return
+            data = file.read(length + 4)
             try:
                 yield kind.FromString(data[:-4])
             except Exception as error:  # noqa: BLE001  # DecodeError of protobuf, which may have several versions

@@ -21,8 +21,8 @@ from trainwright.checkpoint.format.manifests import find_checkpoints, open_check
 from trainwright.cli.configs.overrides import CommandLine, read_command_line
 from trainwright.cli.main import table_lines
 from trainwright.cli.parity import STEP_ARGUMENTS
-from trainwright.cli.reports.run_files import RunFileError, RunFiles, read_run
-from trainwright.core.errors import ConfigurationError
+from trainwright.cli.reports.run_files import RunFileError, RunFiles, damage_named, read_run
+from trainwright.core.errors import ConfigurationError, visible
 from trainwright.core.run import Run
 from trainwright.core.state import Group, SkippedData, StepResult
 from trainwright.core.task import TaskModule
@@ -168,28 +168,34 @@ def replay(argv: Sequence[str]) -> int:
         names = ", ".join(each.path.name for each in inside)
         raise ConfigurationError(f"{checkpoint} contains checkpoints. Pass the folder of one of them: {names}.")
     line = read_command_line(rest)
-    line.configs.insert(0, _configuration(checkpoint, wanted.config))
+    if wanted.config is not None:
+        line.configs.insert(0, Path(wanted.config))
+    if not line.configs:
+        raise ConfigurationError(_needs_configuration(checkpoint))
     run = _run_of(checkpoint, wanted.run)
     found = _replay_configured(checkpoint, wanted.step, run, line)
-    rows = _compared(found, run)
+    rows: list[list[Any]] = []
+    if run is not None:
+        with damage_named(run.record):
+            rows = _compared(found, run)
     if wanted.json:
         facts = {"compared": rows, "gradients": found.gradients, "samples": found.samples}
         print(json.dumps(json_safe(plain({**facts, "skipped": found.skipped})), indent=2, allow_nan=False))
     else:
-        print(_text(found, rows, wanted.tolerance))
+        print(visible(_text(found, rows, wanted.tolerance)))
     return int(any(not _is_close(logged, mine, wanted.tolerance) for *_, logged, mine in rows))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright replay",
-        usage="trainwright replay CHECKPOINT --step N [--config FILE] [--run FOLDER] [KEY=VALUE …]",
+        usage="trainwright replay CHECKPOINT --step N --config FILE [--run FOLDER] [KEY=VALUE …]",
         description="Rerun a step of a run on one device, and compare loss and gradients with what was logged.",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", help="folder of a checkpoint of an earlier step")
     parser.add_argument("--step", type=int, required=True, help="number of the step, from 1 on")
-    parser.add_argument("--config", help="configuration of the run. Default: config.yaml above the checkpoint")
+    parser.add_argument("--config", help="configuration of the run. Its classes are imported and constructed")
     parser.add_argument("--run", help="folder of the run's record. Default: the one that names the checkpoint's folder")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="largest relative difference. Default: 0.001")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -205,24 +211,24 @@ def _run_of(checkpoint: Path, named: str | None) -> RunFiles | None:
     for record in sorted(records, key=lambda file: -file.stat().st_mtime):
         with contextlib.suppress(RunFileError):  # of another run
             run = read_run(record.parent)
-            folder = run.folder / run.start.get("folders", {}).get("checkpoints", "")
+            with damage_named(record):
+                folder = run.folder / run.start.get("folders", {}).get("checkpoints", "")
             if folder.resolve() == checkpoint.absolute().parent.resolve():
                 return run
     return None
 
 
-def _configuration(checkpoint: Path, named: str | None) -> Path:
-    """Return the configuration file of the run that wrote a checkpoint."""
-    if named is not None:
-        return Path(named)
+def _needs_configuration(checkpoint: Path) -> str:
+    """Return the error for a missing `--config`, with the path of the file that the run has probably saved."""
     above = checkpoint.absolute().parent.parent
-    for name in _CONFIGS:
-        if (above / name).is_file():
-            return above / name
-    raise ConfigurationError(
-        f"no configuration was found in {above}. Pass --config, or call "
-        "trainwright.cli.reports.step_replay.replay_step in a script."
-    )
+    found = next((above / name for name in _CONFIGS if (above / name).is_file()), None)
+    if found is None:
+        return (
+            "replay needs the configuration of the run. Pass --config FILE, or call "
+            "trainwright.cli.reports.step_replay.replay_step in a script."
+        )
+    # A checkpoint of someone else has the configuration of someone else, which is code.
+    return f"replay runs the code that a configuration names. If you trust {found}, pass --config {found}."
 
 
 def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: CommandLine) -> Replay:
@@ -235,7 +241,11 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
     if settings.seed_everything is not None:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
-    recorded = {} if run is None else run.start.get("hyperparameters", {})
+    start: Mapping[str, Any] = {} if run is None else run.start
+    with damage_named("" if run is None else run.record):
+        recorded = dict(start.get("hyperparameters", {}))
+        mesh = start.get("mesh", {})
+        readers = int(mesh.get("dp_replicate", 1)) * int(mesh.get("dp_shard", 1))
     owners = [owner for owner in (built.data, built.task) if owner is not None]
     own = json_safe(plain({name: value for owner in owners for name, value in owner.hparams.items()}))
     for name in recorded.keys() & own.keys():
@@ -245,24 +255,22 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
                 "configuration of that run by --config, or override it.",
                 file=sys.stderr,
             )
-    mesh: Mapping[str, int] = {} if run is None else run.start.get("mesh", {})
-    readers = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
     return replay_step(
         built.task,
         checkpoint,
         step,
         datamodule=built.data,
-        num_ranks=None if run is None or not run.start else readers,
+        num_ranks=readers if start else None,
         accumulate_grad_batches=given["accumulate_grad_batches"] or 1,
-        seed=given["seed"] if run is None else run.start.get("seed"),
+        seed=given["seed"] if run is None else start.get("seed"),
         **{name: given[name] for name in (*STEP_ARGUMENTS, "max_epochs", "max_steps", "on_nonfinite", "max_skipped")},
     )
 
 
-def _compared(found: Replay, run: RunFiles | None) -> list[list[Any]]:
+def _compared(found: Replay, run: RunFiles) -> list[list[Any]]:
     """Return a list [step, name, logged value, replayed value] for each logged value of the replayed steps."""
     rows: list[list[Any]] = []
-    for line in [] if run is None else run.progress:
+    for line in run.progress:
         step = line["step"]
         for name, values in (("loss", found.losses), ("grad_norm", found.grad_norms)):
             if name in line and step in values:
