@@ -140,8 +140,10 @@ class _PreparedByIndex(PreparedLoader):
         return self._dealer.indices_in(batch) if self.has_batch(batch) else []
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        if sets_epoch(self._loader):  # first: its length may depend on the epoch
-            self._loader.set_epoch(epoch)
+        # First: lengths may depend on the epoch. Loader workers that start later get the data set's new state.
+        for part in (self._loader, getattr(self.raw, "dataset", None)):
+            if sets_epoch(part):
+                part.set_epoch(epoch)
         # What other ranks have consumed says nothing about a loader that is this rank's own affair.
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
 
@@ -167,6 +169,7 @@ class PreparedDataLoader(_PreparedByIndex):
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
         self._loader = copy_loader(loader, generator=self._seeds.generator, **more)
+        _warn_of_workers_without_epoch(loader, options, "Do not")
 
     @property
     def batch_size(self) -> int | None:
@@ -284,14 +287,8 @@ class PreparedIterable(PreparedLoader):
             more = {"dataset": dataset, **more}
             self._loader = copy_loader(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
         self._state_source = self._find_state(dataset)
-        outlives = batched is not None and batched.persistent_workers and dataset is batched.dataset
-        if outlives and hasattr(dataset, "set_epoch"):
-            warnings.warn(
-                f"{options.title}: {type(dataset).__name__}.set_epoch is not called in persistent workers "
-                "(persistent_workers=True). Wrap it in ShardedIterable, or do not use persistent workers.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
+        if batched is not None and dataset is batched.dataset:
+            _warn_of_workers_without_epoch(batched, options, "Wrap it in ShardedIterable, or do not")
 
     @property
     def batch_size(self) -> int | None:
@@ -384,6 +381,16 @@ class _WorkerSeeds:
         if self._is_ours:
             key = mix_seeds(epoch_key(options.seed, epoch), options.rank)
             self.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
+
+
+def _warn_of_workers_without_epoch(loader: DataLoader[Any], options: LoaderOptions, instead: str) -> None:
+    if loader.persistent_workers and sets_epoch(loader.dataset):
+        warnings.warn(
+            f"{options.title}: {type(loader.dataset).__name__}.set_epoch is not called in persistent workers "
+            f"(persistent_workers=True). {instead} use persistent workers.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
 
 
 def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
