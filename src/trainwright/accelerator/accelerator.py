@@ -1167,8 +1167,8 @@ class Accelerator:
             log_kwargs: Name of a user-defined tracker → options for its `log`. Default: None.
 
         Raises:
-            ConfigurationError: `init_trackers` has not been called, `log_kwargs` names an unknown tracker, or `values`
-                or `step` has a wrong type.
+            ConfigurationError: `init_trackers` has not been called on the main process, `log_kwargs` names an unknown
+                tracker, or `values` or `step` has a wrong type.
         """
         self._trackers.log("log", values, step, log_kwargs)
 
