@@ -289,10 +289,13 @@ class EvaluationData:
 
 def _warn_of_shuffling(loader: object, overfit: int | float) -> None:
     leaves = leaves_of(getattr(loader, "iterables", loader))
-    if any("RandomSampler" in type(getattr(leaf, "sampler", None)).__name__ for leaf in leaves):
+    names = [type(leaf.sampler).__name__ for leaf in leaves if hasattr(leaf, "sampler")]
+    # The sampler of an iterable data set has no order.
+    ignored = [name for name in names if name not in ("SequentialSampler", "_InfiniteConstantSampler")]
+    if ignored:
         warnings.warn(
             f"overfit_batches={overfit!r} reads the same batches in every epoch, so the training loader's shuffle=True "
-            "is ignored. Set shuffle=False to silence this warning.",
+            f"or sampler ({ignored[0]}) is ignored. Set shuffle=False to silence this warning.",
             TrainwrightWarning,
             stacklevel=2,
         )

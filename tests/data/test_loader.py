@@ -163,7 +163,7 @@ def test_what_is_no_loader_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="int is not a loader"):
         prepare_loader(3, LoaderOptions())
     with pytest.raises(ConfigurationError, match="dict is not a loader"):
-        prepare_loader({"a": [1]}, LoaderOptions())
+        prepare_loader({"a": 1}, LoaderOptions())
     with pytest.raises(ConfigurationError, match="uneven='wait'"):
         prepare_loader([1], LoaderOptions(uneven="wait"))  # type: ignore[arg-type]
 

@@ -30,8 +30,8 @@ class LocalSGD:
                 if accelerator.sync_gradients:
                     local_sgd.step()
 
-    Every call of `step` counts, as in Accelerate. Above, `sync_gradients` makes them optimizer steps. Calls that average
-    are collective, and so is the end of the block, unless an error ends it.
+    Every call of `step` counts, as in Accelerate. Above, `sync_gradients` makes them optimizer steps. Calls that
+    average are collective, and so is the end of the block, unless an error ends it.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
