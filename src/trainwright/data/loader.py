@@ -140,10 +140,8 @@ class _PreparedByIndex(PreparedLoader):
         return self._dealer.indices_in(batch) if self.has_batch(batch) else []
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        # First: lengths may depend on the epoch. Loader workers that start later get the data set's new state.
-        for part in (self._loader, getattr(self.raw, "dataset", None)):
-            if sets_epoch(part):
-                part.set_epoch(epoch)
+        if sets_epoch(self._loader):  # first: its length may depend on the epoch
+            self._loader.set_epoch(epoch)
         # What other ranks have consumed says nothing about a loader that is this rank's own affair.
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
 
@@ -170,6 +168,12 @@ class PreparedDataLoader(_PreparedByIndex):
             more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
         self._loader = copy_loader(loader, generator=self._seeds.generator, **more)
         _warn_of_workers_without_epoch(loader, options, "Do not")
+
+    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        # First: the length may depend on the epoch. Workers that start later receive the data set with its epoch.
+        if sets_epoch(self.raw.dataset):
+            self.raw.dataset.set_epoch(epoch)
+        super()._turn_to(epoch, resume)
 
     @property
     def batch_size(self) -> int | None:
