@@ -30,7 +30,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: also log `…-weight_decay`. Default: False.
 
     Attributes:
-        lrs: the latest rate by name.
+        lrs: the rates of the latest fit by name, in the order in which they were read.
         last_momentum_values, last_weight_decay_values: the latest values by name, if they are logged.
 
     Raises:
@@ -53,7 +53,7 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
-        self.lrs: dict[str, float] = {}
+        self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float] = {}
         self.last_weight_decay_values: dict[str, float] = {}
         self._pending: dict[str, float] = {}
@@ -66,7 +66,11 @@ class LearningRateMonitor(Callback):
                 "remove the callback."
             )
         self._pending = {}
-        _named_optimizers(trainer)  # detects groups of equal names before the first step
+        self.lrs = {}
+        # Detects groups of equal names before the first step.
+        for _, names, _ in _named_optimizers(trainer):
+            for name in names:
+                self.lrs[name] = []
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         if self.logging_interval != "step":
@@ -89,7 +93,8 @@ class LearningRateMonitor(Callback):
             if self.logging_interval is None and stepped not in (None, interval):
                 continue
             for name, group in zip(names, optimizer.param_groups, strict=True):
-                self.lrs[name] = values[name] = float(group["lr"])
+                values[name] = float(group["lr"])
+                self.lrs.setdefault(name, []).append(values[name])  # groups may be added in training
                 if self.log_momentum:
                     values[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _momentum(group)
                 if self.log_weight_decay:

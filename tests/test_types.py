@@ -41,7 +41,6 @@ FOREIGN_PROBES: dict[str, str] = {
     "data.loader:__getitem__": "a user's loader",
     "data.loader:__iter__": "a user's loader",
     "data.loader:drop_last": "a user's loader",
-    "data.loader:set_epoch": "a user's data set",
     "data.sampler:__dict__": "a user's sampler",
     "data.sampler:batch_size": "a user's batch sampler",
     "data.sampler:generator": "a user's sampler",

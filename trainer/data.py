@@ -250,13 +250,14 @@ class EvaluationData:
         kind: `"validate"`, `"test"` or `"predict"`.
         options: loader options of the run's training data, from which those of the evaluation are derived.
         limit: the `limit_*_batches` argument, applied to each loader separately.
+        epoch: the epoch of the training.
 
     Attributes:
         given: the loaders that the user passed.
     """
 
     def __init__(
-        self, loaders: object, kind: EvaluationKind, options: LoaderOptions, *, limit: int | float | None
+        self, loaders: object, kind: EvaluationKind, options: LoaderOptions, *, limit: int | float | None, epoch: int
     ) -> None:
         self.given = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
@@ -268,12 +269,12 @@ class EvaluationData:
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self._limit, self._name = limit, _LIMITS[kind]
         self.limits: list[int | None] = []
-        self.begin()
+        self.begin(epoch)
 
-    def begin(self) -> None:
-        """Begin an evaluation: read the lengths of the data. Collective."""
+    def begin(self, epoch: int) -> None:
+        """Begin an evaluation in an epoch of the training: read the lengths of the data. Collective."""
         for loader in self.loaders:
-            loader.set_epoch(0)
+            loader.set_epoch(epoch)
         self.limits = [resolve_limit(self._limit, loader.num_batches, self._name) for loader in self.loaders]
 
     def close(self) -> None:
@@ -289,10 +290,13 @@ class EvaluationData:
 
 def _warn_of_shuffling(loader: object, overfit: int | float) -> None:
     leaves = leaves_of(getattr(loader, "iterables", loader))
-    if any("RandomSampler" in type(getattr(leaf, "sampler", None)).__name__ for leaf in leaves):
+    names = [type(leaf.sampler).__name__ for leaf in leaves if hasattr(leaf, "sampler")]
+    # The sampler of an iterable data set has no order.
+    ignored = [name for name in names if name not in ("SequentialSampler", "_InfiniteConstantSampler")]
+    if ignored:
         warnings.warn(
             f"overfit_batches={overfit!r} reads the same batches in every epoch, so the training loader's shuffle=True "
-            "is ignored. Set shuffle=False to silence this warning.",
+            f"or sampler ({ignored[0]}) is ignored. Set shuffle=False to silence this warning.",
             TrainwrightWarning,
             stacklevel=2,
         )
@@ -406,7 +410,9 @@ class StageData:
             options = self._options()
             if self._engine.processes.world_size == 1:  # replicas that are separate runs evaluate all data
                 options = replace(options, rank=0, world=1, agree=None)
-            data = self.evaluations[kind] = EvaluationData(loaders, kind, options, limit=limit)
+            data = self.evaluations[kind] = EvaluationData(
+                loaders, kind, options, limit=limit, epoch=self._history.state.epoch
+            )
             if self.on_made is not None:
                 self.on_made(data)
         return data

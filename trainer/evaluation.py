@@ -56,7 +56,7 @@ def evaluate(
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`).
     """
     name, metrics = _EVENTS[kind], run.logs.metrics
-    run.data.evaluation(kind).begin()
+    run.data.evaluation(kind).begin(run.state.epoch)
     data, limits = _prepare(run, kind, max_batches)
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):

@@ -281,7 +281,7 @@ class Trainer(Planner, LightningNames):
         task: TaskModule | None = None,
         dataloaders: object = None,
         datamodule: DataModule | None = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = True,
         ckpt_path: CkptPath = Default.BEST,
         weights_only: bool | None = None,
         *,
@@ -291,14 +291,14 @@ class Trainer(Planner, LightningNames):
 
         Returns:
             The outputs of `predict_step` for all batches of all ranks, in the order of the data. Several loaders give a
-            list of lists. None with `return_predictions=False`.
+            list of lists. None with `return_predictions=False`. `return_predictions=None` means True.
         """
         task = one_task("predict", task, model)
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
         task = task if task is not None else self.run.task
         sources = Sources.of("predict", datamodule, predict=dataloaders)
         found: list[Any] | None = self._start(
-            "predict", task, sources, load, partial(Prediction, keep=return_predictions)
+            "predict", task, sources, load, partial(Prediction, keep=return_predictions is not False)
         )
         return found
 

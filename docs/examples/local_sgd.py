@@ -41,6 +41,7 @@ def training_function(
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
+                if accelerator.sync_gradients:  # counts optimizer steps
                     local_sgd.step()
         with torch.no_grad():
             right = [accelerator.gather_for_metrics(model(rows).argmax(-1) == labels) for rows, labels in eval_loader]

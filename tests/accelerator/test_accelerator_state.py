@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
+from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model
 from trainwright.bigmodels.saving import save_model
 from trainwright.checkpoint.format.manifests import read_manifest, verify
@@ -222,3 +225,80 @@ def test_a_state_of_accelerate_is_named_with_what_reads_it(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"Accelerate's save_state.*load_checkpoint_in_model"):
         accelerator.load_state(tmp_path)
     load_checkpoint_in_model(net, tmp_path)
+
+
+def _resumed(folder: Path, **options: Any) -> tuple[Loop, list[int]]:
+    """Load a state that was saved after 4 of 11 batches of the first epoch. Also return the epoch's order."""
+    whole = Loop()
+    whole.run(1, save_at=2, folder=folder)
+    again = Loop(dataloader_config=DataLoaderConfiguration(**options))
+    again.accelerator.load_state(folder)
+    return again, whole.data.fetched
+
+
+def _train_with_continue(loop: Loop) -> None:
+    used = [batch for step, batch in enumerate(loop.loader) if step >= 4]
+    loop.data.fetched = loop.data.fetched[-2 * len(used) :]
+
+
+def _train_with_islice(loop: Loop) -> None:
+    used = len(list(itertools.islice(loop.loader, 4, None)))
+    loop.data.fetched = loop.data.fetched[-2 * used :]
+
+
+_SCRIPTS: list[tuple[dict[str, Any], Callable[[Loop], Any], str]] = [
+    ({}, lambda loop: list(loop.loader), "This pass continues there"),
+    ({"use_stateful_dataloader": True}, lambda loop: list(loop.loader), ""),
+    ({}, lambda loop: list(loop.accelerator.skip_first_batches(loop.loader, 4)), ""),
+    ({"use_stateful_dataloader": False}, lambda loop: list(loop.accelerator.skip_first_batches(loop.loader, 4)), ""),
+    ({"use_stateful_dataloader": False}, _train_with_continue, ""),
+    ({"use_stateful_dataloader": False}, _train_with_islice, ""),
+]
+
+
+@pytest.mark.parametrize(("options", "train", "line"), _SCRIPTS)
+def test_a_script_trains_on_the_rest_of_an_epoch_once(
+    options: dict[str, Any], train: Callable[[Loop], Any], line: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    again, order = _resumed(tmp_path / "state", **options)
+    train(again)
+    assert again.data.fetched == order[8:]
+    assert len(caplog.messages) == bool(line)
+    assert line in caplog.text
+
+
+def test_only_the_pass_that_trains_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    again, order = _resumed(tmp_path / "state")
+    with torch.no_grad():
+        assert len(list(again.loader)) == 11
+    again.models[0].eval()
+    assert len(list(again.loader)) == 11
+    again.accelerator.save_state(tmp_path / "not continued")
+    again.models[0].train()
+    assert again.data.fetched == order * 2
+    assert ["An evaluation reads" in line for line in caplog.messages] == [True, True]
+    last = Loop()
+    for loop, folder in ((again, None), (last, tmp_path / "not continued")):
+        if folder is not None:
+            loop.accelerator.load_state(folder)
+        loop.data.fetched.clear()
+        list(loop.loader)
+        assert loop.data.fetched == order[8:]
+    assert sum(map(len, again.loader)) == 22  # the next epoch
+
+
+def test_the_position_of_an_epoch_is_not_that_of_another_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    again, _ = _resumed(tmp_path / "state")
+    again.loader.set_epoch(3)
+    assert len(list(again.loader)) == 11
+    assert "The loop begins epoch 3 instead" in caplog.text
+
+
+def test_a_script_of_accelerate_skips_by_itself_as_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.accelerator.settings.is_active", lambda: True)
+    again, order = _resumed(tmp_path / "state")
+    assert not again.accelerator.use_stateful_dataloader
+    _train_with_continue(again)
+    assert again.data.fetched == order[8:]

@@ -85,9 +85,9 @@ def _loop(
                 accelerator.backward(_loss(model, x, y, n, counts=counts), num_items=n.sum() if counts else None)
                 prepared.step()
                 prepared.zero_grad()
+            if accelerator.sync_gradients:
                 if local is not None:
                     local.step()
-            if accelerator.sync_gradients:
                 first, second = accelerator.gather(net[0].weight.detach().flatten()[None])
                 equal.append(torch.equal(first, second))
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}, equal
@@ -145,6 +145,12 @@ def test_on_one_process_it_has_no_effect() -> None:
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=True) as local:
         local.step()
     assert local.num_steps == 1
+    accumulating = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    local = LocalSGD(accumulating, model)
+    for _ in accumulating.prepare(DataLoader(_data(4), batch_size=1)):
+        with accumulating.accumulate(model):
+            local.step()
+    assert local.num_steps == 4  # every call, as in Accelerate
     with pytest.raises(ConfigurationError, match="local_sgd_steps=0"):
         LocalSGD(accelerator, model, 0)
     with pytest.raises(ConfigurationError, match="full replicas"):

@@ -214,10 +214,11 @@ def test_without_trackers_nothing_is_logged() -> None:
         accelerator.end_training()
 
 
-def _log(folder: Path) -> int:
+def _log(folder: Path, main_only: bool) -> int:
     recorder = Recorder()
     accelerator = Accelerator(cpu=True, log_with=["tensorboard", recorder], project_dir=folder)
-    accelerator.init_trackers("project")
+    if not main_only or accelerator.is_main_process:
+        accelerator.init_trackers("project")
     accelerator.log({"rank": accelerator.process_index}, step=0)
     accelerator.get_tracker("tensorboard", unwrap=True).add_scalar("own", accelerator.process_index, 0)
     accelerator.end_training()
@@ -225,8 +226,9 @@ def _log(folder: Path) -> int:
 
 
 @pytest.mark.distributed
-def test_the_first_process_logs(tmp_path: Path) -> None:
-    assert run_distributed(_log, 2, tmp_path, init=False) == [2, 0]
+@pytest.mark.parametrize("main_only", [False, True])
+def test_the_first_process_logs(main_only: bool, tmp_path: Path) -> None:
+    assert run_distributed(_log, 2, tmp_path, main_only, init=False) == [2, 0]
     events = _events(tmp_path / "project")
     assert [one.value for one in events.Scalars("rank")] == [0.0]
     assert [one.value for one in events.Scalars("own")] == [0.0]

@@ -99,7 +99,7 @@ def test_momentum_and_weight_decay_are_logged_when_wanted(tmp_path: Path) -> Non
         "lr-SGD-momentum": 0.7,
         "lr-SGD-weight_decay": 0.0,
     }
-    assert callback.lrs == {"lr-AdamW": 0.1, "lr-SGD": 1.0}
+    assert callback.lrs == {"lr-AdamW": [0.1] * len(run.logged), "lr-SGD": [1.0] * len(run.logged)}
 
 
 def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> None:

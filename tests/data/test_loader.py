@@ -163,7 +163,7 @@ def test_what_is_no_loader_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="int is not a loader"):
         prepare_loader(3, LoaderOptions())
     with pytest.raises(ConfigurationError, match="dict is not a loader"):
-        prepare_loader({"a": [1]}, LoaderOptions())
+        prepare_loader({"a": 1}, LoaderOptions())
     with pytest.raises(ConfigurationError, match="uneven='wait'"):
         prepare_loader([1], LoaderOptions(uneven="wait"))  # type: ignore[arg-type]
 
@@ -425,6 +425,31 @@ def test_persistent_workers_serve_every_epoch_in_its_own_order() -> None:
     for epoch in range(3):
         loader.set_epoch(epoch)
         assert flat(loader.iterate(epoch)) == ShuffledOrder(12, 0, epoch).slice(3 * epoch, 12).tolist()
+
+
+class OfEpoch(Numbers):
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(100 * self.epoch + index)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("per_sample_rng", [False, True])
+def test_a_data_set_receives_the_epoch(num_workers: int, per_sample_rng: bool) -> None:
+    options = LoaderOptions(per_sample_rng=per_sample_rng)
+    loader = prepare_loader(DataLoader(OfEpoch(4), 2, num_workers=num_workers), options)
+    for epoch in (3, 1):
+        loader.set_epoch(epoch)
+        assert flat(loader.iterate()) == [100 * epoch + i for i in range(4)]
+
+
+def test_a_data_set_in_persistent_workers_does_not_receive_the_epoch_and_gives_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"OfEpoch\.set_epoch is not called"):
+        prepare_loader(DataLoader(OfEpoch(4), num_workers=1, persistent_workers=True), LoaderOptions())
 
 
 def test_a_loader_that_was_iterated_before_keeps_its_workers_to_itself() -> None:

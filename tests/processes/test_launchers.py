@@ -423,6 +423,17 @@ def test_starting_processes_removes_abandoned_folders(tmp_path: Path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_killed_process_failed_before_those_that_left_a_traceback(tmp_path: Path) -> None:
+    children = launcher._Children(tmp_path)
+    (tmp_path / "error-1.txt").write_text("rank 1:\nRuntimeError: Connection closed by peer")
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        children._started[2] = process
+        assert "rank 1" in str(children.failure())
+        process.kill()
+        process.wait()
+        assert "rank 2 was killed by SIGKILL" in str(children.failure())
+
+
 @pytest.mark.usefixtures("own_temporary_folder")
 def test_a_worker_whose_parent_was_killed_removes_its_folder_and_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

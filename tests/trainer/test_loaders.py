@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
@@ -197,11 +197,33 @@ def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
 
     tally = Tally()
     trainer = quiet_trainer(max_epochs=3, overfit_batches=4, callbacks=tally)
-    with pytest.warns(TrainwrightWarning, match="shuffle=True is ignored"):
+    with pytest.warns(TrainwrightWarning, match=r"shuffle=True or sampler \(RandomSampler\) is ignored"):
         trainer.fit(Task(), regression_loader(shuffle=True), regression_loader())
     first = [batch[0].sum().item() for batch in regression_loader()][:4]
     assert seen == first * 3
     assert tally.batches["validation"] == {0: 12}
+
+
+class _OwnRandomSampler(RandomSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [_OwnRandomSampler(range(12)), WeightedRandomSampler([1.0] * 12, 12), DistributedSampler(range(12), 1, 0)],
+)
+def test_overfitting_ignores_every_sampler(sampler: Any) -> None:
+    seen: list[list[float]] = []
+
+    class Sees(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen.append(batch.tolist())
+            return next(self.parameters()).sum()
+
+    trainer = quiet_trainer(max_epochs=3, overfit_batches=2, limit_val_batches=0)
+    with pytest.warns(TrainwrightWarning, match=type(sampler).__name__):
+        trainer.fit(Sees(), DataLoader(torch.arange(12.0), batch_size=2, sampler=sampler))  # type: ignore[arg-type]
+    assert seen == [[0, 1], [2, 3]] * 3
 
 
 def test_overfitting_may_be_a_fraction_and_leaves_testing_alone() -> None:
@@ -325,12 +347,32 @@ class _Writes(RegressionTask):
         self.written += 1
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_prediction_of_none_is_kept_as_none(keep: bool) -> None:
+@pytest.mark.parametrize("keep", [True, None, False])
+def test_a_prediction_of_none_is_kept_as_none(keep: bool | None) -> None:
     task = _Writes()
     found = quiet_trainer().predict(task, regression_loader(3), return_predictions=keep)
-    assert found == ([None] * 3 if keep else None)
+    assert found == (None if keep is False else [None] * 3)
     assert task.written == 3
+
+
+@pytest.mark.parametrize(
+    ("loaders", "expected"),
+    [
+        ([0, 1], [0, 1]),
+        ([[0, 1], [2, 3]], [[0, 1], [2, 3]]),
+        ({"a": [0, 1], "b": ["c"]}, [[0, 1], ["c"]]),
+        ([iter([0, 1]), iter([2])], [[0, 1], [2]]),
+        ([(0, 1), (2, 3)], [(0, 1), (2, 3)]),
+    ],
+)
+def test_lists_of_values_and_iterators_are_loaders(loaders: Any, expected: list[Any]) -> None:
+    class Returns(RegressionTask):
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return batch
+
+    found = quiet_trainer().predict(Returns(), loaders)
+    assert found is not None
+    assert [tuple(one) if isinstance(expected[0], tuple) else one for one in found] == expected
 
 
 class _Two(RegressionTask):

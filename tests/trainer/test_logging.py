@@ -238,6 +238,13 @@ def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None
         assert list(dict.fromkeys(epochs)) == [0, 1, 2]
 
 
+def test_samplers_of_training_and_validation_receive_the_epoch() -> None:
+    training, validation = (NotingSampler(range(4), num_replicas=1, rank=0, shuffle=False) for _ in range(2))
+    trainer = quiet_trainer(max_epochs=3, num_sanity_val_steps=0)
+    trainer.fit(SeenTask(), _numbers(4, sampler=training), _numbers(4, sampler=validation))
+    assert sorted(set(training.epochs)) == sorted(set(validation.epochs)) == [0, 1, 2]
+
+
 def _batch() -> list[torch.Tensor]:
     return [tensor[:2] for tensor in regression_data(4).tensors]
 

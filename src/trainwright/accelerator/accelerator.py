@@ -150,7 +150,6 @@ class Accelerator:
 
     # How loaders are prepared, under Accelerate's names.
     use_seedable_sampler: ClassVar[bool] = True  # shuffled data has the order of a seed
-    use_stateful_dataloader: ClassVar[bool] = True  # a prepared loader has state_dict and load_state_dict
     non_blocking: ClassVar[bool] = True  # batches are copied to the device without waiting
 
     @known_arguments(refuse_unknown)
@@ -264,6 +263,11 @@ class Accelerator:
     def split_batches(self) -> bool:
         """True if the batch size of a prepared loader is the total over all processes."""
         return self.dataloader_config.split_batches
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """True if the pass that was interrupted continues after `load_state`; see `DataLoaderConfiguration`."""
+        return self.dataloader_config.use_stateful_dataloader is not False
 
     @property
     def even_batches(self) -> bool:
@@ -1089,9 +1093,10 @@ class Accelerator:
     ) -> None:
         """Restore a state that `save_state` wrote. First prepare the same objects. Every rank reads the folder.
 
-        The strategy and the number of processes may differ from those of the save. The next pass over each loader
-        continues at the saved position, with or without `skip_first_batches`. A checkpoint of a Trainer restores only
-        weights, optimizers, schedules and generators.
+        The strategy and the number of processes may differ from those of the save. If the state was saved within a pass
+        over a loader, the next pass that trains continues at the saved position, with or without `skip_first_batches`.
+        A loop that skips batches in another way passes `DataLoaderConfiguration(use_stateful_dataloader=False)`. A
+        checkpoint of a Trainer restores only weights, optimizers, schedules and generators.
 
         Args:
             input_dir: The folder, or a URL that the main process downloads. Default: None, which is the newest valid
@@ -1184,8 +1189,8 @@ class Accelerator:
             log_kwargs: Name of a user-defined tracker → options for its `log`. Default: None.
 
         Raises:
-            ConfigurationError: `init_trackers` has not been called, `log_kwargs` names an unknown tracker, or `values`
-                or `step` has a wrong type.
+            ConfigurationError: `init_trackers` has not been called on the main process, `log_kwargs` names an unknown
+                tracker, or `values` or `step` has a wrong type.
         """
         self._trackers.log("log", values, step, log_kwargs)
 

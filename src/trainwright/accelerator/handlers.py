@@ -29,7 +29,9 @@ class DataLoaderConfiguration:
         use_seedable_sampler: Always on. The order of shuffled data depends on a seed. Default: False.
         data_seed: Another name of `Accelerator(seed=…)`. Default: None.
         non_blocking: Always on. Batches are copied to the device asynchronously. Default: False.
-        use_stateful_dataloader: Always on. Prepared loaders have `state_dict` and `load_state_dict`. Default: False.
+        use_stateful_dataloader: After `load_state`, the pass that was interrupted continues at its position. False: it
+            begins at the first batch of its epoch, for loops that skip batches by themselves. Default: None, which is
+            True and logs a line when a pass continues, and False under `trainwright.as_accelerate()`.
         custom_classes: Must be None. Default: None.
     """
 
@@ -39,7 +41,7 @@ class DataLoaderConfiguration:
     use_seedable_sampler: bool = False
     data_seed: int | None = None
     non_blocking: bool = False
-    use_stateful_dataloader: bool = False
+    use_stateful_dataloader: bool | None = None
     custom_classes: object = None
 
     def __post_init__(self) -> None:

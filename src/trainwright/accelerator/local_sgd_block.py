@@ -17,7 +17,7 @@ from trainwright.strategies.ddp.replicas import average_replicas
 class LocalSGD:
     """Context manager that averages a model's parameters over processes instead of the gradients of every step.
 
-    Parameters are averaged after every `local_sgd_steps` optimizer steps and at the end of the block. Each average
+    Parameters are averaged at every `local_sgd_steps`-th call of `step` and at the end of the block. Each average
     copies rank 0's buffers to all ranks. Within the block, gradients, their norms and the mean over `num_items` are
     those of one rank. With one process, the block has no effect.
 
@@ -27,14 +27,16 @@ class LocalSGD:
                     accelerator.backward(model(batch))
                     optimizer.step()
                     optimizer.zero_grad()
+                if accelerator.sync_gradients:
                     local_sgd.step()
 
-    Steps that average are collective, and so is the end of the block, unless an error ends it.
+    Every call of `step` counts, as in Accelerate. Above, `sync_gradients` makes them optimizer steps. Calls that
+    average are collective, and so is the end of the block, unless an error ends it.
 
     Args:
         accelerator: The Accelerator that has prepared the model.
         model: The prepared model.
-        local_sgd_steps: Optimizer steps between two averages, ≥ 1. Default: 8.
+        local_sgd_steps: Calls of `step` from one average to the next, ≥ 1. Default: 8.
         enabled: False: the block has no effect. Default: True.
 
     Raises:
@@ -78,12 +80,7 @@ class LocalSGD:
             self._average()
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters after every `local_sgd_steps`.
-
-        A call is not counted if no optimizer step follows the micro-batch (`sync_gradients` is False).
-        """
-        if not self._accelerator.sync_gradients:
-            return
+        """Count a call, and average the parameters at every `local_sgd_steps`-th call."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self._local_sgd_steps == 0:
             self._average()

@@ -287,15 +287,21 @@ def loader_settings(split_batches: bool, seed: int | None, configuration: object
     Raises:
         ConfigurationError: The arguments have different seeds, or the configuration has another class.
     """
-    if configuration is None:
-        return DataLoaderConfiguration(split_batches=split_batches, data_seed=seed)
-    given = check_class("dataloader_config", configuration, DataLoaderConfiguration)
+    given = DataLoaderConfiguration()
+    if configuration is not None:
+        given = check_class("dataloader_config", configuration, DataLoaderConfiguration)
     if seed is not None and given.data_seed not in (None, seed):
         raise ConfigurationError(
             f"seed={seed} and DataLoaderConfiguration(data_seed={given.data_seed}) differ. Pass one of them."
         )
-    data_seed = given.data_seed if seed is None else seed
-    return replace(given, split_batches=split_batches or given.split_batches, data_seed=data_seed)
+    # Scripts written for Accelerate, whose default is False, skip batches by themselves.
+    continues = False if given.use_stateful_dataloader is None and is_active() else given.use_stateful_dataloader
+    return replace(
+        given,
+        split_batches=split_batches or given.split_batches,
+        data_seed=given.data_seed if seed is None else seed,
+        use_stateful_dataloader=continues,
+    )
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:

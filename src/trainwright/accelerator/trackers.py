@@ -254,8 +254,7 @@ class LoopTrackers:
         Raises:
             ConfigurationError: `options` names an unknown tracker, or an option is not valid. No run remains open.
         """
-        names = [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
-        _check_names("init_kwargs", options, names)
+        _check_names("init_kwargs", options, self._names)
         self.finish()
         self._unopened = []
         self._all = [
@@ -270,6 +269,10 @@ class LoopTrackers:
             raise
         if config is not None:
             self.each("store_init_configuration", config)
+
+    @property
+    def _names(self) -> list[str]:
+        return [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
 
     def _make(self, kind: LoggerType, project: str, options: Mapping[str, Any]) -> LoggerTracker:
         try:
@@ -289,12 +292,19 @@ class LoopTrackers:
             raise ConfigurationError(f"accelerator.{method}(…, step={step!r}): expected a whole number or None.")
         self.each(method, values, step, options=options)
 
+    @property
+    def _starts_on_main_only(self) -> bool:
+        """True on the other processes of a script that starts trackers on the main process only, or not yet."""
+        return not self._all and not PartialState().is_main_process
+
     def each(self, method: str, *args: object, options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Call a method of each tracker that has this method.
 
         Raises:
             ConfigurationError: Trackers are not started, an option is not valid, or `options` names an unknown tracker.
         """
+        if self._starts_on_main_only:
+            return
         if self._kinds and not self._all:
             raise ConfigurationError("the trackers are not started. Call accelerator.init_trackers('project') first.")
         _check_names("log_kwargs", options or {}, [tracker.name for tracker in self._all])
@@ -329,6 +339,8 @@ class LoopTrackers:
             ConfigurationError: No tracker has this name.
         """
         named = {tracker.name: tracker for tracker in self._all}
+        if self._starts_on_main_only and name in self._names:
+            return DummyExperiment()
         _check_names("get_tracker", [name], list(named))
         found = named[name]
         if found.main_process_only and not PartialState().is_main_process:

@@ -302,14 +302,23 @@ def combined_count(mode: Mode, counts: list[int]) -> int:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
-    """Return `tree` with `fn` applied to all objects in it except lists, tuples and dicts."""
+    """Return `tree` with `fn` applied to its leaves, which are all objects except lists, tuples and dicts of others."""
+
+    def map_entry(entry: object) -> Any:
+        return fn(entry) if is_list_of_values(entry) else map_leaves(fn, entry)
+
     if isinstance(tree, Mapping):
-        return {key: map_leaves(fn, value) for key, value in tree.items()}
+        return {key: map_entry(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_leaves(fn, value) for value in tree))
+        return type(tree)(*map(map_entry, tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_leaves(fn, value) for value in tree)
+        return type(tree)(map(map_entry, tree))
     return fn(tree)
+
+
+def is_list_of_values(value: object) -> bool:
+    """Return whether a list contains numbers and texts only. Such a list in a list is a loader, not a batch."""
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(one, (int, float, str)) for one in value)
 
 
 def leaves_of(tree: object) -> list[Any]:

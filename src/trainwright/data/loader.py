@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
-from trainwright.data.combined import CombinedLoader, PreparedCombined, map_leaves
+from trainwright.data.combined import CombinedLoader, PreparedCombined, is_list_of_values, map_leaves
 from trainwright.data.iterable import (
     ByShardMethod,
     KeptStream,
@@ -167,6 +167,13 @@ class PreparedDataLoader(_PreparedByIndex):
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
         self._loader = copy_loader(loader, generator=self._seeds.generator, **more)
+        _warn_of_workers_without_epoch(loader, options, "Do not")
+
+    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        # First: the length may depend on the epoch. Workers that start later receive the data set with its epoch.
+        if sets_epoch(self.raw.dataset):
+            self.raw.dataset.set_epoch(epoch)
+        super()._turn_to(epoch, resume)
 
     @property
     def batch_size(self) -> int | None:
@@ -286,14 +293,8 @@ class PreparedIterable(PreparedLoader):
             more = {"dataset": dataset, **more}
             self._loader = copy_loader(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
         self._state_source = self._find_state(dataset)
-        outlives = batched is not None and batched.persistent_workers and dataset is batched.dataset
-        if outlives and hasattr(dataset, "set_epoch"):
-            warnings.warn(
-                f"{options.title}: {type(dataset).__name__}.set_epoch is not called in persistent workers "
-                "(persistent_workers=True). Wrap it in ShardedIterable, or do not use persistent workers.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
+        if batched is not None and dataset is batched.dataset:
+            _warn_of_workers_without_epoch(batched, options, "Wrap it in ShardedIterable, or do not")
 
     @property
     def batch_size(self) -> int | None:
@@ -388,18 +389,31 @@ class _WorkerSeeds:
             self.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
+def _warn_of_workers_without_epoch(loader: DataLoader[Any], options: LoaderOptions, instead: str) -> None:
+    if loader.persistent_workers and sets_epoch(loader.dataset):
+        warnings.warn(
+            f"{options.title}: {type(loader.dataset).__name__}.set_epoch is not called in persistent workers "
+            f"(persistent_workers=True). {instead} use persistent workers.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+
+
 def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
     """Return the sampler that replaces the loader's sampler, and whether it divides the data over all ranks."""
     batched = loader.batch_sampler is not None
     seeding: Seeding = "batch" if loader.num_workers > 0 else "none"
     if options.per_sample_rng:
         seeding = "sample in worker" if loader.num_workers > 0 else "sample here"
-    is_dealt = options.world == 1 or (options.use_distributed_sampler and not _is_distributed(loader))
+    is_left = _is_distributed(loader) and not options.use_distributed_sampler
+    # In the order of the data, whatever the sampler is. A sampler that the user keeps for each rank is not replaced.
+    in_order = options.shuffle is False and _has_plain_batches(loader) and not is_left
+    is_dealt = options.world == 1 or (options.use_distributed_sampler and (in_order or not _is_distributed(loader)))
     rank, world = (options.rank, options.world) if is_dealt else (0, 1)
     dealer: Dealer
-    if _has_default_sampler(loader):
+    if in_order or _has_default_sampler(loader):
         dealer = ShardedBatchSampler(
-            cast(SequentialSampler, loader.sampler).data_source,
+            cast(Sized, loader.dataset) if in_order else cast(SequentialSampler, loader.sampler).data_source,
             (loader.batch_size or 1) // (world if options.split_batches else 1) if batched else 1,
             shuffle=_shuffles(loader, options),
             seed=options.seed,
@@ -420,14 +434,19 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
 
 def _has_default_sampler(loader: DataLoader[Any]) -> bool:
     """Return whether the sampler is the default one of DataLoader for `shuffle=`."""
-    if loader.batch_sampler is not None and (
-        loader.batch_size is None or not _is_plain(loader.batch_sampler, BatchSampler)
-    ):
+    if not _has_plain_batches(loader):
         return False
     sampler: Any = loader.sampler
     if _is_plain(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) is SequentialSampler
+
+
+def _has_plain_batches(loader: DataLoader[Any]) -> bool:
+    """Return whether batches are successive indices of the sampler, or single indices."""
+    if loader.batch_sampler is None:
+        return True
+    return loader.batch_size is not None and _is_plain(loader.batch_sampler, BatchSampler)
 
 
 def _is_plain(sampler: object, kind: type) -> bool:
@@ -472,8 +491,12 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
 def holds_loaders(tree: object) -> bool:
     """Return whether a list, tuple or dict contains loaders rather than batches.
 
-    True if the first entry is a DataLoader or CombinedLoader, because other iterables may be batches.
+    True if the first entry is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
+    texts, as in Lightning. Other iterables may be batches.
     """
     while isinstance(tree, (list, tuple, Mapping)) and tree:
-        tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
-    return isinstance(tree, (DataLoader, CombinedLoader))
+        entries = list(tree.values() if isinstance(tree, Mapping) else tree)
+        if all(map(is_list_of_values, entries)):
+            return True
+        tree = entries[0]
+    return isinstance(tree, (DataLoader, CombinedLoader, Iterator))

@@ -37,6 +37,8 @@ _ELASTIC_RESTARTS = 100  # a machine that leaves costs one
 # Errors that follow from the end of another process.
 _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError")
 
+_AGENT_WAITS_S = 30  # between SIGTERM and SIGKILL
+
 
 def launch(argv: Sequence[str]) -> int:
     """Run a script in the processes that the options describe. Return the exit code.
@@ -330,18 +332,21 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
 
     A process that a signal killed comes first, then the earliest error that does not follow from the end of another
     process, such as a lost connection. Processes whose output is not in a file come last. The time of an error is that
-    of the process's last output, because torch's error has whole seconds.
+    of the process's last output, because torch's error has whole seconds. Processes that the agent has ended come last.
 
     Args:
         error: `ChildFailedError` of torch's agent.
         logs: Folder for the output of processes.
     """
     order = []
+    earliest = min(one.timestamp for one in error.failures.values())
     for rank, one in error.failures.items():
         file = max(Path(logs).glob(f"*/attempt_*/{one.local_rank}/stderr.log"), default=None)
         line = "" if file is None else _error_line(file.read_text(errors="replace"))
         if one.exitcode < 0:
-            place = 4 if one.exitcode == -signal.SIGTERM else 0  # the agent sends SIGTERM
+            # The agent (torch 2.13) sends SIGTERM to the other processes, and SIGKILL if they still run after 30 s.
+            is_killed_late = one.exitcode == -signal.SIGKILL and one.timestamp - earliest > _AGENT_WAITS_S / 2
+            place = 4 if one.exitcode == -signal.SIGTERM or is_killed_late else 0
         else:
             place = 2 if not line else 3 if _CONSEQUENCE.search(line) else 1
         seconds = file.stat().st_mtime if file is not None and line else one.timestamp

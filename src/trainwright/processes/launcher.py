@@ -14,6 +14,7 @@ import os
 import pickle
 import secrets
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -160,6 +161,10 @@ class _Children:
 
     def failure(self) -> str | None:
         """Return the traceback of the process that failed first, or None."""
+        for rank, process in self._started.items():
+            # Nothing here sends SIGKILL before the failure is known. Errors of other ranks are its consequences.
+            if process.poll() == -signal.SIGKILL:
+                return f"rank {rank} was killed by SIGKILL, perhaps because the memory was full, and left no traceback"
         found = first_error(self._folder)
         if found is not None:
             return found

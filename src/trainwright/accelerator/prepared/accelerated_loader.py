@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from trainwright.accelerator.accumulation import Accumulation, Place
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
+from trainwright.core.process import detect
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.batch_shards import SkippableLoader, check_number
 from trainwright.data.prepared import PreparedLoader
 from trainwright.processes.random_states import synchronize_rng_states
 from trainwright.strategies.steps.gradients import weights_of_one_rank
+
+_LOG = logging.getLogger("trainwright")
 
 
 class AcceleratedLoader(SkippableLoader):
@@ -34,6 +39,9 @@ class AcceleratedLoader(SkippableLoader):
         accumulation: State of gradient accumulation. The loader stores the position of each pass in it.
         mover: Function that moves a batch to the device. None: batches are not moved.
         rng_types: Generators that are synchronized over processes before each pass. Default: None.
+        continues: Continue at the position of a loaded state. Default: None, which also logs a line.
+        models: The prepared models, also later ones. A pass without a model in training mode is an evaluation.
+            Default: `()`.
     """
 
     def __init__(
@@ -42,12 +50,17 @@ class AcceleratedLoader(SkippableLoader):
         accumulation: Accumulation,
         mover: Callable[[Any], Any] | None,
         rng_types: Sequence[str | RNGType] | None = None,
+        continues: bool | None = None,
+        models: Sequence[nn.Module] = (),
     ) -> None:
         self.prepared = prepared
         self._mover, self._rng_types = mover, rng_types
         self._accumulation = accumulation
+        self._continues = continues
+        self._models = models
         self._epoch = 0
-        self._resumes_at: dict[str, int] | None = None
+        self._saved: dict[str, Any] | None = None  # the loaded state of an interrupted pass that has not continued
+        self._trained_at_load = False
         self._place: Place | None = None  # of the present pass
         self._last_place: Place | None = None  # of the newest pass, finished or not
 
@@ -118,14 +131,17 @@ class AcceleratedLoader(SkippableLoader):
         return self.begin_pass(None)
 
     def begin_pass(self, first: int | None) -> Iterator[Any]:
-        """Iterate over the next epoch from micro-batch `first`. None: from the position of a loaded state, or 0."""
+        """Iterate over the next epoch from micro-batch `first`. None: from the position of a loaded state, or 0.
+
+        An evaluation before the interrupted pass continues reads the epoch from its beginning, and does not count.
+        """
         if self._rng_types is not None:
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
-        resume_batch = None if self._resumes_at is None else self._resumes_at["batch"]
-        position = self._resumes_at if first in (None, resume_batch) else None
-        self._resumes_at = None
+        continues = self._saved is None or not self._evaluates()
+        position = self._take_position(first, continues)
         self.prepared.set_epoch(self._epoch, position)
-        self._epoch += 1
+        if continues:
+            self._epoch += 1
         if position is not None:
             return self._batches(position["batch"])
         raw = self.prepared.raw
@@ -134,6 +150,47 @@ class AcceleratedLoader(SkippableLoader):
         if first and not self.prepared.can_seek:
             return itertools.islice(self._batches(0), first, None)
         return self._batches(first or 0)
+
+    def _evaluates(self) -> bool:
+        """Return whether the pass that begins now is an evaluation, as far as torch knows."""
+        # Models of from_pretrained are in evaluation mode until the loop calls train(), maybe in its first step. So
+        # only a model whose mode has changed says that this is an evaluation.
+        return not torch.is_grad_enabled() or (self._trained_at_load and not self._in_training_mode())
+
+    def _in_training_mode(self) -> bool:
+        return any(model.training for model in self._models)
+
+    def _take_position(self, first: int | None, continues: bool) -> dict[str, int] | None:
+        """Return the position at which the interrupted pass continues now. None: the pass begins at `first`, or 0."""
+        saved = self._saved
+        if saved is None:
+            return None
+        position: dict[str, int] = saved["position"]
+        if not continues:
+            self._report("An evaluation reads the epoch from its beginning. The next pass that trains continues.")
+            return None
+        if self._epoch != saved["epoch"]:
+            self._report(f"The loop begins epoch {self._epoch} instead of continuing.")
+        elif first is None:
+            self._report("This pass continues there. A loop that skips batches by itself would skip twice.")
+        self._saved = None
+        if self._epoch != saved["epoch"] or first not in (None, position["batch"]):
+            return None
+        if saved["loader"] is not None:
+            self.prepared.load_state_dict(saved["loader"])
+        return position
+
+    def _report(self, text: str) -> None:
+        """Log a line about the loaded position, unless the user has set whether passes continue."""
+        if self._continues is None and self._saved is not None and detect().rank == 0:
+            # A line of level INFO would not be shown, and a loop that skips batches by itself would lose data unseen.
+            _LOG.warning(
+                "the loaded state was saved after batch %d of epoch %d. %s To begin epochs at their first batch "
+                "instead, pass DataLoaderConfiguration(use_stateful_dataloader=False); True omits this line.",
+                self._saved["position"]["batch"],
+                self._saved["epoch"],
+                text,
+            )
 
     def _batches(self, first: int) -> Iterator[Any]:
         accumulation = self._accumulation
@@ -215,6 +272,8 @@ class AcceleratedLoader(SkippableLoader):
                 "save_state() was called within a group of micro-batches. Call it after optimizer.step(), where "
                 "accelerator.sync_gradients is True: gradients are not saved."
             )
+        if self._saved is not None:
+            return self._saved
         found: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
         if place is not None and not place.ends_data:  # the pass has incremented the epoch
             found |= {"epoch": self._epoch - 1, "position": self.prepared.position(place.num_batches)}
@@ -223,13 +282,21 @@ class AcceleratedLoader(SkippableLoader):
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a position. The next pass begins at this position.
+        """Load a position. The next pass that trains begins at this position, unless `continues` is False.
 
         Warns and restarts the epoch if the data set can neither seek nor restore its own position.
         """
         position, own = state["position"], state["loader"]
+        self._epoch = state["epoch"]
+        self._saved = None
+        if position is None:
+            if own is not None:
+                self.prepared.load_state_dict(own, at_epoch_start=True)
+            return
+        if self._continues is False:
+            return
         try:
-            self.prepared.check_resume(0 if position is None else position["batch"], has_state=own is not None)
+            self.prepared.check_resume(position["batch"], has_state=own is not None)
         except ConfigurationError as error:
             warnings.warn(
                 f"{error} The epoch restarts. To skip the batches that were already used, call "
@@ -237,10 +304,9 @@ class AcceleratedLoader(SkippableLoader):
                 TrainwrightWarning,
                 stacklevel=2,
             )
-            position = None
-        self._epoch, self._resumes_at = state["epoch"], position
-        if own is not None:
-            self.prepared.load_state_dict(own, at_epoch_start=position is None)
+            return
+        self._saved = dict(state)
+        self._trained_at_load = self._in_training_mode()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "prepared" not in vars(self):

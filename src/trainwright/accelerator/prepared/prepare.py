@@ -315,7 +315,8 @@ class PreparedObjects:
                 prepared: PreparedLoader = DispatchedLoader(used, options, self._state.joined(), slice_fn)
             else:
                 prepared = prepare_loader(used, options)
-            return AcceleratedLoader(prepared, self._accumulation, mover, self._rng_types)
+            continues = self._config.use_stateful_dataloader
+            return AcceleratedLoader(prepared, self._accumulation, mover, self._rng_types, continues, self.models)
 
         found = self._once(own, self.dataloaders, make)
         self._known[id(found.prepared.raw)] = found
