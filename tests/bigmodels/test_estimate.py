@@ -196,7 +196,8 @@ def test_training_with_adam_takes_what_was_estimated() -> None:
 
 
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32")
+    facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32", "--devices", "2")
+    assert facts["peaks_float32_adam"]["fsdp"] > 0
     assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**12
     assert facts["largest_layer"] == "net.0"
 

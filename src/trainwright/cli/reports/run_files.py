@@ -71,6 +71,7 @@ class RunFiles:
         curves: by metric name.
         events: lines of the record in order, except the lines in `progress`.
         progress: measurements at log steps in order, except steps that a rollback or resume has undone.
+        trained: the line that the last `fit` with at least one step wrote when it began. Empty without such a fit.
         sources: files that were read. The record is the first.
     """
 
@@ -78,6 +79,7 @@ class RunFiles:
     curves: dict[str, Curve] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     progress: list[dict[str, Any]] = field(default_factory=list)
+    trained: dict[str, Any] = field(default_factory=dict)
     sources: list[Path] = field(default_factory=list)
 
     @property
@@ -87,7 +89,13 @@ class RunFiles:
 
     @property
     def start(self) -> dict[str, Any]:
-        """The line that the last `fit` (or else the last other stage) wrote when it began. Empty without a record."""
+        """The line that the last `fit` with a step wrote when it began. Empty without a record.
+
+        A `fit` that failed before its first step, such as a resume, does not describe the run. Without any trained
+        step it is the last `fit`, or else the last other stage.
+        """
+        if self.trained:
+            return self.trained
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
         return next(reversed(fits or starts), {})
@@ -158,6 +166,7 @@ def _newest(top: Path, pattern: str) -> Path | None:
 
 def _read_record(path: Path, found: RunFiles) -> None:
     found.sources.append(path)
+    latest_fit: dict[str, Any] = {}
     for number, line in _json_lines(path):
         if (
             not isinstance(line, dict)
@@ -166,6 +175,10 @@ def _read_record(path: Path, found: RunFiles) -> None:
             or not isinstance(line.get("time"), (int, float))
         ):
             raise RunFileError(f"{path}, line {number}: not an event of a run's record. The file is damaged.")
+        if line["event"] == "fit":
+            latest_fit = line
+        elif latest_fit and line["step"] > latest_fit["step"]:
+            found.trained = latest_fit
         if line["event"] == "progress":
             found.progress.append(line)
             continue
