@@ -6,17 +6,9 @@ import reprlib
 import weakref
 from collections.abc import Callable
 
-from trainwright.core.hyperparameters import (
-    HYPER_PARAMETERS,
-    HYPER_PARAMETERS_ENUMS,
-    differ,
-    kept_and_left_out,
-    with_enums,
-)
+from trainwright.core import hyperparameters
 from trainwright.trainer.checkpoints.load_request import Opened
 from trainwright.trainer.run import StageRun
-
-_MOST_NAMES = 4
 
 
 def watch_trained_weights(run: StageRun) -> Callable[[], None]:
@@ -28,11 +20,10 @@ def watch_trained_weights(run: StageRun) -> Callable[[], None]:
         weights = run.task.named_parameters()
         names = [name for name, weight in weights if name in trained and trained[name]() is not weight]
         if names:
-            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             run.warn(
-                f"{run.status.stage}: setup or configure_model of {type(run.task).__name__} has replaced trained "
-                f"weights by new ones: {', '.join(names[:_MOST_NAMES])}{more}. Create layers once (`if self.net is "
-                'None: …`), or load a checkpoint with ckpt_path="last".'
+                f"{run.status.stage}: setup or configure_model of {type(run.task).__name__} has replaced {len(names)} "
+                f"trained weights by new ones: {', '.join(names[:4])}. Create layers once (`if self.net is None: …`), "
+                'or load a checkpoint with ckpt_path="last".'
             )
 
     return warn_if_replaced
@@ -42,13 +33,12 @@ def warn_of_other_hyperparameters(run: StageRun, opened: Opened) -> None:
     """Warn if the task's hyper-parameters differ from those of the checkpoint that an evaluation loads."""
     if opened.request.implied:
         return  # the task itself has saved it
-    trainer = opened.snapshot.trainer
-    saved, _ = with_enums(dict(trainer.get(HYPER_PARAMETERS) or {}), trainer.get(HYPER_PARAMETERS_ENUMS) or ())
-    own, _ = kept_and_left_out(run.task.hparams)
+    saved, _ = hyperparameters.of_checkpoint(opened.snapshot.trainer)
+    own, _ = hyperparameters.kept_and_left_out(run.task.hparams)
     others = [
         f"{name} is {reprlib.repr(own[name])}, and was {reprlib.repr(saved[name])}"
         for name in own
-        if name in saved and differ(own[name], saved[name])
+        if name in saved and hyperparameters.differ(own[name], saved[name])
     ]
     if others:
         run.warn(

@@ -117,22 +117,22 @@ def test_files_are_on_the_disk_before_they_are_published(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("offset", "value", "what"),
+    ("offset", "value"),
     [
-        (34, 9, "sequence 0"),  # a length
-        (34 + 12 + 8, 4, "sequence 0"),  # a start
-        (34 + 12, 2, "the first sequence"),
-        (34 + 36 + 8, 7, "document"),  # a boundary
-        (34 + 36 + 24, 2, "document"),  # the last boundary
-        (18, 2, "document"),  # the number of sequences
+        (34, 9),  # a length
+        (34 + 12 + 8, 4),  # a start
+        (34 + 12, 2),  # the first start
+        (34 + 36 + 8, 7),  # a boundary
+        (34 + 36 + 24, 2),  # the last boundary
+        (18, 2),  # the number of sequences
     ],
 )
-def test_a_damaged_index_is_an_error(offset: int, value: int, what: str, tmp_path: Path) -> None:
+def test_a_damaged_index_is_an_error(offset: int, value: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a", [3, 2, 4])
     index = bytearray((tmp_path / "a.idx").read_bytes())
     index[offset] = value
     (tmp_path / "a.idx").write_bytes(index)
-    with pytest.raises(ConfigurationError, match=rf"a\.(idx is damaged: {what}|bin has 18 bytes)"):
+    with pytest.raises(ConfigurationError, match=r"a\.idx is damaged: its lengths"):
         TokenFile(path)
 
 

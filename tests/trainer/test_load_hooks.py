@@ -70,7 +70,7 @@ class _Late(RegressionTask):
 @pytest.mark.parametrize("hook", ["setup", "configure_model"])
 @pytest.mark.parametrize("stage", ["fit", "test"])
 def test_a_hook_that_replaces_trained_weights_is_a_warning(hook: str, stage: str, tmp_path: Path) -> None:
-    words = rf"{stage}: setup or configure_model of _Late has replaced trained weights .*: net\.0\.weight"
+    words = rf"{stage}: setup or configure_model of _Late has replaced 4 trained weights .*: net\.0\.weight"
     for guarded in (True, False):
         trainer = quiet_trainer(max_steps=2, default_root_dir=tmp_path)
         task = _Late(hook, guarded=guarded)

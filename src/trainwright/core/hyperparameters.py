@@ -57,7 +57,7 @@ class HyperparametersMixin:
     _hparams_log: bool = True
     _hparams_name: str | None
     _hparams_left_out: dict[str, str]
-    _hparams_arguments: dict[str, Any]  # names that `save_hyperparameters` received → their defaults
+    _hparams_given: set[str]  # arguments whose value is not the default
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -80,14 +80,8 @@ class HyperparametersMixin:
         plain, enums = without_enums(kept)
         self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
         name = vars(self).get("_hparams_name")
-        # An omitted value that equals the default comes back without being passed, and one assigned later is no
-        # argument.
-        defaults: dict[str, Any] = vars(self).get("_hparams_arguments") or {}
-        left_out = {
-            key: reason
-            for key, reason in left_out.items()
-            if key in defaults and self.hparams[key] is not defaults[key]
-        }
+        given = vars(self).get("_hparams_given") or ()
+        left_out = {key: reason for key, reason in left_out.items() if key in given}
         return {
             HYPER_PARAMETERS: plain,
             **({} if name is None else {HYPER_PARAMETERS_NAME: name}),
@@ -161,8 +155,8 @@ class HyperparametersMixin:
         found = {name: value for name, value in found.items() if name not in ignored}
         self.remove_ignored_hparams(ignored)
         self.hparams.update(found)
-        names = {name: defaults.get(name, inspect.Parameter.empty) for name in found}
-        object.__setattr__(self, "_hparams_arguments", {**(vars(self).get("_hparams_arguments") or {}), **names})
+        given = {name for name, value in found.items() if name not in defaults or value is not defaults[name]}
+        object.__setattr__(self, "_hparams_given", given | (vars(self).get("_hparams_given") or set()))
         kept, left_out = kept_and_left_out(self.hparams)
         self._warn_of(
             left_out,
@@ -223,12 +217,6 @@ def config_as_data(value: object) -> Any:
     return omegaconf.OmegaConf.to_container(value, resolve=True)
 
 
-def _as_config(data: object) -> Any:
-    """Return a container of OmegaConf, or the data if OmegaConf is not imported."""
-    omegaconf: Any = sys.modules.get("omegaconf")
-    return data if omegaconf is None else omegaconf.OmegaConf.create(data, flags={"allow_objects": True})
-
-
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the hyper-parameters that a checkpoint can contain, and by name a description of each of the others."""
     reasons = {}
@@ -267,17 +255,17 @@ def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
     """Restore what `without_enums` replaced. Nothing is imported for this, and nothing of a checkpoint is called.
 
     Returns:
-        The hyper-parameters, and by name a description of each that is omitted: its enumeration was not found, or
-        OmegaConf would evaluate a text of the checkpoint.
+        The hyper-parameters, and by name a description of each that is omitted because it cannot be restored.
     """
     lost: dict[str, str] = {}
     for path, home in places:
         name = reduce(operator.getitem, path, tree)
+        if home == _CONFIG and "${" in repr(name):
+            lost[str(path[0])] = f"{path[0]} holds '${{', which OmegaConf would evaluate"
+            continue
         if home == _CONFIG:
-            if "${" in repr(name):
-                lost[str(path[0])] = f"{path[0]} holds '${{', which OmegaConf would evaluate"
-            else:
-                tree = _replaced(tree, path, _as_config(name))
+            if (omegaconf := sys.modules.get("omegaconf")) is not None:  # otherwise it stays plain data
+                tree = _replaced(tree, path, omegaconf.OmegaConf.create(name, flags={"allow_objects": True}))
             continue
         member = _find_member(home, name)
         if member is None:
@@ -285,6 +273,11 @@ def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
         else:
             tree = _replaced(tree, path, member)
     return {name: value for name, value in tree.items() if name not in lost}, lost
+
+
+def of_checkpoint(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """Return the result of `with_enums` for a checkpoint's trainer part."""
+    return with_enums(dict(trainer.get(HYPER_PARAMETERS) or {}), trainer.get(HYPER_PARAMETERS_ENUMS) or ())
 
 
 def _replaced(tree: Any, path: Sequence[Any], value: object) -> Any:

@@ -8,7 +8,6 @@ package writes one sequence for each document. `NAME.json`, which Megatron-LM ig
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import struct
@@ -81,25 +80,17 @@ class TokenFile:
     def _check_index(self, index: Path, size: int) -> None:
         """Check that sequences of tokens of `size` bytes follow each other, and that documents divide them."""
         lengths, starts, bounds = self._lengths, self._starts, self._bounds
-        damage = None
-        if len(starts) and starts[0] != 0:
-            damage = f"the first sequence begins at byte {starts[0]}"
-        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(lengths):
-            damage = f"documents do not begin and end with its {len(lengths)} sequences"
-        for first in range(0, len(lengths), _CHECKED_AT_ONCE):
+        fits = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(lengths) and not starts[:1].any()
+        for first in range(0, max(len(lengths), len(bounds)), _CHECKED_AT_ONCE):
             part = slice(first, first + _CHECKED_AT_ONCE)
-            num_bytes = lengths[part].astype(np.int64) * size
             following = starts[first + 1 : first + 1 + _CHECKED_AT_ONCE]
-            ends = starts[part] + num_bytes
-            wrong = num_bytes < 0
-            wrong[: len(following)] |= ends[: len(following)] != following
-            if wrong.any():
-                damage = damage or f"sequence {first + int(wrong.argmax())} does not end where the next begins"
-        for first in range(0, len(bounds), _CHECKED_AT_ONCE):
-            if (np.diff(bounds[first : first + _CHECKED_AT_ONCE + 1]) < 0).any():
-                damage = damage or "documents are not in ascending order"
-        if damage is not None:
-            raise ConfigurationError(f"{index} is damaged: {damage}. Write or copy it again.")
+            ends = starts[part] + lengths[part].astype(np.int64) * size
+            fits = fits and bool((lengths[part] >= 0).all() and (ends[: len(following)] == following).all())
+            fits = fits and bool((np.diff(bounds[first : first + _CHECKED_AT_ONCE + 1]) >= 0).all())
+        if not fits:
+            raise ConfigurationError(
+                f"{index} is damaged: its lengths, starts and documents do not fit together. Write or copy it again."
+            )
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:
         return TokenFile, (self.path,)  # spawned workers map the file themselves
@@ -193,22 +184,22 @@ class TokenFileWriter:
             num, lengths = len(self._lengths), np.array(self._lengths, dtype=np.int32)
             starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(_DTYPES[self._code]).itemsize
             index = _HEADER.pack(_MAGIC, 1, self._code, num, num + 1) + lengths.tobytes() + starts.tobytes()
-            _write(_file(self._written, ".idx"), index + np.arange(num + 1, dtype=np.int64).tobytes())
-            _write(_file(self._written, ".json"), json.dumps(self._facts).encode())
-            self._data.flush()
-            os.fsync(self._data.fileno())
+            _file(self._written, ".idx").write_bytes(index + np.arange(num + 1, dtype=np.int64).tobytes())
+            _file(self._written, ".json").write_text(json.dumps(self._facts), encoding="utf-8")
             self._data.close()
+            for ending in (".json", ".bin", ".idx"):
+                _sync(_file(self._written, ending))
             self._publish()
 
     def _publish(self) -> None:
         """Replace the earlier files. Without an index no file opens, so an old index never describes new tokens."""
         _file(self.path, ".idx").unlink(missing_ok=True)
-        _sync_names(self.path.parent)  # otherwise a power failure may undo the removal alone
+        _sync(self.path.parent)  # otherwise a power failure may undo the removal alone
         for ending in (".json", ".bin"):
             _file(self._written, ending).replace(_file(self.path, ending))
-        _sync_names(self.path.parent)
+        _sync(self.path.parent)
         _file(self._written, ".idx").replace(_file(self.path, ".idx"))
-        _sync_names(self.path.parent)
+        _sync(self.path.parent)
 
 
 def _prefix(path: str | os.PathLike[str]) -> Path:
@@ -220,21 +211,16 @@ def _file(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync_names(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, if the system can."""
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
     if os.name == "nt":
-        return
-    handle = os.open(folder, os.O_RDONLY)
+        return  # Windows cannot sync a folder, and syncs only files that are open for writing
+    handle = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # network file systems cannot
-            os.fsync(handle)
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # network file systems cannot sync folders
+            raise
     finally:
         os.close(handle)
 
