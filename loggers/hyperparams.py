@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainwright.core.hyperparameters import config_as_data
+
 
 def plain(value: object) -> Any:
     """Return `value` as nested dicts, lists, numbers, text and None.
@@ -19,10 +21,13 @@ def plain(value: object) -> Any:
     Mappings, namespaces and dataclass instances become dicts with text keys. Tuples and sets become lists. Arrays, and
     tensors of at most 64 elements, become nested lists, which waits for the device. Larger tensors become a text with
     their shape and dtype. Enum members become their names. Classes and functions become their qualified names. Other
-    objects become `str(value)`.
+    objects become `str(value)`. Containers of OmegaConf are resolved.
     """
     if isinstance(value, enum.Enum):
         return value.name
+    data = config_as_data(value)
+    if data is not None:
+        return plain(data)
     if value is None or isinstance(value, bool):
         return value
     for kind in (str, int, float):

@@ -92,6 +92,7 @@ class Engine(LightningMembers):
         run_group: For user-written loops, `run_group(step, batches)` runs all micro-batches of an optimizer step
             forward and backward, and returns the mean loss over all ranks (0-dim). None means that micro-batches run
             separately.
+        when_configured: Called in `prepare` after the task's `configure_model`, before weights are moved or sharded.
         when_built: Called in `prepare` directly after the task is built.
     """
 
@@ -110,6 +111,7 @@ class Engine(LightningMembers):
         self.optimizers: list[Optimizer] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.sequences: SplitSequences | None = None
+        self.when_configured: Callable[[], None] | None = None
         self.when_built: Callable[[], None] | None = None
         self.run_group: Callable[[Callable[[Any], torch.Tensor], Sequence[Any]], torch.Tensor] | None = None
         # The engine's way to run a step, `call(name, *args)`; None: the task's own method is called.
@@ -174,6 +176,8 @@ class Engine(LightningMembers):
         """Call the task's `configure_model`."""
         with self.precision.default_dtype():
             task.configure_model()
+        if self.when_configured is not None:
+            self.when_configured()
 
     def _place(self, task: TaskModule) -> None:
         """Move the task's parameters and buffers to the device."""

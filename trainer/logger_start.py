@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.hyperparameters import kept_and_left_out
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.hyperparameters import differ, kept_and_left_out
 from trainwright.core.run import Stage
 from trainwright.core.tree import full_numel
 from trainwright.loggers.logger import RunInfo
@@ -86,8 +87,17 @@ def _describe(run: StageRun, *, hyperparameters: bool) -> None:
         return
     found: dict[str, Any] = {}
     for owner in (run.data.datamodule, run.task):
-        if owner is not None and owner._hparams_log:
-            found |= copy.deepcopy(kept_and_left_out(owner.hparams)[0])
-    if found and hyperparameters:
+        if owner is None or not owner._hparams_log or not hyperparameters:
+            continue
+        for name, value in kept_and_left_out(owner.hparams)[0].items():
+            # `found` has the data module's values here, and loggers hold one value under a name.
+            if name in found and differ(found[name], value):
+                raise ConfigurationError(
+                    f"{type(run.task).__name__} and {type(run.data.datamodule).__name__} both have the hyper-parameter "
+                    f"{name}: {value!r} and {found[name]!r}. Rename one, or pass logger=False to save_hyperparameters "
+                    "of one of them."
+                )
+            found[name] = copy.deepcopy(value)
+    if found:
         run.logs.group.log_hyperparams(found)
     run.logs.group.log_graph(run.task, run.task.example_input_array)

@@ -39,6 +39,7 @@ from trainwright.trainer.recovery import ending
 from trainwright.trainer.recovery.exit_on_signal import exit_on_signal
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
+from trainwright.trainer.untrained_values import warn_of_other_hyperparameters, watch_trained_weights
 
 _BEGINNING = threading.Lock()
 
@@ -149,6 +150,7 @@ def _join(run: StageRun) -> None:
 def _set_up(run: StageRun, load: LoadRequest) -> None:
     task, stage = run.task, run.status.stage
     assert stage is not None
+    is_trained = task.global_step > 0  # by this Trainer or an earlier one
     task._run = run.trainer
     if not run.status.is_trial:
         run.components.callbacks = with_task_callbacks(run.components.callbacks, task)
@@ -158,10 +160,13 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     run.components.hooks = HookTable(run.components.callbacks, task)
     profiling.wrap_hooks(run)
     run.status.is_set_up = True
-    _prepare_data(run)
+    _prepare_data(run, is_trained=is_trained)
     opened = open_for(run, stage, load)
     if opened is not None:
+        run.engine.when_configured = None  # trained weights are loaded
         run.engine.when_built = partial(opened.show, run)
+        if stage != "fit":
+            warn_of_other_hyperparameters(run, opened)
     run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
     run.loop.schedules = Schedules(run.loop.schedules.configs, task)  # the engine may have changed their intervals
     profiling.watch_modules(run)
@@ -180,7 +185,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     run.loop.trains = True
 
 
-def _prepare_data(run: StageRun) -> None:
+def _prepare_data(run: StageRun, *, is_trained: bool) -> None:
     task, data, stage = run.task, run.data.datamodule, run.status.stage or "fit"
     if data is not None:
         data.trainer = run.trainer
@@ -194,6 +199,8 @@ def _prepare_data(run: StageRun) -> None:
     if data is not None:
         data.setup(stage)
     run.fire("setup", stage)
+    if is_trained:
+        run.engine.when_configured = watch_trained_weights(run)
     with run.components.profiler.profile(f"[TaskModule]{type(task).__name__}.setup"):
         task.setup(stage)
 

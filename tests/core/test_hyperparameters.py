@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,7 +270,7 @@ def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"loss_fn.*save_hyperparameters could not save: loss_fn is a MSELoss"):
         Needing.load_from_checkpoint(path)
     with pytest.warns(TrainwrightWarning, match="loss_fn is a L1Loss"):
-        assert Needing.load_from_checkpoint(path, loss_fn=nn.L1Loss()).hparams.width == 3
+        assert Needing.load_from_checkpoint(path, loss_fn=nn.L1Loss(), make=None).hparams.width == 3
 
 
 def test_unsupported_hyperparameters_assigned_later_are_a_warning_when_saved(tmp_path: Path) -> None:
@@ -327,3 +328,189 @@ def test_a_data_module_is_built_from_a_checkpoint(tmp_path: Path) -> None:
     found = Numbers.load_from_checkpoint(path, map_location="cpu", weights_only=True)
     assert (found.hparams, found.seen, found.name) == ({"count": 4, "level": Level.LOW}, 7, "Numbers")
     assert Numbers.load_from_checkpoint(path, count=8).hparams.count == 8
+
+
+class WithAct(RegressionTask):
+    """Has an optional module and a function as a default."""
+
+    def __init__(self, act: nn.Module | None = None, init: Any = torch.nn.init.zeros_) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class Forwards(WithAct):
+    """Passes its base's arguments on without their names."""
+
+    def __init__(self, depth: int = 1, **options: Any) -> None:
+        super().__init__(**options)
+
+
+class WithConfig(RegressionTask):
+    """Has all settings in one dict."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+
+
+class DataWithAct(Numbers):
+    """Has an optional function."""
+
+    def __init__(self, count: int, transform: Any = None) -> None:
+        super().__init__(count)
+        self.save_hyperparameters()
+
+
+def _saved_data(data: DataModule, folder: Path) -> Path:
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(RegressionTask(), datamodule=data)
+    return trainer.save_checkpoint(folder / "saved")
+
+
+@pytest.mark.filterwarnings("ignore:.*(is a ReLU|function):trainwright.core.errors.TrainwrightWarning")
+@pytest.mark.parametrize(
+    ("cls", "arguments", "lost"),
+    [
+        (WithAct, {"act": nn.ReLU()}, "act is a ReLU"),
+        (WithAct, {"act": lambda x: x}, "act is a function"),
+        (WithAct, {"act": None}, None),  # nothing but the default function is omitted
+        (Forwards, {"act": nn.ReLU()}, "act is a ReLU"),
+        (Keeping, {"act": nn.ReLU()}, "act is a ReLU"),
+        (WithConfig, {"config": {"lr": 1, "act": nn.ReLU()}}, "act is a ReLU"),
+        (DataWithAct, {"count": 4, "transform": lambda x: x}, "transform is a function"),
+    ],
+)
+def test_an_argument_that_was_not_saved_must_be_passed_to_load(
+    cls: Any, arguments: dict[str, Any], lost: str | None, tmp_path: Path
+) -> None:
+    made = cls(**arguments)
+    path = _saved_data(made, tmp_path) if isinstance(made, DataModule) else _saved(made, tmp_path)
+    if lost is None:
+        assert cls.load_from_checkpoint(path).hparams == made.hparams
+        return
+    with pytest.raises(CheckpointError, match=rf"could not save: {lost}"):
+        cls.load_from_checkpoint(path)
+    assert cls.load_from_checkpoint(path, **{lost.split()[0]: None}).hparams[lost.split()[0]] is None
+
+
+@pytest.mark.filterwarnings("ignore:.*init is a function:trainwright.core.errors.TrainwrightWarning")
+def test_a_file_of_hyperparameters_must_contain_what_was_not_saved(tmp_path: Path) -> None:
+    with pytest.warns(TrainwrightWarning, match="act is a ReLU"):
+        path = _saved(WithAct(nn.ReLU()), tmp_path)
+    file = tmp_path / "hparams.yaml"
+    file.write_text("{}")
+    with pytest.raises(CheckpointError, match="could not save: act is a ReLU"):
+        WithAct.load_from_checkpoint(path, hparams_file=file)
+    file.write_text("act: null")
+    assert WithAct.load_from_checkpoint(path, hparams_file=file).hparams.act is None
+    file.write_text("act: [")
+    with pytest.raises(ConfigurationError, match=r"hparams\.yaml is not YAML"):
+        WithAct.load_from_checkpoint(path, hparams_file=file)
+
+
+class Configured(RegressionTask):
+    """Has a configuration of OmegaConf."""
+
+    def __init__(self, cfg: Any, widths: Any = (), colour: Colour = Colour.RED) -> None:
+        super().__init__()
+        self.save_hyperparameters(*([] if widths else [cfg]))
+
+
+@pytest.mark.requires("omegaconf", reason="its containers are arguments")
+@pytest.mark.parametrize("one_argument", [True, False])
+def test_containers_of_omegaconf_are_stored_as_data_and_loaded_as_containers(
+    one_argument: bool, tmp_path: Path
+) -> None:
+    from omegaconf import DictConfig, OmegaConf
+
+    cfg = OmegaConf.create({"model": {"width": 3, "double": "${model.width}", "colour": Colour.BLUE}, "tags": ["a"]})
+    logger = CSVLogger(tmp_path)
+    widths = () if one_argument else OmegaConf.create([1, {"two": 2}])
+    path = _saved(Configured(cfg, widths), tmp_path, logger=logger)
+    found = Configured.load_from_checkpoint(path).hparams
+    loaded = found if one_argument else found.cfg
+    assert loaded.model == OmegaConf.create({"width": 3, "double": 3, "colour": Colour.BLUE})
+    assert isinstance(loaded.model, DictConfig)
+    assert loaded.tags == ["a"]
+    assert one_argument or found.widths[1].two == 2
+    assert logger.log_dir is not None
+    assert "double: 3" in Path(logger.log_dir, "hparams.yaml").read_text()
+
+
+@pytest.mark.requires("omegaconf", reason="its containers are arguments")
+def test_a_container_of_omegaconf_that_cannot_be_stored_is_left_out(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.warns(TrainwrightWarning, match=r"a cannot be resolved: .*nowhere.*; b\.key is"):
+        Keeping(
+            a=OmegaConf.create({"key": "${nowhere}"}), b=OmegaConf.create({"key": range}, flags={"allow_objects": True})
+        )
+    path = _saved(Keeping(a=OmegaConf.create({"key": r"\${oc.env:HOME}"})), tmp_path)
+    with pytest.raises(CheckpointError, match=r"a holds '\$\{', which OmegaConf would evaluate"):
+        Keeping.load_from_checkpoint(path)
+
+
+class NoNet(RegressionTask):
+    """Ignores an argument that its base class saved."""
+
+    def __init__(self, width: int, net: str) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+class NoNetEither(NoNet):
+    """Has a base class that saves all arguments."""
+
+    def __init__(self, width: int, net: str, depth: int = 1) -> None:
+        super().__init__(width, net)
+        self.save_hyperparameters(ignore=["net"])
+
+
+@dataclass(eq=False)
+class AsDataclass(RegressionTask):
+    """A task whose constructor is generated."""
+
+    width: int
+    names: list[str] = field(default_factory=lambda: ["a"])
+    secret: str = "x"
+    made: int = field(default=9, init=False)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore="secret")
+
+
+class OfDataclass(AsDataclass):
+    """Adds an argument to a dataclass."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(width=2 * depth)
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        (NoNetEither(3, "big"), {"width": 3, "depth": 1}),
+        (AsDataclass(3), {"width": 3, "names": ["a"]}),
+        (AsDataclass(3, ["b"]), {"width": 3, "names": ["b"]}),
+        (OfDataclass(2), {"width": 4, "names": ["a"], "depth": 2}),
+    ],
+    ids=["ignored in a sub-class", "dataclass", "dataclass with a list", "sub-class of a dataclass"],
+)
+def test_arguments_of_sub_classes_and_dataclasses(task: TaskModule, expected: dict[str, Any]) -> None:
+    assert task.hparams == task.hparams_initial == expected
+
+
+@pytest.mark.parametrize(("value", "collides"), [(8, True), (4.0, True), (4, False)])
+def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
+    value: Any, collides: bool, tmp_path: Path
+) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(max_steps=1, logger=logger)
+    if collides:
+        with pytest.raises(ConfigurationError, match=rf"both have the hyper-parameter count: {value!r} and 4"):
+            trainer.fit(Keeping(count=value), datamodule=Numbers(4))
+    else:
+        trainer.fit(Keeping(count=value), datamodule=Numbers(4))
+    unlogged = quiet_trainer(max_steps=1, enable_autolog_hparams=False)
+    unlogged.fit(Keeping(count=value), datamodule=Numbers(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,87 @@ def test_a_truncated_or_foreign_file_is_an_error(ending: str, tmp_path: Path) ->
     damaged.unlink()
     with pytest.raises(ConfigurationError, match=r"is missing\. Write it with `trainwright data tokenize`"):
         TokenFile(path)
+
+
+@pytest.mark.parametrize("num_calls", range(6))
+def test_a_writer_that_is_killed_never_leaves_new_tokens_under_an_old_index(
+    num_calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a", [2, 3])
+    calls = 0
+
+    def until_killed(file: Path, original: Any, *args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > num_calls:
+            raise KeyboardInterrupt
+        return original(file, *args, **options)
+
+    with monkeypatch.context() as patches:
+        for name in ("unlink", "replace"):
+            patches.setattr(Path, name, partialmethod(until_killed, getattr(Path, name)))
+        with contextlib.suppress(KeyboardInterrupt):
+            write(tmp_path / "a", [1, 4], vocab_size=300)
+    if 0 < num_calls < 4:
+        with pytest.raises(ConfigurationError, match=r"a\.idx is missing"):
+            TokenFile(path)
+        return
+    file = TokenFile(path)
+    found = file.lengths().tolist(), file.facts["vocab_size"]
+    assert found == (([2, 3], 2**16) if num_calls == 0 else ([1, 4], 300))
+
+
+def test_files_are_on_the_disk_before_they_are_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append("sync") or fsync(handle))
+    monkeypatch.setattr(Path, "replace", lambda *args: events.append(args[1].suffix) or replace(*args))
+    write(tmp_path / "a", [2, 3])
+    assert events[:4] == ["sync"] * 4  # three files, and the folder without the old index
+    assert events[4:] == [".json", ".bin", "sync", ".idx", "sync"]
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [
+        (34, 9),  # a length
+        (34 + 12 + 8, 4),  # a start
+        (34 + 12, 2),  # the first start
+        (34 + 36 + 8, 7),  # a boundary
+        (34 + 36 + 24, 2),  # the last boundary
+        (18, 2),  # the number of sequences
+    ],
+)
+def test_a_damaged_index_is_an_error(offset: int, value: int, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [3, 2, 4])
+    index = bytearray((tmp_path / "a.idx").read_bytes())
+    index[offset] = value
+    (tmp_path / "a.idx").write_bytes(index)
+    with pytest.raises(ConfigurationError, match=r"a\.idx is damaged: its lengths"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+def test_a_damaged_description_is_an_error(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [3])
+    (tmp_path / "a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigurationError, match=r"a\.json is damaged: .*Write it again"):
+        TokenFile(path)
+
+
+@pytest.mark.parametrize("documents", ["joined", "packed"])
+def test_tokens_outside_of_the_vocabulary_are_an_error(documents: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [16, 16], vocab_size=32)
+    tokens = np.fromfile(tmp_path / "a.bin", np.uint16)
+    tokens[20] = 32
+    tokens.tofile(tmp_path / "a.bin")
+    data = TokenDataset(path, 8, documents=documents)
+    with pytest.raises(ConfigurationError, match=r"a\.bin has the tokens .* to 32 in sample \d, expected 0 to 31"):
+        [data[i] for i in range(len(data))]
+    (tmp_path / "a.json").unlink()
+    data = TokenDataset(path, 8, documents=documents, vocab_size=30)
+    with pytest.raises(ConfigurationError, match="expected 0 to 29"):
+        [data[i] for i in range(len(data))]
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
-from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError
+from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 
 
 class _Growing(RegressionTask):
@@ -50,6 +51,54 @@ def _whole_and_resumed(folder: Path, strategy: str, kind: str) -> tuple[dict[str
     resumed = _Growing(2) if grows else _Head()
     fit(resumed, folder / "saved", max_epochs=3)
     return weights_of(whole), weights_of(resumed)
+
+
+class _Late(RegressionTask):
+    """Builds its layers in a hook, with or without a guard."""
+
+    def __init__(self, hook: str, *, guarded: bool, lr: float = 0.1, seen: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        del self.net
+        setattr(self, hook, self.build)
+
+    def build(self, stage: str = "") -> None:
+        if not (self.hparams.guarded and hasattr(self, "net")):
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model"])
+@pytest.mark.parametrize("stage", ["fit", "test"])
+def test_a_hook_that_replaces_trained_weights_is_a_warning(hook: str, stage: str, tmp_path: Path) -> None:
+    words = rf"{stage}: setup or configure_model of _Late has replaced 4 trained weights .*: net\.0\.weight"
+    for guarded in (True, False):
+        trainer = quiet_trainer(max_steps=2, default_root_dir=tmp_path)
+        task = _Late(hook, guarded=guarded)
+        trainer.test(task, regression_loader(4))
+        trainer.test(task, regression_loader(4))  # nothing was trained yet
+        trainer.fit(task, regression_loader(4))
+        saved = trainer.save_checkpoint(tmp_path / f"saved-{guarded}")
+        trainer.test(task, regression_loader(4), ckpt_path=saved)  # replaced by trained ones
+        again = quiet_trainer(max_steps=4)
+        with contextlib.nullcontext() if guarded else pytest.warns(TrainwrightWarning, match=words):
+            getattr(again, stage)(task, regression_loader(4))
+
+
+def test_evaluating_a_checkpoint_of_other_hyperparameters_is_a_warning(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(_Late("setup", guarded=True, lr=0.1, seen=[float("nan")]), regression_loader(4))
+    saved = trainer.save_checkpoint(tmp_path / "saved")
+    for stage in ("validate", "test", "predict"):
+        getattr(quiet_trainer(), stage)(
+            _Late("setup", guarded=True, seen=[float("nan")]), regression_loader(4), ckpt_path=saved
+        )
+        words = (
+            rf"{stage}: _Late has other hyper-parameters than .*saved: lr is 0\.2, and was 0\.1; seen is None, and was"
+        )
+        with pytest.warns(TrainwrightWarning, match=words):
+            getattr(quiet_trainer(), stage)(_Late("setup", guarded=True, lr=0.2), regression_loader(4), ckpt_path=saved)
+    # A resumed or a new run may change them.
+    quiet_trainer(max_steps=2).fit(_Late("setup", guarded=True, lr=0.2), regression_loader(4), ckpt_path=saved)
 
 
 @pytest.mark.parametrize("kind", ["resized layer", "added group"])

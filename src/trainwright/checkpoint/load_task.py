@@ -23,6 +23,7 @@ from trainwright.core.hyperparameters import (
     Hyperparameters,
     with_enums,
 )
+from trainwright.core.yaml_text import parse_yaml
 
 TaskT = TypeVar("TaskT", bound=torch.nn.Module)
 DataT = TypeVar("DataT")
@@ -125,15 +126,37 @@ def _construct(
     if not isinstance(saved, Mapping):
         origin = path if hparams_file is None else hparams_file
         raise CheckpointError(f"{origin}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
-    left_out: dict[str, str] = {}
+    left_out: Mapping[str, str] = found.get(HYPER_PARAMETERS_LEFT_OUT) or {}
     if from_checkpoint:
         saved, lost = with_enums(dict(saved), found.get(HYPER_PARAMETERS_ENUMS) or ())
-        left_out = {**(found.get(HYPER_PARAMETERS_LEFT_OUT) or {}), **lost}
+        left_out = {**left_out, **lost}
     name = found.get(HYPER_PARAMETERS_NAME)
     overrides = dict(overrides)
-    if isinstance(name, str) and name in inspect.signature(cls).parameters and name not in overrides:
-        saved, overrides = _in_one(cls, name, saved, overrides)
-    return cls(**_arguments(cls, saved, overrides, path, left_out))
+    in_one = isinstance(name, str) and name in inspect.signature(cls).parameters
+    if in_one and name in overrides:
+        left_out = {}  # entries of the argument that is passed
+    _check_complete(cls, {**saved, **overrides}, path, left_out, all_used=in_one)
+    if in_one and name not in overrides:
+        saved, overrides = _in_one(cls, str(name), saved, overrides)
+    return cls(**_arguments(cls, saved, overrides, path))
+
+
+def _check_complete(
+    cls: type, given: Mapping[str, Any], path: Path, left_out: Mapping[str, str], *, all_used: bool
+) -> None:
+    """Check that hyper-parameters that the checkpoint lacks are given. Their defaults would make another object."""
+    signature = inspect.signature(cls)
+    all_used = all_used or _takes_any(signature)
+    lost = {key: why for key, why in left_out.items() if key not in given and (all_used or key in signature.parameters)}
+    if lost:
+        raise CheckpointError(
+            f"{cls.__qualname__}{signature}: {path} lacks {', '.join(lost)}. save_hyperparameters could not save: "
+            f"{'; '.join(lost.values())}. Pass it to load_from_checkpoint: {', '.join(f'{key}=…' for key in lost)}."
+        )
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
 
 
 def _in_one(
@@ -146,16 +169,12 @@ def _in_one(
 
 
 def _read_file(path: Path) -> Any:
-    import yaml  # JSON is a subset of YAML
-
-    return yaml.safe_load(path.read_text())
+    return parse_yaml(path.read_text(), str(path))  # JSON is a subset of YAML
 
 
-def _arguments(
-    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str, left_out: Mapping[str, str]
-) -> dict[str, Any]:
+def _arguments(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str) -> dict[str, Any]:
     signature = inspect.signature(cls)
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    takes_any = _takes_any(signature)
     known = {
         name
         for name, parameter in signature.parameters.items()
@@ -166,11 +185,9 @@ def _arguments(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        needed = [why for name, why in left_out.items() if name in known and name not in arguments]
-        lost = f" save_hyperparameters could not save: {'; '.join(needed)}." if needed else ""
         raise CheckpointError(
             f"{cls.__qualname__}{signature} cannot be called with {', '.join(arguments) or 'nothing'}: {error}. "
             f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}. Pass the rest as keyword arguments, "
-            f"or call save_hyperparameters() in the constructor and save again.{lost}"
+            f"or call save_hyperparameters() in the constructor and save again."
         ) from error
     return arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import datetime
 import enum
 import inspect
@@ -26,7 +27,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 HYPER_PARAMETERS = "hyper_parameters"
 HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that held the entries
 HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # see `without_enums`
-HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # name → what it was
+HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # argument that must be passed to load → what it was
 
 
 class Hyperparameters(dict[str, Any]):
@@ -56,6 +57,7 @@ class HyperparametersMixin:
     _hparams_log: bool = True
     _hparams_name: str | None
     _hparams_left_out: dict[str, str]
+    _hparams_given: set[str]  # arguments whose value is not the default
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -78,6 +80,8 @@ class HyperparametersMixin:
         plain, enums = without_enums(kept)
         self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
         name = vars(self).get("_hparams_name")
+        given = vars(self).get("_hparams_given") or ()
+        left_out = {key: reason for key, reason in left_out.items() if key in given}
         return {
             HYPER_PARAMETERS: plain,
             **({} if name is None else {HYPER_PARAMETERS_NAME: name}),
@@ -108,19 +112,22 @@ class HyperparametersMixin:
     ) -> None:
         """Save the arguments of `__init__` (or the named ones) in `self.hparams`, in checkpoints and in the loggers.
 
-        Call this method in `__init__`. If a base class calls it, arguments of the subclass's `__init__` are saved, too.
+        Call this method in `__init__`, or in `__post_init__` of a dataclass. If a base class calls it, arguments of the
+        subclass's `__init__` are saved, too.
 
         Args:
             args: names of the arguments to save, or one mapping or `argparse.Namespace`, whose entries are saved.
                 Default: all arguments. If the mapping is an argument of `__init__`, `load_from_checkpoint` passes its
                 entries as this argument.
-            ignore: names to skip. Default: None.
+            ignore: names to skip. They are also removed if a base class saved them. Default: None.
             frame: the stack frame of `__init__`. Default: None, the frame of the caller.
             logger: also pass hyper-parameters to the loggers when training starts. Default: True.
 
         Checkpoints save numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
-        tuples, dicts. Other values (a module, a tensor, a function), and values that would be restored as another type
-        (a named tuple), are in `self.hparams`, but omitted from checkpoints and loggers with a warning.
+        tuples, dicts, and containers of OmegaConf with their interpolations resolved. Other values (a module, a
+        tensor, a function), and values that would be restored as another type (a named tuple), are in `self.hparams`,
+        but omitted from checkpoints and loggers with a warning. `load_from_checkpoint` requires them, unless they are
+        defaults of `__init__`.
 
         Raises:
             ConfigurationError: a name in `args` is not an argument of `__init__`.
@@ -129,12 +136,14 @@ class HyperparametersMixin:
         caller = frame or inspect.currentframe()
         arguments = _init_arguments(self, caller if frame is not None or caller is None else caller.f_back)
         origin = None
+        defaults: dict[str, Any] = {}
         if len(args) == 1 and isinstance(args[0], (Mapping, argparse.Namespace)):
             whole = args[0]
             origin = next((name for name, value in arguments.items() if value is whole), None)
             found = dict(whole) if isinstance(whole, Mapping) else dict(vars(whole))
         else:
             found = arguments
+            defaults = _defaults(type(self))
             unknown = [name for name in args if name not in found]
             if unknown:
                 raise ConfigurationError(
@@ -144,7 +153,10 @@ class HyperparametersMixin:
             if args:
                 found = {name: found[name] for name in args}
         found = {name: value for name, value in found.items() if name not in ignored}
+        self.remove_ignored_hparams(ignored)
         self.hparams.update(found)
+        given = {name for name, value in found.items() if name not in defaults or value is not defaults[name]}
+        object.__setattr__(self, "_hparams_given", given | (vars(self).get("_hparams_given") or set()))
         kept, left_out = kept_and_left_out(self.hparams)
         self._warn_of(
             left_out,
@@ -159,10 +171,13 @@ class HyperparametersMixin:
 def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any]:
     """Collect the arguments of all `__init__` of `obj` on the stack. For equal names, the sub-class has precedence."""
     found: dict[str, Any] = {}
-    while frame is not None and frame.f_code.co_name == "__init__":
+    while frame is not None and frame.f_code.co_name in ("__init__", "__post_init__"):
         values = inspect.getargvalues(frame)
         if not values.args or values.locals.get(values.args[0]) is not obj:
             break
+        if frame.f_code.co_name == "__post_init__":  # called by the `__init__` of a dataclass, which has the arguments
+            frame = frame.f_back
+            continue
         arguments = {name: values.locals[name] for name in values.args[1:] if name in values.locals}
         code = frame.f_code
         keyword_only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
@@ -172,7 +187,34 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
         found |= arguments
         frame = frame.f_back
     found.pop("__class__", None)
+    for field in dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else ():
+        # The argument holds a marker if the factory made the value.
+        if field.name in found and field.default_factory is not dataclasses.MISSING:
+            found[field.name] = getattr(obj, field.name)
     return found
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """Return the defaults of the arguments of all `__init__` of a class. The sub-class has precedence."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters
+            found |= {name: parameter.default for name, parameter in parameters.items()}
+    return found
+
+
+def differ(value: object, other: object) -> bool:
+    """Return whether two hyper-parameters differ in type or value. NaN equals NaN."""
+    return type(value) is not type(other) or (value != other and repr(value) != repr(other))
+
+
+def config_as_data(value: object) -> Any:
+    """Return a container of OmegaConf as nested dicts and lists with resolved interpolations. None for other values."""
+    omegaconf: Any = sys.modules.get("omegaconf")  # imported if such a container exists
+    if omegaconf is None or not omegaconf.OmegaConf.is_config(value):
+        return None
+    return omegaconf.OmegaConf.to_container(value, resolve=True)
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -190,10 +232,14 @@ def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 
 
 def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
-    """Return nested hyper-parameters with the names of enumeration members instead of the members, and their positions.
+    """Return nested hyper-parameters with names of enumeration members and data of OmegaConf's containers instead.
 
-    A position is `[[key, index, …], "module:class"]`: path in the tree and enumeration, JSON-compatible.
+    Also return their positions: `[[key, index, …], "module:class"]`, path in the tree and class, JSON-compatible.
     """
+    data = config_as_data(tree)
+    if data is not None:
+        plain, places = without_enums(data, path)
+        return plain, [*places, [list(path), _CONFIG]]  # members inside are restored first
     if isinstance(tree, enum.Enum):
         return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
     if type(tree) not in _NESTS:
@@ -206,20 +252,32 @@ def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, lis
 
 
 def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
-    """Restore the members that `without_enums` replaced. Nothing is imported for this, and nothing is called.
+    """Restore what `without_enums` replaced. Nothing is imported for this, and nothing of a checkpoint is called.
 
     Returns:
-        The hyper-parameters, and by name a description of each that is omitted since its enumeration was not found.
+        The hyper-parameters, and by name a description of each that is omitted because it cannot be restored.
     """
     lost: dict[str, str] = {}
     for path, home in places:
         name = reduce(operator.getitem, path, tree)
+        if home == _CONFIG and "${" in repr(name):
+            lost[str(path[0])] = f"{path[0]} holds '${{', which OmegaConf would evaluate"
+            continue
+        if home == _CONFIG:
+            if (omegaconf := sys.modules.get("omegaconf")) is not None:  # otherwise it stays plain data
+                tree = _replaced(tree, path, omegaconf.OmegaConf.create(name, flags={"allow_objects": True}))
+            continue
         member = _find_member(home, name)
         if member is None:
             lost[str(path[0])] = f"{name} of the enumeration {home}, which is not imported"
         else:
             tree = _replaced(tree, path, member)
     return {name: value for name, value in tree.items() if name not in lost}, lost
+
+
+def of_checkpoint(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """Return the result of `with_enums` for a checkpoint's trainer part."""
+    return with_enums(dict(trainer.get(HYPER_PARAMETERS) or {}), trainer.get(HYPER_PARAMETERS_ENUMS) or ())
 
 
 def _replaced(tree: Any, path: Sequence[Any], value: object) -> Any:
@@ -262,9 +320,14 @@ def _reason(value: Any, path: str) -> str | None:
             return f"{path} has the key {odd!r}, and keys must be text"
         reasons = (_reason(item, f"{path}.{key}") for key, item in value.items())
         return next((reason for reason in reasons if reason is not None), None)
-    return f"{path} is a {kind.__name__}{_in_plain_words(value)}"
+    try:
+        data = config_as_data(value)
+    except Exception as error:  # noqa: BLE001 - an interpolation may call any function
+        return f"{path} cannot be resolved: {' '.join(str(error).split())}"
+    return f"{path} is a {kind.__name__}{_in_plain_words(value)}" if data is None else _reason(data, path)
 
 
+_CONFIG = "omegaconf:OmegaConf"  # where `without_enums` replaced a container of OmegaConf
 _NUMPY_KINDS = "biufcmMU"  # numbers, dates and text
 _NESTS = (dict, OrderedDict, list, tuple)
 _PLAIN = (

@@ -23,6 +23,7 @@ from trainwright.cli.main import table_lines
 from trainwright.cli.parity import STEP_ARGUMENTS
 from trainwright.cli.reports.run_files import RunFileError, RunFiles, damage_named, read_run
 from trainwright.core.errors import ConfigurationError, visible
+from trainwright.core.hyperparameters import kept_and_left_out
 from trainwright.core.run import Run
 from trainwright.core.state import Group, SkippedData, StepResult
 from trainwright.core.task import TaskModule
@@ -247,7 +248,8 @@ def _replay_configured(checkpoint: Path, step: int, run: RunFiles | None, line: 
         mesh = start.get("mesh", {})
         readers = int(mesh.get("dp_replicate", 1)) * int(mesh.get("dp_shard", 1))
     owners = [owner for owner in (built.data, built.task) if owner is not None]
-    own = json_safe(plain({name: value for owner in owners for name, value in owner.hparams.items()}))
+    values = {k: v for owner in owners for k, v in kept_and_left_out(owner.hparams)[0].items()}  # as in the record
+    own = json_safe(plain(values))
     for name in recorded.keys() & own.keys():
         if recorded[name] != own[name]:
             print(

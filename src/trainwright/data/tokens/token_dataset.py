@@ -49,7 +49,8 @@ class TokenDataset(Dataset[Any]):
             begin and end at document boundaries, unless a file is a single document. Default: (0, 1), the entire file.
         transform: Function that returns a sample. Its arguments are an int64 array of up to `length` + 1 tokens, and a
             NumPy generator seeded for the sample. See `MaskedTokens` and `MaskedSpans`. Default: None.
-        vocab_size: Vocabulary size of the model, to check files. Default: None.
+        vocab_size: Vocabulary size of the model, to check files and tokens. Default: None, which is that of each file,
+            if known.
         pad_token: Fills packed samples. Default: 0.
         seed: Seed of the order within files and of `transform`. Default: 0.
 
@@ -91,6 +92,7 @@ class TokenDataset(Dataset[Any]):
         self._transform = transform
         self.files = [TokenFile(path) for path in paths]
         _check_files(self.files, vocab_size)
+        self._vocab_sizes = [_vocab_size(file, vocab_size) for file in self.files]
         self._sources = [
             _Packed(file, length, split)
             if documents == "packed"
@@ -123,6 +125,11 @@ class TokenDataset(Dataset[Any]):
         if self._orders is not None:
             place = self._orders[which][place]
         tokens, starts = source.read(place)
+        if not 0 <= tokens.min() <= tokens.max() < self._vocab_sizes[which]:
+            raise ConfigurationError(
+                f"{self.files[which].path}.bin has the tokens {tokens.min()} to {tokens.max()} in sample {index}, "
+                f"expected 0 to {self._vocab_sizes[which] - 1}. If the vocabulary is right, write or copy it again."
+            )
         if self._transform is not None:
             return self._transform(tokens, np.random.default_rng((self.seed, index)))
         return self._causal(tokens, starts)
@@ -252,6 +259,14 @@ def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
                 f"{file.path} has tokens of a vocabulary of {size}, and the model's is {vocab_size}. Give the model "
                 f"at least {size} embeddings, or tokenize with the model's own tokenizer."
             )
+
+
+def _vocab_size(file: TokenFile, of_model: int | None) -> int:
+    """Return the upper bound of a file's tokens, exclusive. `_check_files` has compared both sizes."""
+    size = file.facts.get("vocab_size")
+    if isinstance(size, int):
+        return size
+    return np.iinfo(np.int64).max if of_model is None else of_model
 
 
 def _divide_exactly(total: int, weights: Sequence[float]) -> list[int]:

@@ -27,11 +27,12 @@ Tokens = npt.NDArray[Any]
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
+_CHECKED_AT_ONCE = 2**16  # sequences of an index; the check needs some MB for an index of any size
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
 class TokenFile:
-    """The documents of one file, mapped into memory. Opening a file of any size reads a few bytes.
+    """The documents of one file, mapped into memory. Opening a file reads and checks its index, but not its tokens.
 
     Args:
         path: Path of the file, with or without its ending `.bin` or `.idx`.
@@ -44,7 +45,8 @@ class TokenFile:
             if known. Empty without that file.
 
     Raises:
-        ConfigurationError: A file is missing, is not of this format, or is shorter than its index says.
+        ConfigurationError: A file is missing, is not of this format, is damaged, or has another size than its index
+            says.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -62,17 +64,33 @@ class TokenFile:
                 "`trainwright data tokenize`."
             )
         self.dtype: npt.DTypeLike = np.dtype(_DTYPES[code])
-        _check_size(index, _HEADER.size + 12 * num + 8 * bounds)
+        _check_size(index, _HEADER.size + 12 * num + 8 * bounds, exact=False)  # Megatron-LM may append modes
         arrays = np.memmap(index, np.uint8, "r")[_HEADER.size :]
         self._lengths, self._starts = arrays[: 4 * num].view(np.int32), arrays[4 * num : 12 * num].view(np.int64)
         self._bounds = arrays[12 * num : 12 * num + 8 * bounds].view(np.int64)
         size = np.dtype(self.dtype).itemsize
+        self._check_index(index, size)
         end = int(self._starts[-1]) + size * int(self._lengths[-1]) if num else 0
-        _check_size(data, end)
-        self.num_documents, self.num_tokens = max(0, bounds - 1), end // size
+        _check_size(data, end, exact=True)
+        self.num_documents, self.num_tokens = bounds - 1, end // size
         # an empty file cannot be mapped
         self.tokens = np.memmap(data, self.dtype, "r", shape=(end // size,)) if end else np.zeros(0, self.dtype)
-        self.facts: dict[str, Any] = json.loads(facts.read_text(encoding="utf-8")) if facts.is_file() else {}
+        self.facts = _read_facts(facts) if facts.is_file() else {}
+
+    def _check_index(self, index: Path, size: int) -> None:
+        """Check that sequences of tokens of `size` bytes follow each other, and that documents divide them."""
+        lengths, starts, bounds = self._lengths, self._starts, self._bounds
+        fits = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(lengths) and not starts[:1].any()
+        for first in range(0, max(len(lengths), len(bounds)), _CHECKED_AT_ONCE):
+            part = slice(first, first + _CHECKED_AT_ONCE)
+            following = starts[first + 1 : first + 1 + _CHECKED_AT_ONCE]
+            ends = starts[part] + lengths[part].astype(np.int64) * size
+            fits = fits and bool((lengths[part] >= 0).all() and (ends[: len(following)] == following).all())
+            fits = fits and bool((np.diff(bounds[first : first + _CHECKED_AT_ONCE + 1]) >= 0).all())
+        if not fits:
+            raise ConfigurationError(
+                f"{index} is damaged: its lengths, starts and documents do not fit together. Write or copy it again."
+            )
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[Path]]:
         return TokenFile, (self.path,)  # spawned workers map the file themselves
@@ -118,7 +136,10 @@ class TokenFile:
 
 
 class TokenFileWriter:
-    """Writer of a file of tokens. Use it in a `with` block. An error leaves no file.
+    """Writer of a file of tokens. Use it in a `with` block.
+
+    An error leaves no file, or the earlier file. A process that is killed leaves the earlier file, the new one, or a
+    file without an index, which is an error when it is opened.
 
     Args:
         path: Path of the file, without an ending.
@@ -166,8 +187,19 @@ class TokenFileWriter:
             _file(self._written, ".idx").write_bytes(index + np.arange(num + 1, dtype=np.int64).tobytes())
             _file(self._written, ".json").write_text(json.dumps(self._facts), encoding="utf-8")
             self._data.close()
-            for ending in (".json", ".bin", ".idx"):  # a file is complete when its index is there
-                _file(self._written, ending).replace(_file(self.path, ending))
+            for ending in (".json", ".bin", ".idx"):
+                _sync(_file(self._written, ending))
+            self._publish()
+
+    def _publish(self) -> None:
+        """Replace the earlier files. Without an index no file opens, so an old index never describes new tokens."""
+        _file(self.path, ".idx").unlink(missing_ok=True)
+        _sync(self.path.parent)  # otherwise a power failure may undo the removal alone
+        for ending in (".json", ".bin"):
+            _file(self._written, ending).replace(_file(self.path, ending))
+        _sync(self.path.parent)
+        _file(self._written, ".idx").replace(_file(self.path, ".idx"))
+        _sync(self.path.parent)
 
 
 def _prefix(path: str | os.PathLike[str]) -> Path:
@@ -179,9 +211,34 @@ def _file(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-def _check_size(file: Path, needed: int) -> None:
-    if file.stat().st_size < needed:
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if os.name == "nt":
+        return  # Windows cannot sync a folder, and syncs only files that are open for writing
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():  # network file systems cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{file} is damaged: {error}. Write it again.") from None
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{file} is damaged: it is a {type(found).__name__}, expected a dict. Write it again.")
+    return found
+
+
+def _check_size(file: Path, needed: int, *, exact: bool) -> None:
+    size = file.stat().st_size
+    if size < needed or (exact and size != needed):
         raise ConfigurationError(
-            f"{file} has {file.stat().st_size} bytes, and its index needs {needed}: it was not written or copied to "
-            "its end. Write or copy it again."
+            f"{file} has {size} bytes, and its index needs {needed}: it was not written or copied to its end, or "
+            "belongs to another index. Write or copy it again."
         )
