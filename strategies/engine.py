@@ -35,8 +35,7 @@ from trainwright.strategies.lightning_members import LightningMembers
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
 from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled, repeated_blocks
 

@@ -19,7 +19,7 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.context.attention import Kind, SplitAttention
 from trainwright.strategies.context.labels import count_targets, shifted, shifts_labels
 from trainwright.strategies.context.split import positions, split_sequence
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import StepParts
 
 _MASK = "attention_mask"
 

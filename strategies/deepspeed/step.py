@@ -12,8 +12,7 @@ from trainwright.core.errors import TaskError
 from trainwright.core.state import Group
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, parameters_of
-from trainwright.strategies.steps.step import AutomaticStep
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 
 class EngineStep(AutomaticStep):

@@ -46,8 +46,7 @@ from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, JointState, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
-from trainwright.strategies.steps.step import Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import replace_parameters
 

@@ -70,8 +70,7 @@ from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
 from trainwright.strategies.shards import local_shard
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
-from trainwright.strategies.steps.step import Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import (
     WrapPolicy,
@@ -472,8 +471,9 @@ class FSDPEngine(ParallelEngine):
             dist.broadcast(local_shard(buffer), src=0)
 
     def begin_save(self) -> None:
-        for usage in filter(None, (model.usage for model in self.gradients.models)):
-            usage.check()
+        for model in self.gradients.models:
+            if model.usage is not None:
+                model.usage.check()
 
     def unshard(self) -> None:
         self.begin_save()

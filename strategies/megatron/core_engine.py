@@ -30,8 +30,7 @@ from trainwright.strategies.megatron.core_model import (
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip_shards
-from trainwright.strategies.steps.step import AutomaticStep, Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
 from trainwright.strategies.strategy import DataParallel, ParallelEngine
 

@@ -21,8 +21,7 @@ from trainwright.strategies.megatron.runner import PipelineRunner
 from trainwright.strategies.shards import full_output
 from trainwright.strategies.steps.binding import outputs_of
 from trainwright.strategies.steps.gradients import loss_of, without_loss
-from trainwright.strategies.steps.step import AutomaticStep
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 
 class PipelineStep(AutomaticStep):

@@ -48,8 +48,7 @@ from trainwright.strategies.megatron.state import PipelineState, owners_of
 from trainwright.strategies.megatron.step import PipelineStep
 from trainwright.strategies.mesh import MeshShape, nearest_meshes
 from trainwright.strategies.shards import local_shard
-from trainwright.strategies.steps.step import Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.strategies.units import WrapPolicy, replace_parameters
 

@@ -19,8 +19,7 @@ from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.strategies.offload.streaming import Unit, WeightStream
 from trainwright.strategies.steps.gradients import GradientClip
-from trainwright.strategies.steps.step import AutomaticStep
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 # Hooks between an optimizer step and the next forward, which may change weights.
 _BETWEEN_STEPS = (

@@ -27,8 +27,7 @@ from trainwright.strategies.offload.host_storage import PLACES, HostStorage
 from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.gradients import HostGradients
-from trainwright.strategies.steps.step import Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy, StrategyOutline
 from trainwright.strategies.units import WrapPolicy, find_units
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,13 +17,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.callbacks.hook_table import HookTable
+from trainwright.core.run import Run
 from trainwright.core.signatures import overrides, own_hook
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import local_part
+from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.loggers.metric_values import same_metric_objects
-from trainwright.strategies.data_ranks import metrics_over
+from trainwright.strategies.data_ranks import DataRanks, metrics_over
+from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure, outputs_of
 from trainwright.strategies.steps.gradients import (
     GradientClip,
@@ -35,8 +40,56 @@ from trainwright.strategies.steps.gradients import (
     without_loss,
     zero_gradients,
 )
-from trainwright.strategies.steps.step_parts import StepParts
 from trainwright.strategies.steps.transfer import make_transfer
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Everything that a step uses: what the engine has prepared, the run and its hooks.
+
+    Attributes:
+        task: The prepared task.
+        optimizers: Optimizers in the task's order.
+        device, precision: Device and precision of the computation.
+        ranks: Data-parallel ranks.
+        rank: Rank of this process, for messages.
+        context: Context of each forward, or None.
+        scaler: Loss scaler, or None.
+        training_call, eval_call: `call(name, *args)` runs a step in the engine. None calls the task's method.
+        inputs: Precision to which batches are cast.
+        gradients: Gradients of the task.
+        run: The run that is passed to hooks.
+        hooks: Registered hooks.
+        sink: Buffer of logged metrics. It also receives the current micro-batch.
+        counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
+        synchronize: Called before each of several micro-batches with True if its backward must average gradients over
+            ranks. Also called with True after a step was discarded. May be None.
+        placed: Function that is called with each batch on the device, and returns the batch. May be None.
+        split: Returns this rank's part of a batch's sequences, and the part's weight in the mean over the ranks of the
+            batch (1 on average). None if sequences are not split.
+        finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation.
+    """
+
+    task: TaskModule
+    optimizers: list[Optimizer]
+    device: torch.device
+    precision: Precision
+    ranks: DataRanks
+    rank: int
+    context: AbstractContextManager[Any] | None
+    scaler: torch.amp.GradScaler | None
+    training_call: Callable[..., Any] | None
+    eval_call: Callable[..., Any] | None
+    inputs: Precision
+    gradients: Gradients
+    run: Run
+    hooks: HookTable
+    sink: MetricBuffer
+    counts_items: bool = True
+    synchronize: Callable[[bool], None] | None = None
+    placed: Callable[[Any], Any] | None = None
+    split: Callable[[Any], tuple[Any, float]] | None = None
+    finish: Callable[[int, bool], None] | None = None
 
 
 class Step(ABC):

@@ -19,8 +19,7 @@ from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import stack_counts, without_loss
-from trainwright.strategies.steps.step import AutomaticStep, Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.torchft.live_replicas import LiveReplicas
 
 if TYPE_CHECKING:

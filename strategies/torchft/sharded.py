@@ -13,8 +13,7 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.engine import MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
-from trainwright.strategies.steps.step import Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.torchft.replica import Replica, no_own_loops
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import Gradients
-from trainwright.strategies.steps.step import Step
-from trainwright.strategies.steps.step_parts import StepParts
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 _WARM_UP = 2  # optimizer steps: the first one creates the optimizer's state
