@@ -36,10 +36,6 @@ def test_a_file_name_stands_for_one_kind_of_thing() -> None:
     assert {name: homes for name, homes in found.items() if name not in LIKE_FILES} == {}
 
 
-def test_folders_hold_few_files() -> None:
-    assert name_rules.full_folders(SOURCES) == {}
-
-
 def test_folders_do_not_lean_on_each_other() -> None:
     assert name_rules.folder_circles(SOURCES) == []
 
@@ -52,15 +48,6 @@ def test_repeated_names_are_caught() -> None:
     ]
     assert name_rules.repeated_classes(sources) == {"A": ["core.a", "data.a"]}
     assert name_rules.repeated_files(sources) == {"a": ["core.a", "data.a"]}
-
-
-def test_a_full_folder_is_caught_and_a_family_of_plug_ins_is_not() -> None:
-    def folder(name: str, count: int) -> list[Source]:
-        files = [Source(f"trainwright.{name}.f{number}", "") for number in range(count)]
-        return [Source(f"trainwright.{name}", "", is_folder=True), *files]
-
-    sources = [*folder("core", 16), *folder("data", 15), *folder("callbacks", 40), *folder("trainer.inner", 17)]
-    assert name_rules.full_folders(sources) == {"core": 16, "trainer.inner": 17}
 
 
 def test_a_circle_of_folders_is_caught() -> None:

@@ -215,7 +215,7 @@ class Step(ABC):
 
     def _metric_objects(self) -> list[nn.Module]:
         """Return the metric objects of the task and of callbacks, including their parts."""
-        owners = [vars(callback).values() for callback in getattr(self.run, "callbacks", ())]
+        owners = [vars(callback).values() for callback in self.run.callbacks]
         held = [value for values in owners for value in values if is_metric_object(value)]
         modules = [*self.task.modules(), *(part for metric in held for part in metric.modules())]
         return [module for module in modules if is_metric_object(module)]

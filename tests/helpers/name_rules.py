@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 
 from tests.helpers.sources import Source
-
-MAX_FOLDER_FILES = 15
-PLUG_IN_FAMILIES = ("callbacks", "loggers", "templates")
 
 
 def repeated_classes(sources: Iterable[Source]) -> dict[str, list[str]]:
@@ -29,16 +26,6 @@ def repeated_files(sources: Iterable[Source]) -> dict[str, list[str]]:
         if not source.is_folder:
             homes[source.module.rpartition(".")[2]].append(source.short)
     return {name: sorted(modules) for name, modules in sorted(homes.items()) if len(modules) > 1}
-
-
-def full_folders(sources: Iterable[Source]) -> dict[str, int]:
-    """Return the folders with too many modules, `__init__` not counted; families of plug-ins may grow."""
-    counts = Counter(source.folder for source in sources if not source.is_folder)
-    return {
-        folder.removeprefix("trainwright."): count
-        for folder, count in sorted(counts.items())
-        if count > MAX_FOLDER_FILES and folder.removeprefix("trainwright.") not in PLUG_IN_FAMILIES
-    }
 
 
 def folder_circles(sources: Iterable[Source]) -> list[tuple[str, str]]:

@@ -112,7 +112,7 @@ def test_env_shows_the_configuration_or_what_is_wrong_with_it(
         ("services: {web: {image: a}}", "has the unknown key 'services'. `trainwright config` writes such a file"),
         ("1: 2", "has the unknown key 1."),
         ("[1]", "does not hold a mapping"),
-        ("a: [", "cannot be read"),
+        ("a: [", "is not YAML"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}", "fsdp_version='3' is unknown. Known: 1, 2"),
     ],
 )

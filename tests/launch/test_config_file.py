@@ -30,7 +30,7 @@ def _values(option: Option) -> st.SearchStrategy[Any]:
     if option.read is as_mapping:
         keys = st.text(max_size=3)  # shorter than those that are refused
         return st.dictionaries(keys, st.booleans() | st.text() | st.dictionaries(keys, st.integers()))
-    return st.text() | st.sampled_from(
+    return st.text().filter(str.isprintable) | st.sampled_from(
         ["True", "False", "true", "no", "null", "3", "0,1", "1_000", "12:30", "~", "a: b"]
     )
 

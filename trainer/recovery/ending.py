@@ -57,7 +57,7 @@ def tear_down(run: StageRun, status: Status) -> None:
     """
     stage = run.status.stage or "fit"
 
-    def finish_logs(kind: object, error: BaseException | None, trace: object) -> None:
+    def finish_logs(_kind: object, error: BaseException | None, _trace: object) -> None:
         final = status if error is None or status != "success" else "failed"
         try:
             run.note("end", stage=stage, status=final)

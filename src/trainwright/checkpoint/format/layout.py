@@ -183,7 +183,7 @@ class Manifest:
         moment = datetime.datetime.fromisoformat(created)
         if moment.tzinfo is None:  # `next_moment` compares it with UTC
             raise ValueError(f"{created!r} has no time zone")
-        if moment.year == datetime.MAXYEAR:  # `next_moment` has no later one
+        if moment.year >= _LAST_YEAR:  # `next_moment` has no later one
             raise ValueError(f"{created!r} is not a time of writing")
         return cls(
             step=_count(values["step"]),
@@ -252,6 +252,9 @@ def order_after(created: str) -> None:
     """Give new checkpoints of this process a time of writing after `created`, even if the clock is behind."""
     global _newest
     _newest = max(_newest, created)
+
+
+_LAST_YEAR = datetime.MAXYEAR
 
 
 def next_moment() -> str:
