@@ -12,11 +12,13 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -60,6 +62,11 @@ _REFUSED = re.compile(
 _BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _DELETE_INDEX = "Delete it to continue. The uploads remain, and no run deletes them."
+# Limit of a request whose duration does not depend on the size of a checkpoint. The clients of some services have no
+# limit, and others repeat each request so often that a silent service is noticed after many minutes.
+ANSWER_SECONDS = 60.0
+
+Result = TypeVar("Result")
 
 
 class DamagedRemoteError(CheckpointError):
@@ -398,8 +405,7 @@ class _Remote:
             with self._service_errors("read", relative):
                 # Other processes write here too, so that cached listings may be outdated.
                 self._fs.invalidate_cache()
-                with self._fs.open(self._path(relative), "rb") as file:
-                    data: bytes = file.read(limit + 1)
+                data = _answer(lambda: self._read(relative, limit + 1))
         except FileNotFoundError:
             return None
         if len(data) > limit:
@@ -408,11 +414,16 @@ class _Remote:
             )
         return data
 
+    def _read(self, relative: str, size: int) -> bytes:
+        with self._fs.open(self._path(relative), "rb") as file:
+            data: bytes = file.read(size)
+        return data
+
     def write(self, relative: str, data: bytes) -> None:
         """Write a small file in one operation."""
         with self._service_errors("write", relative):
             self._make_folder(self._root)
-            self._fs.pipe_file(self._path(relative), data)
+            _answer(lambda: self._fs.pipe_file(self._path(relative), data))
 
     def send(self, local: Path, relative: str, entry: FileEntry) -> None:
         """Upload a file. Compare the sent bytes and the remote size with the manifest's `entry`."""
@@ -424,7 +435,7 @@ class _Remote:
                     digest.update(chunk)
                     target.write(chunk)
             self._fs.invalidate_cache()
-            size = int(self._fs.info(self._path(relative))["size"])
+            size = int(_answer(lambda: self._fs.info(self._path(relative)))["size"])
         if digest.hexdigest() != entry.xxh3_128:
             raise CheckpointError(f"{local} has changed: its hash is not the one in {MANIFEST}. It is not uploaded.")
         if size != entry.size:
@@ -453,7 +464,7 @@ class _Remote:
         try:
             with self._service_errors("list"):
                 self._fs.invalidate_cache()
-                listed = self._fs.ls(self._root, detail=True)
+                listed = _answer(lambda: self._fs.ls(self._root, detail=True))
         except FileNotFoundError:
             self._require_bucket()
             return []
@@ -461,7 +472,7 @@ class _Remote:
 
     def _make_folder(self, path: str) -> None:
         if not self._in_bucket:
-            self._fs.makedirs(path, exist_ok=True)
+            _answer(lambda: self._fs.makedirs(path, exist_ok=True))
 
     def _require_bucket(self) -> None:
         """Raise a CheckpointError if the bucket does not exist, which a listing does not tell from an empty folder."""
@@ -470,7 +481,7 @@ class _Remote:
             try:
                 # Credentials may be limited to the folder.
                 with contextlib.suppress(CheckpointError), self._service_errors("list"):
-                    self._fs.ls(bucket)
+                    _answer(lambda: self._fs.ls(bucket))
             except FileNotFoundError as error:
                 problem = f"{self.url}: the bucket {bucket!r} does not exist. Create it, or correct the URL."
                 raise CheckpointError(problem) from error
@@ -480,11 +491,33 @@ class _Remote:
         # On object stores a folder ceases to exist with its last object.
         with contextlib.suppress(FileNotFoundError), self._service_errors("delete"):
             self._fs.invalidate_cache()
-            if self._fs.exists(self._path(MANIFEST)):
-                self._fs.rm_file(self._path(MANIFEST))
-            if self._fs.exists(self._root):
+            if _answer(lambda: self._fs.exists(self._path(MANIFEST))):
+                _answer(lambda: self._fs.rm_file(self._path(MANIFEST)))
+            if _answer(lambda: self._fs.exists(self._root)):
                 self._fs.rm(self._root, recursive=True)
             self._fs.invalidate_cache()
+
+
+def _answer(request: Callable[[], Result]) -> Result:
+    """Return the result of a small request to a service. Raise TimeoutError if there is none in `ANSWER_SECONDS`."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(request())
+        except BaseException as error:  # noqa: BLE001  # raised in the caller
+            future.set_exception(error)
+
+    # The thread of a request without an answer is abandoned. It does not keep the process alive.
+    threading.Thread(target=run, name="trainwright-remote", daemon=True).start()
+    try:
+        return future.result(ANSWER_SECONDS)
+    except TimeoutError as error:
+        if future.done():
+            raise  # the client's own time-out
+        raise TimeoutError(
+            f"the service did not answer within {ANSWER_SECONDS:g} s. Check the network and the service's address"
+        ) from error
 
 
 def _chunks(file: Any) -> Iterator[bytes]:
