@@ -14,7 +14,7 @@ import pytest
 from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
 from tests.checkpoint.webhdfs_server import SERVED, FileServer
-from trainwright.checkpoint import remote, verify
+from trainwright.checkpoint import service_requests, verify
 from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
 from trainwright.core.errors import CheckpointError, MissingPackageError
 from trainwright.core.host.folders import is_url
@@ -322,7 +322,7 @@ def silent_port() -> Iterator[int]:
 def test_a_service_that_accepts_and_never_answers_is_an_error(
     package: str, call: Callable[..., Any], silent_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(service_requests, "ANSWER_SECONDS", 0.2)
     url, options = f"webhdfs://127.0.0.1:{silent_port}/run", dict[str, Any]()
     if package == "s3fs":
         url = "s3://bucket/run"
