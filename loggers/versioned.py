@@ -209,7 +209,7 @@ class VersionedLogger(Logger):
         version = state.get("version")
         ours = self._version
         if self._is_version_chosen and version is not None and version != ours:
-            run, unused = self._run, self.version_dir
+            run, unused = self._run, None if ours is None else self.version_dir
             if run is not None:
                 self._close()
                 self._run = None
