@@ -163,6 +163,8 @@ class TensorBoardLogger(VersionedLogger):
             writer.add_graph(task, example_input)
 
     def flush(self) -> None:
+        for log in self._of_evaluations.values():
+            log.flush()
         if self._writer is not None:
             self._writer.flush()
 
