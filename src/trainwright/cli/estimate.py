@@ -336,7 +336,8 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundM
     if path.exists():
         return _FoundModel(count_stored_weights(path))
     if ":" in name and library is None:
-        return _FoundModel(count_weights(_make_task(name)))
+        module = _make_task(name)
+        return _FoundModel(count_weights(module), module)
     module, config = _from_config(name, None, trust_remote_code=trust_remote_code)
     return _FoundModel(count_weights(module), module, config)
 

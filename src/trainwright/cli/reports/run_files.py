@@ -55,6 +55,7 @@ class RunFiles:
         events: lines of the record in order, except the lines in `progress`.
         progress: measurements at log steps in order, except steps that a rollback or resume has undone.
         sources: files that were read.
+        trained: line that the last fit wrote when it began, of those that reached a log step or their end.
     """
 
     folder: Path
@@ -62,10 +63,15 @@ class RunFiles:
     events: list[dict[str, Any]] = field(default_factory=list)
     progress: list[dict[str, Any]] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
+    trained: dict[str, Any] = field(default_factory=dict)
 
     @property
     def start(self) -> dict[str, Any]:
-        """The line that the last `fit` (or else the last other stage) wrote when it began. Empty without a record."""
+        """The line that the last fit that trained wrote when it began. Without one, that of the last fit or else of the
+        last other stage. Empty without a record.
+        """
+        if self.trained:
+            return self.trained
         starts = [event for event in self.events if event["event"] in STAGES]
         fits = [event for event in starts if event["event"] == "fit"]
         return next(reversed(fits or starts), {})
@@ -139,6 +145,7 @@ def _read_record(path: Path, found: RunFiles) -> None:
             raise RunFileError(f"{path}, line {number}: not an event of a run's record. The file is damaged.")
         if line["event"] == "progress":
             found.progress.append(line)
+            found.trained = next((each for each in reversed(found.events) if each["event"] == "fit"), {})
             continue
         if line["event"] == "fit":  # the steps from here on are run again
             found.progress = [each for each in found.progress if each["step"] <= line["step"]]
