@@ -29,8 +29,10 @@ class ConsoleLogger(Logger):
         self._print(" | ".join(["hyper-parameters", *(f"{name} {value}" for name, value in flatten(params).items())]))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        values = (f"{name} {value:.{self._precision}g}" for name, value in self.prefixed(metrics).items())
-        self._print(" | ".join([f"step {step}", *values]))
+        self._print_row(f"step {step}", metrics)
+
+    def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
+        self._print_row(f"{stage} step {step}", metrics)
 
     def log_text(self, key: str, text: str, step: int) -> None:
         self._print(f"step {step} | {next(iter(self.prefixed({key: text})))}: {text}")
@@ -41,6 +43,10 @@ class ConsoleLogger(Logger):
     @property
     def _out(self) -> TextIO:
         return self._stream if self._stream is not None else sys.stdout
+
+    def _print_row(self, head: str, metrics: Mapping[str, float]) -> None:
+        values = (f"{name} {value:.{self._precision}g}" for name, value in self.prefixed(metrics).items())
+        self._print(" | ".join([head, *values]))
 
     def _print(self, line: str) -> None:
         self._out.write(visible(line) + "\n")

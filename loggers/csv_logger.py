@@ -79,6 +79,8 @@ class CSVLogger(VersionedLogger):
 
     def flush(self) -> None:
         """Write pending rows. Blocks until they are in the file."""
+        for log in self._of_evaluations.values():
+            log.flush()
         if not self._rows:
             return
         known = set(self._columns)

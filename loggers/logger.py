@@ -155,6 +155,16 @@ class Logger(ABC):
 
     # Optional
 
+    def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
+        """Record what one batch of an evaluation has logged `on_step`. Default: `log_metrics` with this step.
+
+        Args:
+            metrics: numbers by name.
+            step: number of earlier batches of this stage in the run. These steps are not those of training.
+            stage: `"validate"` or `"test"`.
+        """
+        self.log_metrics(metrics, step)
+
     def log_image(self, key: str, image: Any, step: int) -> None:
         """Record an image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL."""
         _cannot_log(self, "images")

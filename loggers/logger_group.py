@@ -15,14 +15,14 @@ from trainwright.loggers.versioned import VersionedLogger
 if TYPE_CHECKING:
     import torch
 
-_ESSENTIAL = ("start", "log_metrics", "flush", "finish")
+_ESSENTIAL = ("start", "log_metrics", "log_evaluation_step", "flush", "finish")
 
 
 class LoggerGroup:
     """Group of loggers: calls each logger in turn, on the main rank only.
 
     An error of a backend becomes a TrainwrightWarning that names the logger, the method and the error. A logger that
-    fails in `start`, `log_metrics`, `flush` or `finish` is disabled until the group is started again. After
+    fails in `start`, in logging metrics, in `flush` or in `finish` is disabled until the group is started again. After
     another failure, such as that of a graph or a checkpoint, the logger continues. `start` raises configuration errors,
     such as a package that is not installed. There is no communication between ranks.
 
@@ -92,6 +92,10 @@ class LoggerGroup:
         """Record host-side numbers at a step with every logger. No effect without numbers."""
         if metrics:
             self._each("log_metrics", metrics, step)
+
+    def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
+        """Record the numbers of one evaluation step with every logger; see `Logger.log_evaluation_step`."""
+        self._each("log_evaluation_step", metrics, step, stage)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the task's graph with the loggers that request it (`wants_graph`)."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
+from trainwright.loggers.evaluation_rows import EvaluationRows, Place, Rows
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     HostReads,
@@ -102,6 +103,7 @@ class MetricBuffer:
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, MetricSlot] = {}
         self._closed = ""  # the hook in which nothing can be logged
+        self._rows = EvaluationRows()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the aggregates of the training epoch so far, except those of metric objects. Waits for the device."""
@@ -133,6 +135,7 @@ class MetricBuffer:
         metrics = self._stages[stage]
         metrics.num_dataloaders = num_dataloaders
         metrics.by_name.clear()
+        self._rows = EvaluationRows()
         for slot in metrics.slots.values():
             slot.begin_epoch()
 
@@ -221,6 +224,7 @@ class MetricBuffer:
             kept = to_number(name, value)
         if slot.on_step:
             slot.last = kept
+            slot.is_new = True
             if slot.weigh_step:
                 slot.last_weight = self._weight(batch_size)
         if slot.on_epoch and (self.share != 0 or self.batch is None):  # not for padding
@@ -358,6 +362,20 @@ class MetricBuffer:
             flushed.prog_bar.update(of_epoch.prog_bar)
         return flushed
 
+    def end_evaluation_step(self, step: int, place: Place, exchange: Exchange | None) -> Rows:
+        """Keep what a batch of an evaluation has logged on_step, as a row for the loggers. Not collective.
+
+        Args:
+            step: number of earlier evaluation steps of the run.
+            place: the indices of the loader and of its batch.
+            exchange: as in `flush_step`, which is called later. It is not called.
+
+        Returns:
+            Rows that were read because many values were pending. `flush_step` returns the others.
+        """
+        self._rows.add(step, place, self._by_slots())
+        return self._rows.read(has_ranks=exchange is not None) if self._rows.is_full else {}
+
     def flush_step(self, exchange: Exchange | None = None, last: StepResult | None = None) -> Flushed:
         """Return the latest value of each metric that was logged on_step since the last flush. Waits for each device
         once. With `exchange` it is collective: every rank calls it at the same step.
@@ -377,6 +395,7 @@ class MetricBuffer:
             slot.last = slot.seen_step = None
         reads.read()
         flushed = Flushed(last_step={name: value for name, (value,) in of_last.items()})
+        flushed.rows = self._rows.read(has_ranks=exchange is not None)
         for slot, entry, (value,) in waiting:
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
                 name = entry.name + entry.suffix
@@ -388,11 +407,14 @@ class MetricBuffer:
                 flushed.put(entry, value, "step")
         if exchange is not None:
             metrics = {name: tuple(entry) for name, entry in shared.items()}
-            gathered = exchange({"metrics": metrics, "loss": flushed.last_step.get("loss")})
+            facts_of_rank = {"metrics": metrics, "loss": flushed.last_step.get("loss"), "rows": self._rows.payload()}
+            gathered = exchange(facts_of_rank)
             put_combined(flushed, gather_entries(gathered), reductions, "step")
             shares = [each["loss"] for each in gathered if each["loss"] is not None]
             if shares:
                 flushed.last_step["loss"] = sum(shares) / len(shares)
+            for at, row in self._rows.combine([each["rows"] for each in gathered]).items():
+                flushed.rows.setdefault(at, {}).update(row)
         return flushed
 
     def flush_epoch(

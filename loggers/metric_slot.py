@@ -123,7 +123,7 @@ class MetricSlot:
 
     __slots__ = (
         *("name", "suffix", "settings", "options", "metric", "last_metric", "loader", "on_step", "on_epoch", "is_free"),
-        *("values", "weights", "last", "last_weight", "weight", "weigh", "weigh_step"),
+        *("values", "weights", "last", "last_weight", "is_new", "weight", "weigh", "weigh_step"),
         *("chunks", "totals", "host_total", "host_extreme", "seen_step", "seen_epoch"),
     )
 
@@ -133,6 +133,7 @@ class MetricSlot:
         self.options: tuple[Any, ...] | None = None  # of the latest call of `log`, to compare with the next
         self.last: Any = None  # the latest value of a step since the last flush; with metric objects also a dict
         self.last_weight: float = 1.0  # in a mean over ranks
+        self.is_new = False  # True: `last` is of the current batch of an evaluation
         self.seen_step: Any = None  # the `last` that was read before a flush
         self.values: list[float | Tensor] = []  # pending ones of the epoch, at most FOLD_EVERY
         self.weights: list[float] = []
@@ -186,11 +187,13 @@ class MetricSlot:
             # torchmetrics keeps the batch's value under this name only. Without a forward: the accumulated value.
             batch_value = getattr(metric, "_forward_cache", None)
             self.last = batch_value if batch_value is not None else metric
+            self.is_new = True
 
     def begin_epoch(self) -> None:
         """Start an epoch: clear the values, allow other options, and reset an unfinished metric object."""
         self.clear_epoch()
         self.is_free = True
+        self.is_new = False
         self.options = None
         if self.metric is not None:
             reset_metric(self.metric)

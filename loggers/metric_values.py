@@ -189,6 +189,7 @@ class Flushed:
         loaders: index of the evaluation loader of each key, if there are several.
         aliases: these own names, whose values `callback` has twice.
         last_step: `loss`, the mean over all data that all ranks consumed in a step, and `grad_norm`, if they were read.
+        rows: numbers for the loggers of each batch of an evaluation, by evaluation step.
     """
 
     logged: dict[str, float] = field(default_factory=dict)
@@ -197,6 +198,7 @@ class Flushed:
     loaders: dict[str, int] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)
     last_step: dict[str, float] = field(default_factory=dict)
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
 
     def put(self, entry: Entry, value: float, when: Literal["step", "epoch"]) -> None:
         """Add one value under the names that its options define."""

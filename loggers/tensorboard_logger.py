@@ -90,6 +90,8 @@ class TensorBoardLogger(VersionedLogger):
         found: dict[str, int] = {}
         for path in sorted(self._folder().glob(_EVENT_FILES)):
             for event in loader.EventFileLoader(str(path)).Load():
+                if event.HasField("session_log") and event.session_log.status == event.session_log.START:
+                    found = {tag: min(last, event.step - 1) for tag, last in found.items()}  # later values are hidden
                 for value in event.summary.value:
                     found[value.tag] = event.step
         return found
@@ -161,6 +163,8 @@ class TensorBoardLogger(VersionedLogger):
             writer.add_graph(task, example_input)
 
     def flush(self) -> None:
+        for log in self._of_evaluations.values():
+            log.flush()
         if self._writer is not None:
             self._writer.flush()
 

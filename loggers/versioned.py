@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import re
@@ -31,6 +32,9 @@ class VersionedLogger(Logger):
     after its checkpoint. Any other run in a folder with a log warns and removes later values from the curves that it
     logs. Other curves are continued. If a value of the same step exists, for example of an earlier test, both values
     are kept.
+
+    Evaluation steps have logs of their own, in the sub-folders `validate` and `test` of the folder of log files. They
+    are continued and replaced in the same way.
 
     Args:
         save_dir: parent folder. Default: None, the run's root folder.
@@ -63,6 +67,8 @@ class VersionedLogger(Logger):
         self._continues = False
         self._previous: dict[str, int] = {}  # curves of an earlier run that this one has not logged yet: last step
         self._hyperparams: dict[str, Any] = {}
+        self._of_evaluations: dict[str, VersionedLogger] = {}  # loggers of evaluation steps by stage
+        self._with_later_rows: set[str] = set()  # their stages whose logs may have rows from after the checkpoint
 
     _OPEN: ClassVar[tuple[str, ...]] = ()
     """Attributes that hold open things, which a copy in another process opens for itself."""
@@ -131,8 +137,11 @@ class VersionedLogger(Logger):
         if self._run is None:
             return
         try:
+            for log in self._of_evaluations.values():
+                log.finish(status)
             self.flush()
         finally:
+            self._of_evaluations = {}
             self._close()
             if self._save_dir is None:
                 self._save_dir = self._run.root_dir  # `log_dir` stays known
@@ -180,6 +189,24 @@ class VersionedLogger(Logger):
         if self._last_step is None or step > self._last_step:
             self._last_step = step
 
+    def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
+        """Record values in the log of the stage's evaluation steps, which the first call opens."""
+        if stage not in self._of_evaluations:
+            self._of_evaluations[stage] = self._open_for(stage, step)
+        self._of_evaluations[stage].log_metrics(metrics, step)
+
+    def _open_for(self, stage: str, step: int) -> VersionedLogger:
+        assert self._run is not None
+        log = copy.copy(self)  # without open files, as in another process
+        log._close()
+        log._sub_dir = Path(self._sub_dir or "", stage)
+        log._of_evaluations, log._previous = {}, {}
+        # The checkpoint of a resumed run was made before its first row here, so that later entries are removed.
+        log._keep_until = step - 1 if stage in self._with_later_rows else None
+        self._with_later_rows.discard(stage)
+        log.start(self._run)
+        return log
+
     def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
         """Return `metrics` with prefixed names. Omit those of the file's `own` columns, with a warning."""
         found = self.prefixed(metrics)
@@ -209,7 +236,7 @@ class VersionedLogger(Logger):
         version = state.get("version")
         ours = self._version
         if self._is_version_chosen and version is not None and version != ours:
-            run, unused = self._run, self.version_dir
+            run, unused = self._run, None if ours is None else self.version_dir
             if run is not None:
                 self._close()
                 self._run = None
@@ -222,9 +249,10 @@ class VersionedLogger(Logger):
                 self.start(run)
         if version is None or self._version == version:
             self._last_step = self._keep_until = state.get("last_step")
+            self._with_later_rows = {"validate", "test"}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_run": None, **dict.fromkeys(self._OPEN)}
+        return {**self.__dict__, "_run": None, "_of_evaluations": {}, **dict.fromkeys(self._OPEN)}
 
 
 def check_below(path: str, what: str) -> None:

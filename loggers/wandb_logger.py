@@ -89,6 +89,8 @@ class WandbLogger(RemoteLogger):
         self._experiment = experiment
         self._is_ours = experiment is None
         self._floor: int | None = None  # the last step in a resumed history
+        self._floors: dict[str, int] = {}  # the same for evaluation steps, by the key of their x-values
+        self._of_evaluations: set[str] = set()  # names with these x-values
 
     @property
     def experiment(self) -> Any:
@@ -120,6 +122,7 @@ class WandbLogger(RemoteLogger):
             options |= {"dir": str(self._dir), "id": self._id, "resume": "allow"}
             self._experiment, self._is_ours = self._init(wandb, {**options, **self._init_options}), True
         super().start(run)
+        self._floors, self._of_evaluations = {}, set()
         experiment = self._experiment
         self._id = experiment.id
         self._project = self._project or getattr(experiment, "project", None)
@@ -148,6 +151,18 @@ class WandbLogger(RemoteLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Log values. Values at steps that a resumed history already contains are skipped."""
         self._log(metrics, step)
+
+    def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
+        """Log values over the stage's evaluation steps, except steps that a resumed history already contains."""
+        key, values = f"trainer/{stage}_step", self.prefixed(metrics)
+        if key not in self._floors:
+            held = self._experiment.summary.get(key) if self._floor is not None else None
+            self._floors[key] = -1 if held is None else int(held)
+        for name in values.keys() - self._of_evaluations - {"epoch"}:
+            self._experiment.define_metric(name, step_metric=key)
+            self._of_evaluations.add(name)
+        if step > self._floors[key]:
+            self._experiment.log({**values, key: step})
 
     def log_image(self, key: str, image: object, step: int) -> None:
         pixels = to_pixels(image)

@@ -13,6 +13,7 @@ import torch
 from trainwright.core.tree import Batch, map_tensors
 from trainwright.data.groups import check_end
 from trainwright.data.prepared import PreparedLoader
+from trainwright.loggers.evaluation_rows import Place
 from trainwright.loggers.metric_values import Flushed
 from trainwright.trainer.data import EvaluationData, EvaluationKind
 from trainwright.trainer.recovery.failure import note_batch
@@ -61,7 +62,7 @@ def evaluate(
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
-    before, capabilities = metrics.stage, run.engine.capabilities
+    before, capabilities, steps = metrics.stage, run.engine.capabilities, _StepLog(run, kind)
     run.evaluation.kind = kind
     run.engine.begin_evaluation()
     inference_mode = run.settings.arguments.inference_mode and capabilities.inference_mode
@@ -74,9 +75,8 @@ def evaluate(
             run.fire(f"on_{name}_start")
             data, limits = _prepare(run, kind, max_batches)  # a callback may have replaced the loaders
             run.fire(f"on_{name}_epoch_start")
-            several = len(data.loaders) > 1
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
-                metrics.dataloader_idx = index if several else None
+                metrics.dataloader_idx = index if len(data.loaders) > 1 else None
                 num_done, calls = 0, StepCalls()
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
                     if abandon is not None and abandon(index, idx):
@@ -87,6 +87,7 @@ def evaluate(
                         continue
                     step = _recorded(run, calls, loader, idx)
                     output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, step, keep=keep)
+                    steps.end_batch((index, idx))
                     if keep:
                         outputs[index].append(output)
                     del output, batch  # frees their memory before the next forward
@@ -94,7 +95,7 @@ def evaluate(
                 loader.end_pass()
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")
-            run.take_metrics(metrics.flush_step(run.logs.exchange), kind)
+            steps.end()
             flushed = metrics.flush_epoch(run.logs.exchange, owner=run.task)
             run.take_metrics(flushed, kind)
             taken()
@@ -106,6 +107,36 @@ def evaluate(
             if before is not None:
                 metrics.switch(before)
     return flushed, outputs
+
+
+class _StepLog:
+    """Sends the step values of an evaluation to the loggers, and counts the evaluation steps of the run.
+
+    A sanity check, a trial and a prediction neither log nor count.
+    """
+
+    def __init__(self, run: StageRun, kind: EvaluationKind) -> None:
+        self._run, self._kind = run, kind
+        self._counts = kind != "predict" and not run.evaluation.sanity_checking and not run.status.is_trial
+        self._counter = f"{_EVENTS[kind]}_batches"
+        self._num_steps = getattr(run.state, self._counter) if self._counts else 0
+
+    def end_batch(self, place: Place) -> None:
+        """Keep what the batch at `place` has logged."""
+        run = self._run
+        if self._counts and run.settings.loggers:
+            rows = run.logs.metrics.end_evaluation_step(self._num_steps, place, run.logs.exchange)
+            run.log_evaluation_steps(rows, self._kind)
+        self._num_steps += 1
+
+    def end(self) -> None:
+        """Log the remaining rows. An evaluation that is stopped before is repeated with the same steps. Collective."""
+        last = self._run.logs.metrics.flush_step(self._run.logs.exchange)
+        last.logged.clear()  # the rows contain these values
+        self._run.log_evaluation_steps(last.rows, self._kind)
+        self._run.take_metrics(last, self._kind)
+        if self._counts:
+            setattr(self._run.state, self._counter, self._num_steps)
 
 
 class Evaluation:

@@ -25,6 +25,7 @@ from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
+from trainwright.loggers.evaluation_rows import Rows
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import Exchange, Flushed
@@ -296,6 +297,13 @@ class StageRun:
             epoch = self.state.epoch if epoch is None else epoch
             alone = self.status.stage in ("validate", "test")  # after the last step of the previous fit
             self.logs.group.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - (not alone), 0))
+
+    def log_evaluation_steps(self, rows: Rows, kind: str) -> None:
+        """Send numbers of evaluation steps to the loggers, by the index of the step. Only the main rank logs them."""
+        for step, row in rows.items():
+            self.logs.shown.logged.update(row)
+            if self.logs.group is not None:
+                self.logs.group.log_evaluation_step({**row, "epoch": self.state.epoch}, step, kind)
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
         """Add numbers to `callback_metrics`."""

@@ -212,6 +212,19 @@ def test_stored_weights_are_weighed_from_their_headers(tmp_path: Path, capsys: p
     assert _run(capsys, str(tmp_path), "--dtypes", "float16")["dtypes"]["float16"]["total_bytes"] == 54 + 8
 
 
+class SmallTask(TaskModule):
+    """A task with 4 MiB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1024, 1024, bias=False)
+
+
+def test_the_memory_of_each_rank_is_estimated_for_a_task(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = _run(capsys, f"{__name__}:SmallTask", "--devices", "2")["peaks_float32_adam"]
+    assert peaks["single"] >= 16 * 1024**2
+
+
 def test_models_without_a_cache_have_none() -> None:
     assert kv_cache_bytes({"model_type": "resnet"}, batch_size=1, sequence_length=1, dtype="float16") is None
 

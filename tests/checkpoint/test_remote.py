@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
+from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
 from tests.checkpoint.webhdfs_server import SERVED, FileServer
-from trainwright.checkpoint import verify
+from trainwright.checkpoint import service_requests, verify
 from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
 from trainwright.core.errors import CheckpointError, MissingPackageError
 from trainwright.core.host.folders import is_url
@@ -296,3 +301,33 @@ def test_a_service_that_cannot_be_reached_is_an_error(server: FileServer) -> Non
     server.server_close()
     with pytest.raises(CheckpointError, match="could not list"):
         find_remote(url)
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Return the port of a server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield int(server.getsockname()[1])
+
+
+@pytest.mark.parametrize("package", [pytest.param("s3fs", marks=S3), pytest.param("webhdfs", marks=SERVED)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(find_remote, id="list"),
+        pytest.param(lambda url, **options: download_checkpoint(url, ".", **options), id="download"),
+        pytest.param(lambda url, **options: RemoteIndex(url, run="mine", **options), id="index"),
+    ],
+)
+def test_a_service_that_accepts_and_never_answers_is_an_error(
+    package: str, call: Callable[..., Any], silent_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_requests, "ANSWER_SECONDS", 0.2)
+    url, options = f"webhdfs://127.0.0.1:{silent_port}/run", dict[str, Any]()
+    if package == "s3fs":
+        url = "s3://bucket/run"
+        options = {"endpoint_url": f"http://127.0.0.1:{silent_port}", "key": "k", "secret": "s"}
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"could not .*run.*did not answer within 0\.2 s\. Check the network"):
+        call(url, storage_options=options)
+    assert time.monotonic() - began < 10

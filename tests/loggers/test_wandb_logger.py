@@ -88,6 +88,29 @@ def test_a_resumed_history_gets_no_step_twice(fake: SimpleNamespace, tmp_path: P
     assert [row["trainer/global_step"] for row in fake.runs[0].history] == [160]
 
 
+def test_evaluation_steps_have_an_axis_of_their_own(fake: SimpleNamespace, tmp_path: Path) -> None:
+    fake.make = {"resumed": True, "last_step": 150}
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.start(RunInfo(tmp_path))
+    fake.runs[0].summary["trainer/validate_step"] = 3
+    for step in (3, 4, 5):
+        logger.log_evaluation_step(
+            {"loss_step": 1.0, "epoch": 0, **({"late": 2.0} if step == 5 else {})}, step, "validate"
+        )
+    logger.log_evaluation_step({"test_loss": 3.0}, 0, "test")
+    axes = [
+        ("loss_step", "trainer/validate_step"),
+        ("late", "trainer/validate_step"),
+        ("test_loss", "trainer/test_step"),
+    ]
+    assert fake.runs[0].axes[2:] == axes
+    assert fake.runs[0].history == [
+        {"loss_step": 1.0, "epoch": 0, "trainer/validate_step": 4},
+        {"loss_step": 1.0, "late": 2.0, "epoch": 0, "trainer/validate_step": 5},
+        {"test_loss": 3.0, "trainer/test_step": 0},
+    ]
+
+
 def test_the_id_that_wandb_makes_is_the_state(fake: SimpleNamespace, tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
     logger.start(RunInfo(tmp_path))

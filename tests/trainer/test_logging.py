@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
 from tests.trainer.runs import MemoryLogger
 from trainwright.core.errors import TaskError, TrainwrightWarning
-from trainwright.loggers.csv_logger import CSVLogger
+from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 
 def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
@@ -279,3 +281,94 @@ def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> Non
 
     with pytest.raises(TaskError, match="log\\('early'\\)"):
         quiet_trainer(max_epochs=1).fit(Early(), regression_loader(2))
+
+
+class StepsTask(RegressionTask):
+    """Logs the number of each evaluation step in three ways. The numbers are those that the rows must have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"validate": 0, "test": 0}
+
+    def _log(self, stage: str) -> None:
+        number = self.counts[stage]
+        self.counts[stage] += not self.trainer.sanity_checking
+        self.log(f"{stage}_both", torch.tensor(float(number)), on_step=True, on_epoch=True)
+        self.log(f"{stage}_constant", 0.5, on_step=True, on_epoch=False)
+        if number % 2:
+            self.log(f"{stage}_odd", float(number), on_step=True, on_epoch=False, sync_dist=True)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log("validate")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log("test")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counts"] = dict(self.counts)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.counts = dict(checkpoint["counts"])
+
+
+POINTS = {CSVLogger: csv_points, JSONLinesLogger: jsonl_points, TensorBoardLogger: tensorboard_points}
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["whole", "resumed"])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("kind", POINTS)
+def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own(
+    kind: Any, stage: str, resumes: bool, tmp_path: Path
+) -> None:
+    def session(max_epochs: int, ckpt_path: Any = None) -> tuple[Any, Path]:
+        logger, task = kind(tmp_path), StepsTask()
+        trainer = quiet_trainer(max_epochs=max_epochs, logger=logger, num_sanity_val_steps=2)
+        trainer.fit(task, regression_loader(2), regression_loader(12, 4), ckpt_path=ckpt_path)
+        saved = trainer.save_checkpoint(tmp_path / f"after-{max_epochs}")
+        trainer.test(task, regression_loader(12, 4), verbose=False)
+        return logger, saved
+
+    epochs, num_batches = 2, 3
+    logger, saved = session(epochs)
+    if resumes:
+        session(epochs + 2, saved)  # the next session discards its steps
+        epochs += 1
+        logger, _ = session(epochs, saved)
+    assert logger.version == 0
+    points, log = POINTS[kind], SimpleNamespace(log_dir=str(Path(logger.log_dir, stage)))
+    total = epochs * num_batches if stage == "validate" else num_batches
+    assert points(log, f"{stage}_both_step") == [(step, float(step)) for step in range(total)]
+    assert points(log, f"{stage}_constant") == [(step, 0.5) for step in range(total)]
+    assert points(log, f"{stage}_odd") == [(step, float(step)) for step in range(1, total, 2)]
+    assert points(logger, f"{stage}_both_step") == []
+    assert points(logger, f"{stage}_both_epoch")[-1][1] == total - 2
+    assert [step for step, _ in points(logger, "validate_both_epoch")] == [2 * epoch + 1 for epoch in range(epochs)]
+
+
+def _log_steps_on_rank() -> list[tuple[int, dict[str, float]]]:
+    class Task(RegressionTask):
+        def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
+            value = float(10 * dataloader_idx + 2 * batch_idx + self.global_rank)
+            self.log("own", value, on_step=True, on_epoch=False)
+            self.log("mean", torch.tensor(value), on_step=True, on_epoch=False, sync_dist=True)
+
+    logger = MemoryLogger()
+    trainer = quiet_trainer(devices="auto", logger=logger)
+    trainer.test(Task(), [regression_loader(12, 4), regression_loader(8, 4)], verbose=False)
+    return logger.rows
+
+
+@pytest.mark.distributed
+def test_rows_of_evaluation_steps_are_reduced_over_the_ranks_that_had_the_batch() -> None:
+    rows, nothing = run_distributed(_log_steps_on_rank, 2, init=False)
+    points = {
+        name: [(step, row[name]) for step, row in rows if name in row]
+        for name in ("own/dataloader_idx_0", "mean/dataloader_idx_0", "own/dataloader_idx_1", "mean/dataloader_idx_1")
+    }
+    assert points == {
+        "own/dataloader_idx_0": [(0, 0.0), (1, 2.0)],
+        "mean/dataloader_idx_0": [(0, 0.5), (1, 2.0)],  # the second batch was only rank 0's
+        "own/dataloader_idx_1": [(2, 10.0)],
+        "mean/dataloader_idx_1": [(2, 10.5)],
+    }
+    assert nothing == []

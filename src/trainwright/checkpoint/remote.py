@@ -14,6 +14,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,15 @@ from trainwright.checkpoint.format.layout import (
 )
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
 from trainwright.checkpoint.format.staging import remove_folder
+from trainwright.checkpoint.service_requests import answer, service_errors
 from trainwright.core.errors import (
     CheckpointError,
     MissingPackageError,
-    TrainwrightError,
     TrainwrightWarning,
     require_package,
 )
 from trainwright.core.host.folders import is_url, last_part, local_folder, mark_in_use
 
-# Words of access errors; the services have no common exception.
-_REFUSED = re.compile(
-    r"credential|permission|forbidden|access.?denied|unauthori|not authori|\b40[13]\b|anonymous", re.I
-)
 # Schemes of services with buckets. Their packages create a missing bucket when asked to create a folder in it.
 _BUCKET_SCHEMES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az"}
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -374,23 +371,8 @@ class _Remote:
     def _path(self, relative: str) -> str:
         return f"{self._root.rstrip('/')}/{relative}"
 
-    @contextlib.contextmanager
-    def _service_errors(self, verb: str, relative: str = "") -> Iterator[None]:
-        """Convert errors of a service to `CheckpointError`s. FileNotFoundError is converted only in writes."""
-        try:
-            yield
-        except TrainwrightError:
-            raise
-        except Exception as error:
-            if isinstance(error, FileNotFoundError) and verb != "write":
-                raise
-            # Exceptions of services (botocore, aiohttp, ftplib) need not be OSErrors.
-            where, problem = _join(self.url, relative), f"{type(error).__name__}: {error}".rstrip(".")
-            hint = ""
-            if _REFUSED.search(problem):
-                scheme = self.url.partition(":")[0]
-                hint = f" Set up credentials for the fsspec package of {scheme}://, or check their permissions."
-            raise CheckpointError(f"could not {verb} {where}: {problem}.{hint}") from error
+    def _service_errors(self, verb: str, relative: str = "") -> AbstractContextManager[None]:
+        return service_errors(_join(self.url, relative), verb)
 
     def read(self, relative: str, limit: int) -> bytes | None:
         """Return a small file's bytes, or None if it does not exist."""
@@ -398,8 +380,7 @@ class _Remote:
             with self._service_errors("read", relative):
                 # Other processes write here too, so that cached listings may be outdated.
                 self._fs.invalidate_cache()
-                with self._fs.open(self._path(relative), "rb") as file:
-                    data: bytes = file.read(limit + 1)
+                data = answer(lambda: self._read(relative, limit + 1))
         except FileNotFoundError:
             return None
         if len(data) > limit:
@@ -408,11 +389,16 @@ class _Remote:
             )
         return data
 
+    def _read(self, relative: str, size: int) -> bytes:
+        with self._fs.open(self._path(relative), "rb") as file:
+            data: bytes = file.read(size)
+        return data
+
     def write(self, relative: str, data: bytes) -> None:
         """Write a small file in one operation."""
         with self._service_errors("write", relative):
             self._make_folder(self._root)
-            self._fs.pipe_file(self._path(relative), data)
+            answer(lambda: self._fs.pipe_file(self._path(relative), data))
 
     def send(self, local: Path, relative: str, entry: FileEntry) -> None:
         """Upload a file. Compare the sent bytes and the remote size with the manifest's `entry`."""
@@ -424,7 +410,7 @@ class _Remote:
                     digest.update(chunk)
                     target.write(chunk)
             self._fs.invalidate_cache()
-            size = int(self._fs.info(self._path(relative))["size"])
+            size = int(answer(lambda: self._fs.info(self._path(relative)))["size"])
         if digest.hexdigest() != entry.xxh3_128:
             raise CheckpointError(f"{local} has changed: its hash is not the one in {MANIFEST}. It is not uploaded.")
         if size != entry.size:
@@ -453,7 +439,7 @@ class _Remote:
         try:
             with self._service_errors("list"):
                 self._fs.invalidate_cache()
-                listed = self._fs.ls(self._root, detail=True)
+                listed = answer(lambda: self._fs.ls(self._root, detail=True))
         except FileNotFoundError:
             self._require_bucket()
             return []
@@ -461,7 +447,7 @@ class _Remote:
 
     def _make_folder(self, path: str) -> None:
         if not self._in_bucket:
-            self._fs.makedirs(path, exist_ok=True)
+            answer(lambda: self._fs.makedirs(path, exist_ok=True))
 
     def _require_bucket(self) -> None:
         """Raise a CheckpointError if the bucket does not exist, which a listing does not tell from an empty folder."""
@@ -470,7 +456,7 @@ class _Remote:
             try:
                 # Credentials may be limited to the folder.
                 with contextlib.suppress(CheckpointError), self._service_errors("list"):
-                    self._fs.ls(bucket)
+                    answer(lambda: self._fs.ls(bucket))
             except FileNotFoundError as error:
                 problem = f"{self.url}: the bucket {bucket!r} does not exist. Create it, or correct the URL."
                 raise CheckpointError(problem) from error
@@ -480,9 +466,9 @@ class _Remote:
         # On object stores a folder ceases to exist with its last object.
         with contextlib.suppress(FileNotFoundError), self._service_errors("delete"):
             self._fs.invalidate_cache()
-            if self._fs.exists(self._path(MANIFEST)):
-                self._fs.rm_file(self._path(MANIFEST))
-            if self._fs.exists(self._root):
+            if answer(lambda: self._fs.exists(self._path(MANIFEST))):
+                answer(lambda: self._fs.rm_file(self._path(MANIFEST)))
+            if answer(lambda: self._fs.exists(self._root)):
                 self._fs.rm(self._root, recursive=True)
             self._fs.invalidate_cache()
 

@@ -31,6 +31,8 @@ class TrainState:
         seconds: wall-clock seconds spent in training, over all sessions of the run.
         epoch_done: the current epoch's last batch has been consumed and the epoch's end hooks have run.
         validation_owed: the validation of this step was interrupted. A resume runs it first.
+        validation_batches: batches of completed validations that one rank evaluated, without sanity checks.
+        test_batches: the same for tests.
     """
 
     step: int = 0
@@ -44,6 +46,8 @@ class TrainState:
     seconds: float = 0.0
     epoch_done: bool = False
     validation_owed: bool = False
+    validation_batches: int = 0
+    test_batches: int = 0
 
     @property
     def epoch_of_last_batch(self) -> int:

@@ -138,8 +138,9 @@ def read_run(path: str | Path) -> RunFiles:
 
 
 def run_folders(top: str | Path) -> list[Path]:
-    """Return the folders in `top` that have a record or curves, sorted by path."""
-    return sorted({file.parent for pattern in (RECORD_FILE, *_READERS) for file in Path(top).rglob(pattern)})
+    """Return the folders in `top` that have a record or curves, sorted by path. Omit those of evaluation steps."""
+    found = {file.parent for pattern in (RECORD_FILE, *_READERS) for file in Path(top).rglob(pattern)}
+    return sorted(folder for folder in found if folder.parent not in found)
 
 
 def _record_of(logs: Path) -> Path | None:
