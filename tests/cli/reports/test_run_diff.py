@@ -97,18 +97,3 @@ def test_runs_that_share_nothing_are_an_error(tmp_path: Path, capsys: pytest.Cap
     assert "both paths name the run" in capsys.readouterr().err
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
     assert f"Pass two of: {tmp_path / 'a'}, {tmp_path / 'b'}." in capsys.readouterr().err
-
-
-def test_a_resume_that_failed_does_not_describe_the_run(tmp_path: Path) -> None:
-    first, second = _train(tmp_path / "a"), _train(tmp_path / "b", lr=0.06)
-    trainer = quiet_trainer(logger=CSVLogger(tmp_path / "b", name="", version=0), max_steps=9, gradient_clip_val=5.0)
-
-    class Failing(_Task):
-        def on_train_start(self) -> None:
-            raise ValueError("wrong")
-
-    with pytest.raises(ValueError, match="wrong"):
-        trainer.fit(Failing(0.05), regression_loader(16, 2))
-    found = compare(read_run(first), read_run(second))
-    assert found["hyperparameters"] == [["lr", 0.05, 0.06]]
-    assert found["settings"] == []
