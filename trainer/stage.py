@@ -21,7 +21,8 @@ from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.process import describe, detect, started_by_trainer
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
-from trainwright.core.task import TaskModule
+from trainwright.core.signatures import method_of
+from trainwright.core.task import TaskModule, log_into
 from trainwright.loggers.logger import Status
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
@@ -149,7 +150,7 @@ def _join(run: StageRun) -> None:
 def _set_up(run: StageRun, load: LoadRequest) -> None:
     task, stage = run.task, run.status.stage
     assert stage is not None
-    task._run = run.trainer
+    task.trainer = run.trainer
     if not run.status.is_trial:
         run.components.callbacks = with_task_callbacks(run.components.callbacks, task)
     log_through(task, run.components.callbacks)
@@ -171,7 +172,8 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
         restore.load(run, opened)
     start_loggers(run, stage)
     run.engine.attach(run.trainer, run.components.hooks, run.logs.metrics)
-    task._sink = run.logs.metrics
+    task.trainer = run.trainer  # also of tasks that `setup` and `configure_model` created
+    log_into(task, run.logs.metrics)
     if stage != "fit":
         return
     warning = incomplete_validation(run.data.sources, task, run.settings.limit_batches["validate"])
@@ -189,13 +191,13 @@ def _prepare_data(run: StageRun) -> None:
         per_node = getattr(owner, "prepare_data_per_node", True)
         if run.engine.processes.local_rank == 0 if per_node else run.is_main:
             with run.components.profiler.profile(f"[{_kind(owner)}]{type(owner).__name__}.prepare_data"):
-                owner.prepare_data()
+                method_of(owner, "prepare_data")()
     run.barrier()
     if data is not None:
-        data.setup(stage)
+        method_of(data, "setup")(stage)
     run.fire("setup", stage)
     with run.components.profiler.profile(f"[TaskModule]{type(task).__name__}.setup"):
-        task.setup(stage)
+        method_of(task, "setup")(stage)
 
 
 def _kind(owner: object) -> str:
@@ -204,6 +206,7 @@ def _kind(owner: object) -> str:
 
 def _make_optimizers(run: StageRun) -> list[Optimizer]:
     name = type(run.task).__name__
+    run.task.trainer = run.trainer  # see _set_up
     with run.components.profiler.profile(f"[TaskModule]{name}.configure_optimizers"):
         returned = run.task.configure_optimizers()
     optimizers, configs = parse_optimizers(returned, name)
