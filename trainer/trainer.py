@@ -7,7 +7,7 @@ evaluates. lightning_names.py defines further attributes of a Trainer, and plann
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ class Trainer(Planner, LightningNames):
         num_nodes: int = 1,
         precision: Precision | str | int | None = None,
         logger: Logger | Iterable[Logger] | bool | str | None = None,
-        callbacks: list[Callback] | Callback | None = None,
+        callbacks: Sequence[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
