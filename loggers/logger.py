@@ -316,6 +316,23 @@ def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., 
     return call
 
 
+class DummyLogger(Logger):
+    """Logger that accepts every call and writes nothing. It replaces the loggers in a `fast_dev_run`."""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object whose methods do nothing."""
+        return DummyExperiment()
+
+    def _ignore(self, *args: Any, **options: Any) -> None:
+        """Do nothing, with any arguments."""
+
+    log_hyperparams = log_metrics = log_image = log_figure = log_text = log_table = log_graph = _ignore
+
+    def __getattr__(self, name: str) -> DummyExperiment:  # methods of other loggers
+        return getattr(DummyExperiment(), name)  # type: ignore[no-any-return]  # a DummyExperiment
+
+
 class RemoteLogger(Logger):
     """Base class of loggers whose backend identifies a run by an id.
 

@@ -71,7 +71,7 @@ class Trainer(Planner, LightningNames):
             `"fp8"`, Lightning's and Accelerate's names for them (`32`, `"fp16"`), or an `Fp8(…)` with options.
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
-        fast_dev_run: run this many batches (True: 1) of each loader once, without loggers and checkpoints.
+        fast_dev_run: run this many batches (True: 1) of each loader once, without logs and checkpoints.
         max_epochs, max_steps, max_time, max_samples, max_tokens: `fit` ends at the first limit that is reached. Steps
             are optimizer steps; samples and tokens are counted over all ranks. Default without any: 1,000 epochs.
         min_epochs, min_steps: stop requests take effect once both are reached.

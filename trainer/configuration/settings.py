@@ -14,6 +14,7 @@ from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
+from trainwright.loggers.logger import DummyLogger
 from trainwright.profilers.profiler import Profiler, resolve_profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
@@ -373,6 +374,7 @@ def limits_of(arguments: TrainerArguments) -> Limits:
 
 def _with_fast_dev_run(arguments: TrainerArguments, batches: int) -> TrainerArguments:
     """Return the arguments with the values that `fast_dev_run` sets."""
+    has_logger = arguments.logger is not False and arguments.logger != []
     return replace(
         arguments,
         max_epochs=1,
@@ -386,7 +388,7 @@ def _with_fast_dev_run(arguments: TrainerArguments, batches: int) -> TrainerArgu
         check_val_every_n_epoch=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        logger=False,
+        logger=DummyLogger() if has_logger else False,
         limit_train_batches=batches,
         limit_val_batches=batches,
         limit_test_batches=batches,
