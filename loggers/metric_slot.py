@@ -45,6 +45,8 @@ class MetricSettings(NamedTuple):
 
 def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
     """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function."""
+    if isinstance(reduce_fx, str):
+        reduce_fx = reduce_fx.lower()
     known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
     if callable(known) or known in _KINDS:
         return known

@@ -7,6 +7,7 @@ the loop of the stage and tears everything down.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -229,7 +230,7 @@ def _sanity_check(run: StageRun) -> None:
         try:
             run.fire("on_sanity_check_start")
             watch = EvaluationWatch(run.status.preemption, run.engine.processes, run.data.evaluation("validate"))
-            evaluation.evaluate(run, "validate", max_batches=None if limit == -1 else limit, abandon=watch)
+            evaluation.evaluate(run, "validate", max_batches=None if math.isinf(limit) else int(limit), abandon=watch)
             run.fire("on_sanity_check_end")
         except evaluation.Abandoned:
             exit_on_signal(run)

@@ -411,13 +411,14 @@ class Trainer(Planner, LightningNames):
         self.loggers = resolve_loggers(False if logger is None else logger, self.settings.root)
 
     @property
-    def max_epochs(self) -> int | None:
-        """Maximum number of epochs of a fit; None for no limit. A change takes effect in the next fit."""
-        return self.settings.limits.max_epochs
+    def max_epochs(self) -> int:
+        """Maximum number of epochs of a fit; -1 for no limit. A change takes effect in the next fit."""
+        found = self.settings.limits.max_epochs
+        return -1 if found is None else found
 
     @max_epochs.setter
     def max_epochs(self, max_epochs: int | None) -> None:
-        self.settings.limits = replace(self.settings.limits, max_epochs=max_epochs)
+        self.settings.limits = replace(self.settings.limits, max_epochs=None if max_epochs == -1 else max_epochs)
 
     @property
     def max_steps(self) -> int:

@@ -238,7 +238,7 @@ def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -
 
 def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
     assert quiet_trainer().max_epochs == 1000
-    assert quiet_trainer(max_steps=3).max_epochs is None
+    assert quiet_trainer(max_steps=3).max_epochs == -1
 
 
 def test_barebones_leaves_out_everything_but_training() -> None:

@@ -156,6 +156,8 @@ def _arguments(
 ) -> dict[str, Any]:
     signature = inspect.signature(cls)
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    if getattr(cls.__init__, "__module__", "").startswith("trainwright."):
+        takes_any = False  # a class without its own constructor, such as a base class: torch's takes no arguments
     known = {
         name
         for name, parameter in signature.parameters.items()

@@ -68,13 +68,18 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of `hparams` at the last `save_hyperparameters`, without values that a checkpoint cannot contain."""
-        initial: Hyperparameters | None = vars(self).get("_hparams_initial")
-        return copy.deepcopy(initial) if initial is not None else Hyperparameters()
+        """A copy of `hparams` at the last `save_hyperparameters`. Values that a checkpoint cannot contain, such as
+        modules, are not copied.
+        """
+        return copy_hparams(vars(self).get("_hparams_initial") or {})
 
-    def saved_hyperparameters(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint for the hyper-parameters. Warns once of values that cannot be saved."""
-        kept, left_out = kept_and_left_out(self.hparams)
+    def saved_hyperparameters(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the entries of a checkpoint for the hyper-parameters. Warns once of values that cannot be saved.
+
+        Args:
+            values: the values to save. Default: None, which is `hparams`.
+        """
+        kept, left_out = kept_and_left_out(self.hparams if values is None else values)
         plain, enums = without_enums(kept)
         self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
         name = vars(self).get("_hparams_name")
@@ -145,14 +150,14 @@ class HyperparametersMixin:
                 found = {name: found[name] for name in args}
         found = {name: value for name, value in found.items() if name not in ignored}
         self.hparams.update(found)
-        kept, left_out = kept_and_left_out(self.hparams)
+        _, left_out = kept_and_left_out(self.hparams)
         self._warn_of(
             left_out,
             "save_hyperparameters: {}. self.hparams holds it, checkpoints and loggers do not; pass it to "
             f"load_from_checkpoint. To suppress this warning: ignore={list(left_out)!r}.",
         )
         object.__setattr__(self, "_hparams_name", origin)
-        object.__setattr__(self, "_hparams_initial", copy.deepcopy(Hyperparameters(kept)))
+        object.__setattr__(self, "_hparams_initial", copy_hparams(self.hparams))
         object.__setattr__(self, "_hparams_log", logger)
 
 
@@ -173,6 +178,12 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
         frame = frame.f_back
     found.pop("__class__", None)
     return found
+
+
+def copy_hparams(values: Mapping[str, Any]) -> Hyperparameters:
+    """Return a copy of hyper-parameters. Values that a checkpoint cannot contain, such as modules, are not copied."""
+    kept, _ = kept_and_left_out(values)
+    return Hyperparameters({**values, **copy.deepcopy(kept)})
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -56,13 +56,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """
         raise TaskError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+    def validation_step(self, batch: Batch, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one validation batch and `log` metrics."""
 
-    def test_step(self, batch: Batch, batch_idx: int) -> Any:
+    def test_step(self, batch: Batch, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one test batch and `log` metrics."""
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+    def predict_step(self, batch: Batch, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for one batch. Default: `self(batch)`, or `self(batch[0])` for a tuple or list."""
         if type(self).forward is nn.Module.forward:
             raise TaskError(f"{type(self).__name__} has neither predict_step nor forward. Define one of them.")
