@@ -312,7 +312,7 @@ def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:
 
 def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Logger, *args: object, **options: object) -> Any:
+    def call(self: Logger, *args: Any, **options: Any) -> Any:
         if self.muted or (starts and self._run is None and not self._begin()):
             return None
         if method.__name__ == "log_metrics":

@@ -262,8 +262,8 @@ class EvaluationData:
         self.given = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
             loaders = loaders.iterables
+        items = members_of(loaders) if holds_several(loaders) else [loaders]
         self.is_list = holds_several(loaders)
-        items = members_of(loaders) if self.is_list else [loaders]
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self._limit, self._name = limit, _LIMITS[kind]
         self.limits: list[int | None] = []

@@ -156,8 +156,9 @@ def _arguments(
 ) -> dict[str, Any]:
     signature = inspect.signature(cls)
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    if getattr(cls.__init__, "__module__", "").startswith("trainwright."):
-        takes_any = False  # a class without its own constructor, such as a base class: torch's takes no arguments
+    owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
+    if owner.__module__.startswith("trainwright."):
+        takes_any = False  # the class has no constructor of its own, and torch's accepts no arguments
     known = {
         name
         for name, parameter in signature.parameters.items()

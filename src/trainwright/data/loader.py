@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
@@ -488,7 +488,7 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
     return twin
 
 
-def holds_several(tree: object) -> bool:
+def holds_several(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
     """Return whether an object is a sequence or mapping of loaders rather than of batches.
 
     True if the first entry is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
