@@ -242,7 +242,7 @@ class Callback:
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Add entries to `checkpoint` before it is written. Called on every rank.
 
-        `checkpoint["state_dict"]` may be changed. Other entries with Lightning's names are read-only.
+        `checkpoint["state_dict"]` and `["hyper_parameters"]` may be changed. Other entries of Lightning are read-only.
         """
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any
 
 from trainwright.callbacks.callback import EVENTS, Callback
@@ -76,6 +77,8 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
     for name in own:
         if name in known or hasattr(base, name):
             continue
+        if _calls(type(obj), name):  # the user's own method
+            continue
         owner = type(obj).__name__
         if name in REMOVED_HOOKS:
             raise ConfigurationError(f"{owner}.{name} is never called: {REMOVED_HOOKS[name]}")
@@ -98,6 +101,12 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
                 TrainwrightWarning,
                 stacklevel=2,
             )
+
+
+def _calls(cls: type, name: str) -> bool:
+    """Return whether another method of a class reads the attribute `name`."""
+    methods = [value for base in cls.__mro__ for key, value in vars(base).items() if key != name]
+    return any(name in method.__code__.co_names for method in methods if isinstance(method, FunctionType))
 
 
 def _one_edit_apart(first: str, second: str) -> bool:

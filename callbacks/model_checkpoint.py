@@ -109,6 +109,7 @@ class ModelCheckpoint(Callback):
         self.remote: str | None = dirpath.rstrip("/") if is_url(dirpath) else None
         given = None if dirpath is None or self.remote is not None else Path(dirpath).expanduser().absolute()
         self._folder = self._given_dirpath = given
+        self._said_missing: set[str] = set()  # metrics of `filename` that were never logged
         self._top = TopK(save_top_k, self.mode)
         self._kept = KeepEvery(keep_every)
         self._latest: str | None = None  # without a monitor: the newest, kept instead of a best one
@@ -163,9 +164,9 @@ class ModelCheckpoint(Callback):
         )
 
     @property
-    def dirpath(self) -> Path | str | None:
+    def dirpath(self) -> str | None:
         """The folder or URL of the checkpoints; None before a run without an argument `dirpath`."""
-        return self.remote or self._folder
+        return self.remote or (None if self._folder is None else str(self._folder))
 
     @property
     def local_dirpath(self) -> Path | None:
@@ -220,7 +221,7 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "dirpath": self._recorded or (None if self.dirpath is None else str(self.dirpath)),
+            "dirpath": self._recorded or self.dirpath,
             "scores": {name: to_json(score) for name, score in self._top.scores.items()},
             "current_score": to_json(self.current_score),
             "latest": self._latest,
@@ -361,8 +362,8 @@ class ModelCheckpoint(Callback):
         """Return whether a loaded index belongs to the current folder: the same folder, a link to it, or a moved copy.
         In any other folder, checkpoints of the same names belong to another run and are never deleted.
         """
-        if recorded == str(self.dirpath) or is_url(recorded) or self.remote is not None or self._folder is None:
-            return recorded == str(self.dirpath)
+        if recorded == self.dirpath or is_url(recorded) or self.remote is not None or self._folder is None:
+            return recorded == self.dirpath
         return not Path(recorded).exists() or run.wrote_into(self._folder)
 
     def _newest(self, run: Run, facts: SaveFacts) -> SaveRequest | None:
@@ -493,8 +494,13 @@ class ModelCheckpoint(Callback):
 
     def _check_name_fields(self, run: Run, facts: SaveFacts) -> None:
         if not self._epoch_ended or (run.has_validation and not self._validated):
-            return  # the metric may be logged later; until then it is written as nan
+            return  # the metric may be logged later
         for name in template_fields(self.filename or ""):
-            if name not in facts.values:
+            if name not in facts.values and name not in self._said_missing and run.is_global_zero:
+                self._said_missing.add(name)
                 text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, run)
-                raise ConfigurationError(f"{text} Log it, or remove it from filename.")
+                warnings.warn(
+                    f"{text} Its value in names is nan. Log it, or remove it from filename.",
+                    TrainwrightWarning,
+                    stacklevel=2,
+                )

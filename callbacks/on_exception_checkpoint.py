@@ -36,7 +36,7 @@ class OnExceptionCheckpoint(Callback):
                 f"OnExceptionCheckpoint(dirpath={dirpath!r}): expected a local folder. Pass one, or use "
                 f"ModelCheckpoint(dirpath={dirpath!r}, save_on_exception=True)."
             )
-        self.dirpath = Path(dirpath).expanduser().absolute()
+        self.dirpath = str(Path(dirpath).expanduser().absolute())
         self.filename = filename
 
     @property
@@ -46,12 +46,12 @@ class OnExceptionCheckpoint(Callback):
     @property
     def ckpt_path(self) -> str:
         """The path of the checkpoint."""
-        return str(self.dirpath / self.filename)
+        return str(Path(self.dirpath, self.filename))
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
         if isinstance(exception, Preempted):  # the Trainer has already saved
             return
         if trainer.stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
             trainer.emergency_save(
-                SaveRequest(self.filename, folder=self.dirpath, metrics=dict(trainer.callback_metrics))
+                SaveRequest(self.filename, folder=Path(self.dirpath), metrics=dict(trainer.callback_metrics))
             )

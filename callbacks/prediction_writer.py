@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import Any, Literal
 
 from trainwright.callbacks.callback import Callback
@@ -12,7 +13,26 @@ from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch
 
-_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+class WriteInterval(StrEnum):
+    """When predictions are written. Members are equal to their text."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """True if predictions are written after each batch."""
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        """True if predictions are written at the end."""
+        return self is not WriteInterval.BATCH
+
+
+_INTERVALS = tuple(map(str, WriteInterval))
 
 
 class BasePredictionWriter(Callback):
@@ -35,7 +55,7 @@ class BasePredictionWriter(Callback):
                 f"write_interval={write_interval!r} is unknown.{nearest(str(write_interval), _INTERVALS)} Known: "
                 f"{', '.join(map(repr, _INTERVALS))}."
             )
-        self.interval = write_interval
+        self.interval = WriteInterval(write_interval)
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
         self._drawing: Iterator[list[int]] | None = None
@@ -62,7 +82,7 @@ class BasePredictionWriter(Callback):
             dataloader_idx: index of the loader.
         """
         raise ConfigurationError(
-            f"{type(self).__name__}(write_interval={self.interval!r}) needs write_on_batch_end. Define it."
+            f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs write_on_batch_end. Define it."
         )
 
     def write_on_epoch_end(
@@ -77,7 +97,7 @@ class BasePredictionWriter(Callback):
             batch_indices: for each loader a list with the indices of each batch (see `write_on_batch_end`).
         """
         raise ConfigurationError(
-            f"{type(self).__name__}(write_interval={self.interval!r}) needs write_on_epoch_end. Define it."
+            f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs write_on_epoch_end. Define it."
         )
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
@@ -86,7 +106,7 @@ class BasePredictionWriter(Callback):
             method = f"write_on_{interval}_end"
             if interval in self.interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
                 raise ConfigurationError(
-                    f"{type(self).__name__}(write_interval={self.interval!r}) needs {method}. Define it."
+                    f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs {method}. Define it."
                 )
 
     def on_predict_batch_end(
@@ -95,9 +115,9 @@ class BasePredictionWriter(Callback):
         if batch_idx == 0:
             self._drawing = trainer.batch_indices(dataloader_idx)
         indices = None if self._drawing is None else next(self._drawing)
-        if self.interval != "epoch":
+        if self.interval.on_batch:
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
-        if self.interval != "batch":
+        if self.interval.on_epoch:
             while len(self._predictions) <= dataloader_idx:
                 self._predictions.append([])
                 self._indices.append([])
@@ -105,7 +125,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: Run, task: TaskModule) -> None:
-        if self.interval != "batch":
+        if self.interval.on_epoch:
             several = len(trainer.num_eval_batches) > 1
             found: list[Any] = self._predictions if several else [p for part in self._predictions for p in part]
             self.write_on_epoch_end(trainer, task, found, self._indices)

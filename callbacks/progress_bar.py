@@ -153,7 +153,7 @@ class ProgressBar(Callback):
             return
         self._finish_training(trainer, task, leave=self.leave)
         state = trainer.state
-        last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""
+        last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs > 0 else ""
         total = _total([trainer.num_training_batches])
         self._training = self._begin("train", f"Epoch {state.epoch}{last}", total, state.batch_in_epoch)
 

@@ -134,7 +134,7 @@ class StochasticWeightAveraging(Callback):
     def _begin_at(self, run: Run) -> int:
         start = self._swa_epoch_start
         if isinstance(start, float):
-            if run.max_epochs is None:
+            if run.max_epochs == -1:
                 raise ConfigurationError(
                     f"StochasticWeightAveraging(swa_epoch_start={start}) is a fraction of max_epochs, but the Trainer "
                     "has no max_epochs. Pass max_epochs, or use an integer."

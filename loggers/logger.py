@@ -96,6 +96,7 @@ class Logger(ABC):
     wants_graph: bool = False
     _run: RunInfo | None = None
     _starting: bool = False
+    _step_of_call: int = -1  # of the last call of `log_metrics`
 
     def __init__(self, *, prefix: str = "") -> None:
         self.prefix = prefix
@@ -151,7 +152,10 @@ class Logger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record values at `step`, the 0-based index of the last completed step. A step may have several calls."""
+        """Record values at `step`, the 0-based index of the last completed step. A step may have several calls.
+
+        A call without `step` has the step after that of the previous call.
+        """
 
     # Optional
 
@@ -318,12 +322,33 @@ def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:
 
 def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Logger, *args: object, **options: object) -> Any:
+    def call(self: Logger, *args: Any, **options: Any) -> Any:
         if self.muted or (starts and self._run is None and not self._begin()):
             return None
+        if method.__name__ == "log_metrics":
+            step = args[1] if len(args) > 1 else options.pop("step", None)
+            self._step_of_call = self._step_of_call + 1 if step is None else step
+            args = (*args[:1], self._step_of_call)
         return method(self, *args, **options)
 
     return call
+
+
+class DummyLogger(Logger):
+    """Logger that accepts every call and writes nothing. It replaces the loggers in a `fast_dev_run`."""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """An object whose methods do nothing."""
+        return DummyExperiment()
+
+    def _ignore(self, *args: Any, **options: Any) -> None:
+        """Do nothing, with any arguments."""
+
+    log_hyperparams = log_metrics = log_image = log_figure = log_text = log_table = log_graph = _ignore
+
+    def __getattr__(self, name: str) -> DummyExperiment:  # methods of other loggers
+        return getattr(DummyExperiment(), name)  # type: ignore[no-any-return]  # a DummyExperiment
 
 
 class RemoteLogger(Logger):
@@ -357,7 +382,7 @@ class RemoteLogger(Logger):
         self._project = project
         self._id = id
         self._is_id_fixed = id is not None
-        self._dir = None if dir is None else Path(dir)
+        self._dir = None if dir is None else Path(dir).expanduser()
         self._experiment: Any = None
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
 

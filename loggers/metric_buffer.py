@@ -49,10 +49,14 @@ from trainwright.loggers.metric_values import (
 
 EpochStage = Literal["train", "validate", "test", "predict"]
 _STAGES: tuple[EpochStage, ...] = ("train", "validate", "test", "predict")
+_OF_EPOCH_HOOK = "\0hook"  # no name of a metric ends so
 
 
 class _StageMetrics:
-    """The `MetricSlot`s of one stage: by key, and by the name that `log` receives, for fast access."""
+    """The `MetricSlot`s of one stage: by key, and by the name that `log` receives, for fast access.
+
+    Hooks of an epoch have other keys than steps, which end in `_OF_EPOCH_HOOK`.
+    """
 
     def __init__(self) -> None:
         self.slots: dict[str, MetricSlot] = {}
@@ -107,8 +111,8 @@ class MetricBuffer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the aggregates of the training epoch so far, except those of metric objects. Waits for the device."""
-        slots = self._stages["train"].slots.values()
-        return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
+        slots = self._stages["train"].slots.items()
+        return slot_states({key: slot for key, slot in slots if slot.has_epoch_values or slot.last is not None})
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
         """Restore the result of `state_dict` onto this rank's device. Call it after `begin`."""
@@ -244,7 +248,7 @@ class MetricBuffer:
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
         """Find or create the slot for `name`. Check that `options` agree with each other and with earlier calls."""
-        *_, add_index, _, _, index = options
+        *_, add_index, _, in_step, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
         if any("\ud800" <= letter <= "\udfff" for letter in name):
@@ -265,9 +269,11 @@ class MetricBuffer:
         suffix = f"/dataloader_idx_{index}" if apart else ""
         if isinstance(value, nn.Module) and is_metric_object(value):
             self._refuse_shared_metric(name, suffix if apart else None, value)
-        slot = metrics.slots.get(name + suffix)
+        # Values of an epoch's hook do not add to those that steps have logged under the same name: the later counts.
+        key = name + suffix if in_step else name + suffix + _OF_EPOCH_HOOK
+        slot = metrics.slots.get(key)
         if slot is None:
-            slot = metrics.slots[name + suffix] = MetricSlot(name, suffix, settings)
+            slot = metrics.slots[key] = MetricSlot(name, suffix, settings)
             slot.is_free = True
         before = slot.settings.reduction
         if same_function(before, settings.reduction):
@@ -334,6 +340,13 @@ class MetricBuffer:
                     f"mix ({other.suffix} and {suffix}). Create one object for each loader, or pass "
                     "add_dataloader_idx=False to aggregate over all of them."
                 )
+
+    def _drop_older_steps(self) -> None:
+        """Drop pending step values of names for which a hook of the epoch has logged a later value."""
+        slots = {} if self._stage is None else self._stages[self._stage].slots
+        for key, slot in slots.items():
+            if key.endswith(_OF_EPOCH_HOOK) and slot.has_epoch_values and slot.key in slots:
+                slots[slot.key].last = None
 
     def _by_slots(self) -> list[MetricSlot]:
         return [] if self._stage is None else list(self._stages[self._stage].slots.values())
@@ -435,7 +448,8 @@ class MetricBuffer:
         slots = [slot for slot in self._by_slots() if slot.on_epoch]
         entries = epoch_entries(slots)
         objects = {slot.key: slot for slot in self._by_slots() if slot.metric is not None}
-        reductions = {slot.key: slot.settings.reduction for slot in slots}
+        by_use = sorted(slots, key=lambda slot: slot.has_epoch_values)  # of two slots of one key, the used one decides
+        reductions = {slot.key: slot.settings.reduction for slot in by_use}
         stay_here = {slot.key for slot in slots if slot.settings.sync_dist is False}
         alone = {key for key, entry in entries.items() if key in stay_here and not entry.main_only}
         paths = {} if owner is None else {id(module): path for path, module in owner.named_modules()}
@@ -452,6 +466,7 @@ class MetricBuffer:
         put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         put_objects(flushed, objects, gathered, owner)
+        self._drop_older_steps()
         if keep:
             for slot in slots:  # this rank's own aggregates are not new: those of all ranks were returned
                 slot.seen_epoch = slot.epoch_count

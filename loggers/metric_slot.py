@@ -45,6 +45,8 @@ class MetricSettings(NamedTuple):
 
 def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
     """Return the name of a reduction (`"mean"`, `"sum"`, `"min"`, `"max"`), or the user's function."""
+    if isinstance(reduce_fx, str):
+        reduce_fx = reduce_fx.lower()
     known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
     if callable(known) or known in _KINDS:
         return known
@@ -286,18 +288,18 @@ Numbers = dict[int, list[float]]  # of tensors, by their ids
 _PLAIN = ("name", "suffix", "weight", "host_total", "host_extreme", "last_weight")
 
 
-def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
-    """Return the states of slots by key, as nested dicts and lists of numbers. Waits for each device once.
+def slot_states(slots: Mapping[str, MetricSlot]) -> dict[str, State]:
+    """Return the states of slots, as nested dicts and lists of numbers. Waits for each device once.
 
     Pending values stay pending, so that a resumed run adds them in the same order and gets identical sums.
     """
-    asked, reads, numbers = list(slots), HostReads(), Numbers()
-    for slot in asked:
+    reads, numbers = HostReads(), Numbers()
+    for slot in slots.values():
         for value in (*slot.values, *slot.totals.values(), *slot.chunks, slot.last):
             if isinstance(value, Tensor) and id(value) not in numbers:
                 numbers[id(value)] = reads.add(value)
     reads.read()
-    return {slot.key: _slot_state(slot, numbers) for slot in asked}
+    return {key: _slot_state(slot, numbers) for key, slot in slots.items()}
 
 
 def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:

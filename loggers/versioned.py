@@ -57,7 +57,7 @@ class VersionedLogger(Logger):
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and not isinstance(value, int):
                 check_below(os.fspath(value), f"{type(self).__name__}({argument}={os.fspath(value)!r})")
-        self._save_dir = Path(save_dir) if save_dir is not None else None
+        self._save_dir = Path(save_dir).expanduser() if save_dir is not None else None
         self._name = name or ""
         self._version = version
         self._is_version_chosen = version is None

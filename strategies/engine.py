@@ -23,6 +23,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.memory import keep_freed_memory
 from trainwright.core.process import Topology
 from trainwright.core.run import Run, SchedulerConfig
+from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import move, move_module
 from trainwright.loggers.metric_buffer import MetricBuffer
@@ -174,7 +175,7 @@ class Engine(LightningMembers):
     def _build(self, task: TaskModule) -> None:
         """Call the task's `configure_model`."""
         with self.precision.default_dtype():
-            task.configure_model()
+            method_of(task, "configure_model")()
         if self.when_configured is not None:
             self.when_configured()
 

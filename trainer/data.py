@@ -14,8 +14,8 @@ from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule, LoaderOptions, iterate_groups, prepare_loader, resolve_limit
-from trainwright.data.combined import leaves_of
-from trainwright.data.loader import holds_loaders
+from trainwright.data.combined import leaves_of, members_of
+from trainwright.data.loader import holds_several
 from trainwright.data.loader_options import LOADER_METHODS
 from trainwright.data.workers import Workers
 from trainwright.strategies.engine import Engine
@@ -149,7 +149,7 @@ class TrainData:
         self, loader: object, options: LoaderOptions, *, limit: int | float | None, overfit: int | float
     ) -> None:
         self.given = loader
-        if isinstance(loader, (list, tuple, dict)) and holds_loaders(loader):
+        if holds_several(loader):
             loader = CombinedLoader(loader, mode="max_size_cycle")
         if overfit and options.rank == 0:
             _warn_of_shuffling(loader, overfit)
@@ -262,10 +262,8 @@ class EvaluationData:
         self.given = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
             loaders = loaders.iterables
-        items = [loaders]
-        self.is_list = isinstance(loaders, (list, tuple, dict)) and holds_loaders(loaders)
-        if self.is_list and isinstance(loaders, (list, tuple, dict)):
-            items = list(loaders.values() if isinstance(loaders, dict) else loaders)
+        items = members_of(loaders) if holds_several(loaders) else [loaders]
+        self.is_list = holds_several(loaders)
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self._limit, self._name = limit, _LIMITS[kind]
         self.limits: list[int | None] = []
@@ -324,8 +322,8 @@ def _refuse_empty(loader: object, name: str) -> None:
         raise ConfigurationError(
             f"{name}: the {type(loader).__name__} is empty. Check the data set, batch_size and drop_last."
         )
-    if isinstance(loader, (list, tuple, dict)) and holds_loaders(loader):
-        for member in loader.values() if isinstance(loader, dict) else loader:
+    if holds_several(loader):
+        for member in members_of(loader):
             _refuse_empty(member, name)
 
 

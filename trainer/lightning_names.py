@@ -166,7 +166,7 @@ class LightningNames:
     profiler = Fact[Profiler](lambda run: run.components.profiler, "The profiler; a PassThroughProfiler without one.")
     default_root_dir = Fact[str](lambda run: str(run.settings.root), "Folder for the files of a run.")
     log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
-    num_sanity_val_steps = Setting[int]("Validation batches to run before training; -1 for all.")
+    num_sanity_val_steps = Setting[int | float]("Validation batches to run before training; infinite for all.")
 
     # Components
 
@@ -273,8 +273,13 @@ class LightningNames:
         lambda run: run.checkpoint_dir, "Folder of checkpoints that are saved without a folder of their own."
     )
     log_dir = Fact[str | None](
-        lambda run: next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None),
-        "The folder of the first logger that has one. Known on the main rank after a stage has started.",
+        lambda run: (
+            next((logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None), None)
+            if run.settings.loggers
+            else str(run.settings.root)
+        ),
+        "The folder of the first logger that has one. Known on the main rank after a stage has started. Without a "
+        "logger: `default_root_dir`.",
     )
 
     # Data, and numbers of batches and steps
@@ -301,10 +306,7 @@ class LightningNames:
         lambda run: run.evaluation.num_batches, "Batches of each loader of the current evaluation, on this rank."
     )
     num_sanity_val_batches = Fact[list[int | float]](
-        lambda run: [
-            number if (most := run.settings.num_sanity_val_steps) == -1 else min(most, number)
-            for number in run.num_batches("validate")
-        ],
+        lambda run: [min(run.settings.num_sanity_val_steps, number) for number in run.num_batches("validate")],
         "Batches of each validation loader to run before training.",
     )
     estimated_stepping_batches = Fact[int | float](

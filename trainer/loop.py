@@ -272,7 +272,9 @@ class FitLoop:
         run, loop = self._run, self._run.loop
         if loop.validation is None:
             every = run.settings.arguments.check_val_every_n_epoch
-            loop.validation = ValidationSchedule(run.settings.val_check_interval, every, run.data.train().num_batches)
+            # Without validation, an interval that does not fit the epoch has no effect.
+            interval = run.settings.val_check_interval if run.data.has_validation else 1.0
+            loop.validation = ValidationSchedule(interval, every, run.data.train().num_batches)
         return loop.validation
 
     def _validate(self) -> None:

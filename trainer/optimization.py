@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.run import SchedulerConfig
+from trainwright.core.signatures import method_of, overrides, parameters_taken_by
 from trainwright.core.state import scheduler_state
 from trainwright.core.task import TaskModule
 
@@ -59,9 +60,9 @@ def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], li
         optimizers = [returned]
     elif isinstance(returned, Mapping):
         _take_dict(returned, optimizers, schedules, origin)
-    elif isinstance(returned, (list, tuple)) and returned:
+    elif isinstance(returned, Sequence) and returned:
         first = returned[0]
-        if len(returned) == 2 and isinstance(first, (list, tuple)):
+        if len(returned) == 2 and isinstance(first, Sequence):
             _take_two_lists(returned[0], returned[1], optimizers, schedules, origin)
         elif all(isinstance(item, Optimizer) for item in returned):
             optimizers = list(returned)
@@ -101,7 +102,7 @@ def _take_two_lists(
     if not all(isinstance(item, Optimizer) for item in first):
         raise _unknown_form((first, second), origin)
     optimizers.extend(first)
-    entries = second if isinstance(second, (list, tuple)) else [second]
+    entries = second if isinstance(second, Sequence) else [second]
     schedules.extend(_schedule(entry, None, origin) for entry in entries if entry is not None)
 
 
@@ -150,8 +151,22 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
             )
 
 
+def _check_step(config: SchedulerConfig, origin: str) -> None:
+    """Check that `TaskModule.lr_scheduler_step` can call a schedule's `step`, which timm's require an epoch for."""
+    names = () if config.monitor is None else ("metric",)
+    taken = parameters_taken_by(config.scheduler.step)
+    num_required = sum(required for _, required in taken.positional)
+    if num_required > len(names) or any(required for _, required in taken.keyword_only):
+        kind = type(config.scheduler).__name__
+        raise ConfigurationError(
+            f"{origin}.configure_optimizers: {kind}.step requires other arguments than ({', '.join(names)}). Define "
+            "lr_scheduler_step(self, scheduler, metric), which calls it, for example: "
+            "scheduler.step(epoch=self.current_epoch)."
+        )
+
+
 def _forms(returned: object) -> str:
-    inner = ", ".join(type(item).__name__ for item in returned) if isinstance(returned, (list, tuple)) else ""
+    inner = ", ".join(type(item).__name__ for item in returned) if isinstance(returned, Sequence) else ""
     return f"a {type(returned).__name__}{f' of {inner}' if inner else ''}"
 
 
@@ -196,6 +211,9 @@ class Schedules:
                 f"{type(task).__name__}.configure_optimizers: ReduceLROnPlateau needs a metric to watch. Return "
                 "{'optimizer': …, 'lr_scheduler': {'scheduler': …, 'monitor': 'val_loss'}}."
             )
+        if task is not None and not overrides(task, "lr_scheduler_step", TaskModule):
+            for config in ours:
+                _check_step(config, type(task).__name__)
         plain = [c for c in ours if c.monitor is None]
         monitored = [c for c in ours if c.monitor is not None]
         self._per_step = [c for c in plain if c.interval == "step"]
@@ -247,7 +265,7 @@ class Schedules:
             return
         if config.monitor is None:
             try:
-                self._task.lr_scheduler_step(config.scheduler, None)
+                method_of(self._task, "lr_scheduler_step")(config.scheduler, None)
             except ValueError as error:  # OneCycleLR counts its own steps
                 if "total steps is" not in str(error):
                     raise
@@ -257,7 +275,7 @@ class Schedules:
                     "schedule has the length of the checkpoint's run: continue with the same max_epochs or max_steps."
                 ) from error
         elif config.monitor in metrics:
-            self._task.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+            method_of(self._task, "lr_scheduler_step")(config.scheduler, metrics[config.monitor])
         else:
             text = (
                 f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged."

@@ -7,6 +7,7 @@ the loop of the stage and tears everything down.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,8 @@ from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.process import describe, detect, started_by_trainer
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
-from trainwright.core.task import TaskModule
+from trainwright.core.signatures import method_of
+from trainwright.core.task import TaskModule, log_into
 from trainwright.loggers.logger import Status
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
@@ -151,7 +153,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     task, stage = run.task, run.status.stage
     assert stage is not None
     is_trained = task.global_step > 0  # by this Trainer or an earlier one
-    task._run = run.trainer
+    task.trainer = run.trainer
     if not run.status.is_trial:
         run.components.callbacks = with_task_callbacks(run.components.callbacks, task)
     log_through(task, run.components.callbacks)
@@ -176,7 +178,8 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
         restore.load(run, opened)
     start_loggers(run, stage)
     run.engine.attach(run.trainer, run.components.hooks, run.logs.metrics)
-    task._sink = run.logs.metrics
+    task.trainer = run.trainer  # also of tasks that `setup` and `configure_model` created
+    log_into(task, run.logs.metrics)
     if stage != "fit":
         return
     warning = incomplete_validation(run.data.sources, task, run.settings.limit_batches["validate"])
@@ -194,15 +197,15 @@ def _prepare_data(run: StageRun, *, is_trained: bool) -> None:
         per_node = getattr(owner, "prepare_data_per_node", True)
         if run.engine.processes.local_rank == 0 if per_node else run.is_main:
             with run.components.profiler.profile(f"[{_kind(owner)}]{type(owner).__name__}.prepare_data"):
-                owner.prepare_data()
+                method_of(owner, "prepare_data")()
     run.barrier()
     if data is not None:
-        data.setup(stage)
+        method_of(data, "setup")(stage)
     run.fire("setup", stage)
     if is_trained:
         run.engine.when_configured = watch_trained_weights(run)
     with run.components.profiler.profile(f"[TaskModule]{type(task).__name__}.setup"):
-        task.setup(stage)
+        method_of(task, "setup")(stage)
 
 
 def _kind(owner: object) -> str:
@@ -211,6 +214,7 @@ def _kind(owner: object) -> str:
 
 def _make_optimizers(run: StageRun) -> list[Optimizer]:
     name = type(run.task).__name__
+    run.task.trainer = run.trainer  # see _set_up
     with run.components.profiler.profile(f"[TaskModule]{name}.configure_optimizers"):
         returned = run.task.configure_optimizers()
     optimizers, configs = parse_optimizers(returned, name)
@@ -233,7 +237,7 @@ def _sanity_check(run: StageRun) -> None:
         try:
             run.fire("on_sanity_check_start")
             watch = EvaluationWatch(run.status.preemption, run.engine.processes, run.data.evaluation("validate"))
-            evaluation.evaluate(run, "validate", max_batches=None if limit == -1 else limit, abandon=watch)
+            evaluation.evaluate(run, "validate", max_batches=None if math.isinf(limit) else int(limit), abandon=watch)
             run.fire("on_sanity_check_end")
         except evaluation.Abandoned:
             exit_on_signal(run)

@@ -7,7 +7,7 @@ evaluates. lightning_names.py defines further attributes of a Trainer, and plann
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ class Trainer(Planner, LightningNames):
             `"fp8"`, Lightning's and Accelerate's names for them (`32`, `"fp16"`), or an `Fp8(…)` with options.
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
-        fast_dev_run: run this many batches (True: 1) of each loader once, without loggers and checkpoints.
+        fast_dev_run: run this many batches (True: 1) of each loader once, without logs and checkpoints.
         max_epochs, max_steps, max_time, max_samples, max_tokens: `fit` ends at the first limit that is reached. Steps
             are optimizer steps; samples and tokens are counted over all ranks. Default without any: 1,000 epochs.
         min_epochs, min_steps: stop requests take effect once both are reached.
@@ -134,7 +134,7 @@ class Trainer(Planner, LightningNames):
         num_nodes: int = 1,
         precision: Precision | str | int | None = None,
         logger: Logger | Iterable[Logger] | bool | str | None = None,
-        callbacks: list[Callback] | Callback | None = None,
+        callbacks: Sequence[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -411,13 +411,14 @@ class Trainer(Planner, LightningNames):
         self.loggers = resolve_loggers(False if logger is None else logger, self.settings.root)
 
     @property
-    def max_epochs(self) -> int | None:
-        """Maximum number of epochs of a fit; None for no limit. A change takes effect in the next fit."""
-        return self.settings.limits.max_epochs
+    def max_epochs(self) -> int:
+        """Maximum number of epochs of a fit; -1 for no limit. A change takes effect in the next fit."""
+        found = self.settings.limits.max_epochs
+        return -1 if found is None else found
 
     @max_epochs.setter
     def max_epochs(self, max_epochs: int | None) -> None:
-        self.settings.limits = replace(self.settings.limits, max_epochs=max_epochs)
+        self.settings.limits = replace(self.settings.limits, max_epochs=None if max_epochs == -1 else max_epochs)
 
     @property
     def max_steps(self) -> int:

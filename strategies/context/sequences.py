@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.signatures import overrides
+from trainwright.core.signatures import method_of, overrides
 from trainwright.core.task import TaskModule
 from trainwright.strategies.context.attention import Kind, SplitAttention
 from trainwright.strategies.context.labels import count_targets, shifted, shifts_labels
@@ -95,7 +95,7 @@ class SplitSequences:
 
         The weight is proportional to the number of targets or items in the part, and 1 on average.
         """
-        part = task.split_sequences(batch, self)
+        part = method_of(task, "split_sequences")(batch, self)
         own: int | Tensor | None = count_targets(part, shifts=self._shifts)
         total: int | Tensor | None = count_targets(batch, shifts=self._shifts)
         if own is None and overrides(task, "num_items", TaskModule):

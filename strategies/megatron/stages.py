@@ -11,6 +11,7 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
 from trainwright.strategies.units import replace_parameters
 
@@ -34,7 +35,7 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
     Raises:
         ConfigurationError: The model has too few layers, or the description of the stages is invalid.
     """
-    own = task.pipeline_stages() if isinstance(task, TaskModule) and split_points is None else None
+    own = method_of(task, "pipeline_stages")() if isinstance(task, TaskModule) and split_points is None else None
     if own is not None:
         return _checked(task, [list(stage) for stage in own], num_stages)
     _refuse_two_stacks(task, num_stages)

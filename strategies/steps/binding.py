@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.signatures import arguments_of, bind
+from trainwright.core.signatures import arguments_of, bind, method_of
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.precision import Precision
@@ -27,7 +27,7 @@ def bind_step(task: TaskModule, name: str, wrapper: Callable[..., Any] | None) -
         wrapper: `wrapper(name, *args)` runs the step through an engine. None calls the method directly.
     """
     call = None if wrapper is None else functools.partial(wrapper, name)
-    return bind(getattr(task, name), name, arguments_of(TaskModule, name), call)
+    return bind(method_of(task, name), name, arguments_of(TaskModule, name), call)
 
 
 def need_closure(optimizers: Iterable[Optimizer], precision: Precision) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.signatures import arguments_of, bind, own_hook
+from trainwright.core.signatures import arguments_of, bind, method_of, own_hook
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import move, move_module, too_deep
 from trainwright.strategies.precision import Precision
@@ -59,7 +59,7 @@ def make_transfer(
         own = own_hook(task, name, TaskModule)
         if own is not None or datamodule is None or not defines_itself(datamodule, name):
             return own
-        return bind(getattr(datamodule, name), name, arguments_of(TaskModule, name))
+        return bind(method_of(datamodule, name), name, arguments_of(TaskModule, name))
 
     plain: Callable[[Any], Any] = partial(move, device=device, float_dtype=precision.param_dtype)
     before, transfer, after = (find(name) for name in _HOOKS)

@@ -108,7 +108,7 @@ class FakeRun:
         self.accumulate_grad_batches = 1
         self.count_tokens = False
         self.log_every_n_steps = 1
-        self.max_epochs: int | None = None
+        self.max_epochs = -1
         self.max_steps = -1
         self.fast_dev_run: bool | int = False
         self.barebones = False

@@ -97,8 +97,8 @@ def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> 
     assert run.state.step == 2
 
 
-def test_a_field_of_the_name_that_was_never_logged_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="'acc', which was not logged"):
+def test_a_field_of_the_name_that_was_never_logged_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(TrainwrightWarning, match="'acc', which was not logged"):
         fit(ModelCheckpoint(filename="{epoch}-{acc:.2f}"), tmp_path)
 
 

@@ -262,7 +262,7 @@ def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) 
     ):
         task = Needing(3, loss_fn, make=print)
     assert task.hparams.loss_fn is loss_fn
-    assert task.hparams_initial == {"width": 3}
+    assert task.hparams_initial == {"width": 3, "loss_fn": loss_fn, "make": print}
     logger = CSVLogger(tmp_path)
     path = _saved(task, tmp_path, logger=logger)
     assert logger.log_dir is not None

@@ -175,3 +175,25 @@ def test_logging_from_a_callback_outside_a_stage_is_an_error() -> None:
     with pytest.raises(TaskError, match=r"Logging\.log can be called only in hooks, while a Trainer runs a stage"):
         callback.log("a", 1.0)
     assert vars(callback) == {}
+
+
+def test_of_a_name_that_steps_and_hooks_of_the_epoch_log_the_later_value_counts() -> None:
+    class Mine(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("step_only", 1.0)
+            self.log("both", 1.0, on_step=True, on_epoch=True, reduce_fx="sum")
+            return self.loss(batch)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("step_only", 2.0)
+            self.log("both", 3.0)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val", 2.0)
+
+    trainer = fitted(Mine(), regression_loader(8, 4), regression_loader(4), max_epochs=2)
+    last = {name: trainer.callback_metrics[name] for name in ("step_only", "both", "val")}
+    assert last == {"step_only": 2.0, "both": 3.0, "val": 2.0}

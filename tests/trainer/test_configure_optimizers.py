@@ -416,3 +416,31 @@ def test_an_engine_may_set_the_intervals_of_schedules() -> None:
     task = _task(_one_dict)
     quiet_trainer(strategy=Strategy(), max_steps=3).fit(task, regression_loader(8))
     assert task.optimizers().param_groups[0]["lr"] == 0.125
+
+
+def test_a_schedule_whose_step_requires_an_epoch_is_an_error_without_lr_scheduler_step() -> None:
+    steps: list[int] = []
+
+    class ByEpoch:
+        def step(self, epoch: int) -> None:
+            steps.append(epoch)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Mine(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [ByEpoch()]
+
+    class Stepping(Mine):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step(self.current_epoch)
+
+    with pytest.raises(ConfigurationError, match=r"ByEpoch.step requires other arguments.*Define lr_scheduler_step"):
+        fitted(Mine(), regression_loader(2), max_epochs=1)
+    fitted(Stepping(), regression_loader(2), max_epochs=2)
+    assert steps == [0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Weig
 
 from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import Endless, Tally, fitted, quiet_trainer
+from tests.trainer.runs import Endless, MemoryLogger, Tally, fitted, quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -399,3 +400,30 @@ def test_one_name_over_two_loaders_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match=r"log\('y'.*dataloaders 0 and 1, whose values would mix"):
         quiet_trainer().test(Mixes(), [regression_loader(2), regression_loader(2)], verbose=False)
+
+
+@pytest.mark.parametrize("kind", [UserList, tuple])
+def test_any_sequence_of_callbacks_loggers_loaders_and_optimizers_is_accepted(kind: Any) -> None:
+    class Mine(_SumTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return kind([kind([optimizer]), kind([torch.optim.lr_scheduler.StepLR(optimizer, 1)])])
+
+        def configure_callbacks(self) -> Any:
+            return kind([tallies[1]])
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+            pass
+
+    class OtherTally(Tally):
+        pass
+
+    tallies, loggers = [Tally(), OtherTally()], [MemoryLogger(), MemoryLogger()]
+    trainer = quiet_trainer(max_epochs=1, callbacks=kind(tallies[:1]), logger=kind(loggers), devices=kind([0]))
+    loaders = [kind([regression_loader(4), regression_loader(8)]) for _ in range(2)]
+    task = Mine()
+    trainer.fit(task, *loaders)
+    assert set(task.shapes) == {2}
+    assert [tally.batches["validation"] for tally in tallies] == [{0: 4, 1: 8}] * 2
+    assert trainer.loggers == loggers
+    assert len(trainer.lr_scheduler_configs) == 1

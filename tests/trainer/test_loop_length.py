@@ -17,9 +17,10 @@ from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
-from trainwright.callbacks import LambdaCallback, Timer
+from trainwright.callbacks import LambdaCallback, LearningRateMonitor, Timer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import resolve_limit
+from trainwright.loggers import CSVLogger
 from trainwright.trainer.trainer import Trainer
 
 
@@ -237,7 +238,7 @@ def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -
 
 def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
     assert quiet_trainer().max_epochs == 1000
-    assert quiet_trainer(max_steps=3).max_epochs is None
+    assert quiet_trainer(max_steps=3).max_epochs == -1
 
 
 def test_barebones_leaves_out_everything_but_training() -> None:
@@ -388,3 +389,21 @@ def test_callbacks_that_save_or_stop_are_there_and_do_nothing(tmp_path: Path) ->
     assert (saver.best_model_path, saver.last_model_path) == ("", "")
     trainer.test(task, regression_loader(), ckpt_path=saver.best_model_path or None, verbose=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fast_dev_run_has_a_logger_that_accepts_everything(tmp_path: Path) -> None:
+    class Mine(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            assert self.logger is not None
+            self.logger.experiment.add_scalar("a", 1.0, global_step=0)
+            self.logger.log_metrics({"a": 1.0})
+            self.logger.log_hyperparams({"a": 1}, {"metric": 0.0})
+            self.logger.log_image(key="a", images=[1])
+            self.logger.watch(self)
+            return self.loss(batch)
+
+    logger = CSVLogger(tmp_path / "logs")
+    trainer = quiet_trainer(fast_dev_run=True, logger=logger, callbacks=LearningRateMonitor())
+    trainer.fit(Mine(), regression_loader(4), regression_loader(4))
+    assert not (tmp_path / "logs").exists()
+    assert quiet_trainer(fast_dev_run=True, logger=False).logger is None

@@ -126,7 +126,7 @@ def test_settings_name_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _source(plan, "log_every_n_steps") == (50, "default")
     plan = Trainer(accelerator="cpu", devices=1, fast_dev_run=2).plan(RegressionTask(), regression_loader())
     assert _source(plan, "limit_train_batches") == (2, "fast_dev_run")
-    assert (plan.data["total_steps"], plan.loggers) == (2, [])
+    assert (plan.data["total_steps"], plan.loggers) == (2, ["DummyLogger"])
 
 
 def test_a_plan_is_data_for_json_without_secrets() -> None:

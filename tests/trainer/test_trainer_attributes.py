@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import signal
 from pathlib import Path
@@ -10,19 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.core.errors import ConfigurationError
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from trainwright.callbacks.prediction_writer import BasePredictionWriter, WriteInterval
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import seed_everything
 from trainwright.core.state import TrainState
 from trainwright.loggers import CSVLogger, TensorBoardLogger
 from trainwright.trainer.lightning_names import INTERNALS
 from trainwright.trainer.run_state import RunningStage, TrainerFn, TrainerStatus
 from trainwright.trainer.trainer import Trainer
+from trainwright.utilities import rank_zero_only
 
 BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
     "check_val_every_n_epoch": 1, "checkpoint_callbacks": [], "ckpt_path": None, "device_ids": [0],
@@ -242,3 +247,42 @@ def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Pat
     assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
     for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
         assert isinstance(folder, str)
+
+
+def test_values_of_attributes_are_lightnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trainer = quiet_trainer(max_epochs=-1, num_sanity_val_steps=-1, default_root_dir="~/runs")
+    trainer.max_epochs = -1
+    with pytest.warns(TrainwrightWarning, match="layer is a Linear"):
+        initial = _Keeping(nn.Linear(1, 1)).hparams_initial
+    home = str(tmp_path)
+    found = {
+        "an unlimited number of epochs": (trainer.max_epochs, -1),
+        "all sanity batches": (trainer.num_sanity_val_steps, math.inf),
+        "the root folder": (trainer.default_root_dir, f"{home}/runs"),
+        "log_dir without a logger": (trainer.log_dir, f"{home}/runs"),
+        "dirpath of ModelCheckpoint": (ModelCheckpoint(dirpath="~/x").dirpath, f"{home}/x"),
+        "dirpath of OnExceptionCheckpoint": (OnExceptionCheckpoint("~/x").dirpath, f"{home}/x"),
+        "save_dir of a logger": (CSVLogger("~/x").save_dir, f"{home}/x"),
+        "the rank": (rank_zero_only.rank, 0),
+        "a prediction writer's interval": (BasePredictionWriter("batch").interval, WriteInterval.BATCH),
+        "the interval's parts": (BasePredictionWriter("batch_and_epoch").interval.on_epoch, True),
+        "keys of hparams_initial": (list(initial), ["layer", "width"]),
+    }
+    assert {name: value for name, (value, _) in found.items()} == {name: value for name, (_, value) in found.items()}
+
+
+class _Keeping(RegressionTask):
+    def __init__(self, layer: Any = None, width: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hyper_parameters"].update(width=5)
+
+
+def test_on_save_checkpoint_may_change_the_saved_hyperparameters(tmp_path: Path) -> None:
+    task = _Keeping()
+    fitted(task, regression_loader(2), max_epochs=1).save_checkpoint(tmp_path / "saved")
+    assert task.hparams.width == 2
+    assert _Keeping.load_from_checkpoint(tmp_path / "saved").hparams.width == 5

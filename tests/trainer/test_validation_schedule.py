@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import Tally, fitted, quiet_trainer
+from tests.trainer.runs import Endless, Tally, fitted, quiet_trainer
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 
@@ -134,3 +135,16 @@ def test_the_interval_follows_a_loader_that_is_loaded_anew() -> None:
     trainer = quiet_trainer(max_epochs=2, val_check_interval=0.5, reload_dataloaders_every_n_epochs=1, callbacks=tally)
     trainer.fit(Task(), val_dataloaders=regression_loader(1))
     assert tally.validations == [(0, 4), (0, 8), (1, 10), (1, 12)]
+
+
+@pytest.mark.parametrize("lacks", ["loader", "limit", "step"])
+@pytest.mark.parametrize("interval", [1000, 0.5])
+def test_an_interval_has_no_effect_without_validation(lacks: str, interval: float) -> None:
+    task, loaders = RegressionTask(), [] if lacks == "loader" else [regression_loader(1)]
+    if lacks == "step":
+        task.validation_step = None  # type: ignore[assignment, method-assign]
+    limits = {"limit_val_batches": 0} if lacks == "limit" else {}
+    data = DataLoader(Endless()) if interval == 0.5 else regression_loader(4)
+    trainer = quiet_trainer(max_steps=4, val_check_interval=interval, **limits)
+    trainer.fit(task, data, *loaders)
+    assert trainer.global_step == 4

@@ -9,6 +9,7 @@ import torch
 
 from trainwright.checkpoint import Snapshot
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hyperparameters import HYPER_PARAMETERS, copy_hparams
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import rng_state
 from trainwright.core.state import class_names
@@ -117,10 +118,9 @@ def _collect(
     of_ranks = gather()
     by_data_rank = engine.data_ranks.pick(of_ranks) if of_ranks else []
     model = shown["state_dict"]
-    trainer: dict[str, Any] = {
-        **task.saved_hyperparameters(),
-        "task": shown.own,
-    }
+    own = shown.own
+    hparams = own.pop(HYPER_PARAMETERS, {})
+    trainer: dict[str, Any] = {**task.saved_hyperparameters(hparams), "task": own}
     if not weights_only:
         trainer |= {
             "callbacks": _callback_states(run),
@@ -168,7 +168,6 @@ def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, An
     read: dict[str, Callable[[], Any]] = {
         "epoch": lambda: run.state.epoch,
         "global_step": lambda: run.state.step,
-        "hyper_parameters": lambda: run.task.saved_hyperparameters().get("hyper_parameters", {}),
     }
     if optimizers is not None:
         read |= {
@@ -177,7 +176,8 @@ def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, An
             "optimizer_states": lambda: optimizers,
         }
     advice = "add entries under other names"
-    return ShownCheckpoint("on_save_checkpoint", {}, weights, read, advice=advice)
+    hparams = {HYPER_PARAMETERS: copy_hparams(run.task.hparams)}  # hooks may change them
+    return ShownCheckpoint("on_save_checkpoint", hparams, weights, read, advice=advice)
 
 
 def _callback_states(run: StageRun) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +29,7 @@ class TrainerArguments:
     num_nodes: int
     precision: Precision | str | int | None
     logger: Logger | Iterable[Logger] | bool | str | None
-    callbacks: list[Callback] | Callback | None
+    callbacks: Sequence[Callback] | Callback | None
     fast_dev_run: int | bool
     max_epochs: int | None
     min_epochs: int | None

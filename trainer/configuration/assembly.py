@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.roles import Saver
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
 from trainwright.trainer.configuration.checks import check_callbacks
 
@@ -15,7 +17,7 @@ def given_callbacks(callbacks: object) -> list[Any]:
     """Return the `callbacks=` argument as a list."""
     if callbacks is None:
         return []
-    if isinstance(callbacks, (list, tuple)):
+    if isinstance(callbacks, Sequence):
         return list(callbacks)
     return [callbacks]
 
@@ -72,7 +74,7 @@ def with_task_callbacks(callbacks: list[Callback], task: TaskModule) -> list[Cal
     Raises:
         ConfigurationError: see `check_callbacks`.
     """
-    own = given_callbacks(task.configure_callbacks())
+    own = given_callbacks(method_of(task, "configure_callbacks")())
     if not own:
         return callbacks
     types = {type(callback) for callback in own}

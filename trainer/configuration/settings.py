@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
+from trainwright.loggers.logger import DummyLogger
 from trainwright.profilers.profiler import Profiler, resolve_profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
@@ -280,7 +282,7 @@ class Settings:
         root: the folder for the run's files.
         accumulate_grad_batches: micro-batches per optimizer step. A callback may change it before an epoch.
         log_every_n_steps: steps between two flushes of metrics.
-        num_sanity_val_steps: validation batches before training; -1 for all.
+        num_sanity_val_steps: validation batches before training; infinite for all.
         preemption_grace_s: seconds from a signal to the end of the process; None ignores signals.
     """
 
@@ -297,7 +299,7 @@ class Settings:
     root: Path
     accumulate_grad_batches: int
     log_every_n_steps: int
-    num_sanity_val_steps: int
+    num_sanity_val_steps: int | float
     preemption_grace_s: float | None = None
 
     @property
@@ -335,7 +337,7 @@ def configure(arguments: TrainerArguments) -> Settings:
     }
     callbacks = _callbacks(arguments, quiet)
     check_needs(callbacks, selection)
-    root = Path(arguments.default_root_dir or ".").absolute()
+    root = Path(arguments.default_root_dir or ".").expanduser().absolute()
     loggers = resolve_loggers(arguments.logger if arguments.logger is not None else True, root)
     check_graphs(loggers, selection)
     return Settings(
@@ -352,9 +354,15 @@ def configure(arguments: TrainerArguments) -> Settings:
         root=root,
         accumulate_grad_batches=arguments.accumulate_grad_batches,
         log_every_n_steps=arguments.log_every_n_steps or 50,
-        num_sanity_val_steps=2 if arguments.num_sanity_val_steps is None else arguments.num_sanity_val_steps,
+        num_sanity_val_steps=_sanity_steps(arguments.num_sanity_val_steps),
         preemption_grace_s=parse_grace(arguments.preemption_grace),
     )
+
+
+def _sanity_steps(given: int | None) -> int | float:
+    if given is None:
+        return 2
+    return math.inf if given == -1 else given
 
 
 def limits_of(arguments: TrainerArguments) -> Limits:
@@ -373,6 +381,7 @@ def limits_of(arguments: TrainerArguments) -> Limits:
 
 def _with_fast_dev_run(arguments: TrainerArguments, batches: int) -> TrainerArguments:
     """Return the arguments with the values that `fast_dev_run` sets."""
+    has_logger = arguments.logger is not False and arguments.logger != []
     return replace(
         arguments,
         max_epochs=1,
@@ -386,7 +395,7 @@ def _with_fast_dev_run(arguments: TrainerArguments, batches: int) -> TrainerArgu
         check_val_every_n_epoch=1,
         num_sanity_val_steps=0,
         log_every_n_steps=1,
-        logger=False,
+        logger=DummyLogger() if has_logger else False,
         limit_train_batches=batches,
         limit_val_batches=batches,
         limit_test_batches=batches,

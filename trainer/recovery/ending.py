@@ -10,6 +10,8 @@ from typing import Any
 
 from trainwright.callbacks.callback import log_through
 from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.signatures import method_of
+from trainwright.core.task import log_into
 from trainwright.loggers.logger import Status
 from trainwright.trainer import profiling
 from trainwright.trainer.checkpoints import step_end
@@ -36,7 +38,7 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     listeners = run.components.hooks.on_exception
     hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in listeners]
     if run.data.datamodule is not None:
-        hooks.append(partial(run.data.datamodule.on_exception, reported))
+        hooks.append(partial(method_of(run.data.datamodule, "on_exception"), reported))
     for hook in hooks:
         try:
             hook()
@@ -71,16 +73,16 @@ def tear_down(run: StageRun, status: Status) -> None:
         if run.logs.group is not None:
             last_first.push(finish_logs)  # receives the error of a step before
         if run.status.is_set_up:
-            last_first.callback(run.task.teardown, stage)
+            last_first.callback(method_of(run.task, "teardown"), stage)
             last_first.callback(run.fire, "teardown", stage)
             if run.data.datamodule is not None:
-                last_first.callback(run.data.datamodule.teardown, stage)
+                last_first.callback(method_of(run.data.datamodule, "teardown"), stage)
         last_first.callback(step_end.close, run)
         last_first.callback(partial(run.data.close, keep_state=status != "failed"))
 
 
 def _close(run: StageRun) -> None:
-    run.task._sink = None
+    log_into(run.task, None)
     log_through(None, run.components.callbacks)
     run.status.stage = None
     run.engine.close()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainwright.core.task import TaskModule
+from trainwright.core.task import TaskModule, logging_into
 from trainwright.core.tree import Batch, map_tensors, same_attributes
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_slot import is_metric_object
@@ -90,7 +90,7 @@ def replay_batch(
     unread = MetricBuffer()
     unread.begin(kind, num_dataloaders=(dataloader_idx or 0) + 1)
     unread.in_step = True
-    with _attribute(task, "_sink", unread), same_metric_objects(task.modules()):
+    with logging_into(task, unread), same_metric_objects(task.modules()):
         if calls.can_repeat:
             run.engine.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
             return

@@ -21,6 +21,7 @@ from trainwright.core.host.memory import clear_device_cache, is_out_of_memory
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run, Trial
 from trainwright.core.state import Group, StepResult, TrainState
+from trainwright.core.task import log_into, logging_into
 from trainwright.data.combined import leaves_of
 from trainwright.data.loader_options import LOADER_METHODS, Stage
 from trainwright.loggers.metric_buffer import MetricBuffer
@@ -104,7 +105,7 @@ class StageTrialSteps:
     @staticmethod
     def _attach(run: StageRun) -> None:
         run.engine.attach(run.trainer, run.components.hooks, run.logs.metrics)
-        run.task._sink = run.logs.metrics
+        log_into(run.task, run.logs.metrics)
 
     def _save_state(self, stack: ExitStack) -> None:
         """Take a snapshot of the state that steps change in place; `stack` restores it."""
@@ -318,13 +319,9 @@ def pass_training_data(run: StageRun) -> None:
     unread = MetricBuffer()  # receives values that the task logs here, which are discarded
     unread.begin("train")
     unread.in_step = True
-    sink, task._sink = task._sink, unread
-    try:
-        with isolate_rng(engine.device), torch.no_grad():
-            data.begin_epoch(run.state.epoch)
-            for group in data.groups(run.state, 1):
-                for idx, batch in enumerate(group.batches, start=group.first_idx):
-                    unread.batch = engine.step.to_device(batch)
-                    engine.step.evaluate("training_step", unread.batch, idx)
-    finally:
-        task._sink = sink
+    with logging_into(task, unread), isolate_rng(engine.device), torch.no_grad():
+        data.begin_epoch(run.state.epoch)
+        for group in data.groups(run.state, 1):
+            for idx, batch in enumerate(group.batches, start=group.first_idx):
+                unread.batch = engine.step.to_device(batch)
+                engine.step.evaluate("training_step", unread.batch, idx)

@@ -131,12 +131,13 @@ class Tuner:
 
     def _search(self, method: str, task: TaskModule, sources: Sources, finder: Finder) -> Any:
         make_loop = partial(_Search, finder=finder)
-        run, sink = vars(task).get("_run"), vars(task).get("_sink")
+        before = vars(task).get("_run")
         try:
             with isolate_rng():
                 return self._trainer._start(_KINDS[method], task, sources, LoadRequest(None), make_loop, is_trial=True)
         finally:
-            task._run, task._sink = run, sink
+            if vars(task).get("_run") is not before:
+                task.trainer = before
 
 
 class _Search:

@@ -175,6 +175,9 @@ def _read_file(path: Path) -> Any:
 def _arguments(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str) -> dict[str, Any]:
     signature = inspect.signature(cls)
     takes_any = _takes_any(signature)
+    owner = next(base for base in cls.__mro__ if "__init__" in vars(base))
+    if owner.__module__.startswith("trainwright."):
+        takes_any = False  # the class has no constructor of its own, and torch's accepts no arguments
     known = {
         name
         for name, parameter in signature.parameters.items()

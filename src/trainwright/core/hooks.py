@@ -188,7 +188,7 @@ class TaskHooks(DataHooks):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written.
 
-        `checkpoint["state_dict"]` may be changed. Other entries with Lightning's names are read-only.
+        `checkpoint["state_dict"]` and `["hyper_parameters"]` may be changed. Other entries of Lightning are read-only.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

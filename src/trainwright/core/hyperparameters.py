@@ -70,13 +70,18 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of `hparams` at the last `save_hyperparameters`, without values that a checkpoint cannot contain."""
-        initial: Hyperparameters | None = vars(self).get("_hparams_initial")
-        return copy.deepcopy(initial) if initial is not None else Hyperparameters()
+        """A copy of `hparams` at the last `save_hyperparameters`. Values that a checkpoint cannot contain, such as
+        modules, are not copied.
+        """
+        return copy_hparams(vars(self).get("_hparams_initial") or {})
 
-    def saved_hyperparameters(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint for the hyper-parameters. Warns once of values that cannot be saved."""
-        kept, left_out = kept_and_left_out(self.hparams)
+    def saved_hyperparameters(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the entries of a checkpoint for the hyper-parameters. Warns once of values that cannot be saved.
+
+        Args:
+            values: the values to save. Default: None, which is `hparams`.
+        """
+        kept, left_out = kept_and_left_out(self.hparams if values is None else values)
         plain, enums = without_enums(kept)
         self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
         name = vars(self).get("_hparams_name")
@@ -157,14 +162,14 @@ class HyperparametersMixin:
         self.hparams.update(found)
         given = {name for name, value in found.items() if name not in defaults or value is not defaults[name]}
         object.__setattr__(self, "_hparams_given", given | (vars(self).get("_hparams_given") or set()))
-        kept, left_out = kept_and_left_out(self.hparams)
+        _, left_out = kept_and_left_out(self.hparams)
         self._warn_of(
             left_out,
             "save_hyperparameters: {}. self.hparams holds it, checkpoints and loggers do not; pass it to "
             f"load_from_checkpoint. To suppress this warning: ignore={list(left_out)!r}.",
         )
         object.__setattr__(self, "_hparams_name", origin)
-        object.__setattr__(self, "_hparams_initial", copy.deepcopy(Hyperparameters(kept)))
+        object.__setattr__(self, "_hparams_initial", copy_hparams(self.hparams))
         object.__setattr__(self, "_hparams_log", logger)
 
 
@@ -215,6 +220,12 @@ def config_as_data(value: object) -> Any:
     if omegaconf is None or not omegaconf.OmegaConf.is_config(value):
         return None
     return omegaconf.OmegaConf.to_container(value, resolve=True)
+
+
+def copy_hparams(values: Mapping[str, Any]) -> Hyperparameters:
+    """Return a copy of hyper-parameters. Values that a checkpoint cannot contain, such as modules, are not copied."""
+    kept, _ = kept_and_left_out(values)
+    return Hyperparameters({**values, **copy.deepcopy(kept)})
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -135,7 +135,7 @@ class Run(Protocol):
     accumulate_grad_batches: int  # a callback may change it before an epoch's first group
     count_tokens: bool  # set it in a callback's `setup` to have `state.tokens` counted
     log_every_n_steps: int
-    max_epochs: int | None
+    max_epochs: int  # -1: no limit
     max_steps: int
     fast_dev_run: bool | int
     barebones: bool

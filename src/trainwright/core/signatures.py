@@ -130,12 +130,26 @@ def _places(taken: Parameters, names: Sequence[str], optional: Collection[str]) 
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """Return whether `obj` has its own method `name`, in a sub-class of `base` or set on the instance."""
-    if name in _ONLY_METHODS and not callable(getattr(obj, name)):
+    """Return whether `obj` has its own method `name`, in a sub-class of `base` or set on the instance.
+
+    A hook that is set to None, for example with `task.val_dataloader = None`, counts as not defined.
+    """
+    found = getattr(obj, name, None)
+    if found is None or (name in _ONLY_METHODS and not callable(found)):
         return False
     if name in vars(obj):
         return True
     return getattr(type(obj), name, None) is not getattr(base, name)
+
+
+def method_of(obj: object, name: str) -> Callable[..., Any]:
+    """Return the method `name` of `obj`; if it is set to None, the base class's."""
+    found = getattr(obj, name)
+    classes = iter(type(obj).__mro__)
+    while found is None:
+        function = vars(next(classes)).get(name)
+        found = None if function is None else function.__get__(obj)
+    return found  # type: ignore[no-any-return]  # an attribute, found by its name
 
 
 def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:

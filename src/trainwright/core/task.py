@@ -56,13 +56,13 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         """
         raise TaskError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+    def validation_step(self, batch: Batch, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one validation batch and `log` metrics."""
 
-    def test_step(self, batch: Batch, batch_idx: int) -> Any:
+    def test_step(self, batch: Batch, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one test batch and `log` metrics."""
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+    def predict_step(self, batch: Batch, batch_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction for one batch. Default: `self(batch)`, or `self(batch[0])` for a tuple or list."""
         if type(self).forward is nn.Module.forward:
             raise TaskError(f"{type(self).__name__} has neither predict_step nor forward. Define one of them.")
@@ -378,7 +378,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     @trainer.setter
     def trainer(self, trainer: Run | None) -> None:
-        self._run = trainer
+        for task in _tasks_in(self):
+            task._run = trainer
 
     @property
     def current_epoch(self) -> int:
@@ -402,9 +403,10 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter or buffer; the CPU if there is none."""
-        tensors = itertools.chain(self.parameters(), self.buffers())
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        """The device of the first parameter or buffer; if there is none, the Trainer's, or the CPU without one."""
+        for tensor in itertools.chain(self.parameters(), self.buffers()):
+            return tensor.device
+        return torch.device("cpu") if self._run is None else self._run.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -487,3 +489,36 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, **dict.fromkeys(_RUNTIME_ATTRIBUTES)}
+
+
+def _tasks_in(task: TaskModule) -> list[TaskModule]:
+    """Return a task and the tasks among its modules, such as those that a distillation task contains."""
+    found: list[TaskModule] = []
+    waiting: list[nn.Module] = [task]
+    seen: set[nn.Module] = set()
+    while waiting:  # not `modules()`, which is recursive: a model that is nested too deeply gets its own error later
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, TaskModule):
+            found.append(module)
+        waiting.extend(module.children())
+    return found
+
+
+def log_into(task: TaskModule, sink: Any) -> None:
+    """Pass the values that a task and the tasks inside it log to `sink`. None discards them."""
+    for each in _tasks_in(task):
+        each._sink = sink
+
+
+@contextlib.contextmanager
+def logging_into(task: TaskModule, sink: Any) -> Iterator[None]:
+    """Pass logged values to `sink` in a `with` block; see `log_into`."""
+    before = task._sink
+    log_into(task, sink)
+    try:
+        yield
+    finally:
+        log_into(task, before)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from typing import Any, Literal, TypeGuard, get_args
+
+from torch.utils.data import Dataset
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.data.loader_options import LoaderOptions
@@ -302,7 +304,7 @@ def combined_count(mode: Mode, counts: list[int]) -> int:
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
-    """Return `tree` with `fn` applied to its leaves, which are all objects except lists, tuples and dicts of others."""
+    """Return `tree` with `fn` applied to its leaves, which are all objects that are not a tree (see `is_tree`)."""
 
     def map_entry(entry: object) -> Any:
         return fn(entry) if is_list_of_values(entry) else map_leaves(fn, entry)
@@ -311,9 +313,22 @@ def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
         return {key: map_entry(value) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*map(map_entry, tree))
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, tuple):
         return type(tree)(map(map_entry, tree))
+    if is_tree(tree):
+        return list(map(map_entry, tree))
     return fn(tree)
+
+
+def is_tree(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
+    """Return whether `map_leaves` looks into an object."""
+    # Other sequences, such as a range or a data set that is one, are loaders or data sets themselves.
+    return isinstance(tree, (tuple, MutableSequence, Mapping)) and not isinstance(tree, Dataset)
+
+
+def members_of(tree: Sequence[Any] | Mapping[Any, Any]) -> list[Any]:
+    """Return the entries of a sequence, or the values of a mapping."""
+    return list(tree.values() if isinstance(tree, Mapping) else tree)
 
 
 def is_list_of_values(value: object) -> bool:

@@ -15,7 +15,7 @@ from trainwright.core.hooks import DataHooks
 from trainwright.core.host.device_types import properties
 from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.registry import import_object
-from trainwright.data.combined import leaves_of, map_leaves
+from trainwright.data.combined import is_tree, leaves_of, map_leaves
 
 # The reader of checkpoints is in another layer; it is looked up when a checkpoint is loaded, not imported here.
 _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
@@ -128,8 +128,8 @@ def _has_pinned_memory() -> bool:
 
 
 def _holds_data_sets(tree: object) -> bool:
-    """Return whether a list, tuple or dict contains data sets. A list of samples is itself a data set."""
-    return isinstance(tree, (list, tuple, Mapping)) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
+    """Return whether a sequence or mapping contains data sets. A list of samples is itself a data set."""
+    return is_tree(tree) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
 
 
 def _accepted(cls: Callable[..., Any], candidates: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
-from trainwright.data.combined import CombinedLoader, PreparedCombined, is_list_of_values, map_leaves
+from trainwright.data.combined import CombinedLoader, PreparedCombined, is_list_of_values, is_tree, map_leaves
 from trainwright.data.iterable import (
     ByShardMethod,
     KeptStream,
@@ -69,7 +69,7 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
 def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
         raise ConfigurationError(f"{options.title} is already prepared. Pass the original loader, its attribute raw.")
-    if isinstance(loader, (list, tuple, Mapping)) and holds_loaders(loader):
+    if holds_several(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
         # Each member yields this rank's own batches; the combination is padded as one loader.
@@ -488,15 +488,17 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
     return twin
 
 
-def holds_loaders(tree: object) -> bool:
-    """Return whether a list, tuple or dict contains loaders rather than batches.
+def holds_several(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
+    """Return whether an object is a sequence or mapping of loaders rather than of batches.
 
     True if the first entry is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
     texts, as in Lightning. Other iterables may be batches.
     """
-    while isinstance(tree, (list, tuple, Mapping)) and tree:
-        entries = list(tree.values() if isinstance(tree, Mapping) else tree)
+    if not is_tree(tree):
+        return False
+    while is_tree(tree) and tree:
+        entries = tree.values() if isinstance(tree, Mapping) else tree
         if all(map(is_list_of_values, entries)):
             return True
-        tree = entries[0]
+        tree = next(iter(entries))
     return isinstance(tree, (DataLoader, CombinedLoader, Iterator))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
         devices = numbers if "," in devices else numbers[0]
     if devices == "auto" or devices == -1:
         return list(range(available)) if available is not None else [0]
-    if isinstance(devices, (list, tuple)):
+    if isinstance(devices, Sequence):
         indices = [int(index) for index in devices]
         if not indices:
             raise ConfigurationError(

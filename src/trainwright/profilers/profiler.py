@@ -34,7 +34,7 @@ class Profiler:
     enabled = True
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
-        self.dirpath = None if dirpath is None else Path(dirpath)
+        self.dirpath = None if dirpath is None else Path(dirpath).expanduser()
         self.filename = filename
         self.stage, self.rank, self.world_size, self._root = "fit", 0, 1, Path(".")
         self._open: list[Any] = []  # sequences that begin with the name of an open action, the innermost last

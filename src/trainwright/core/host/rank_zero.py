@@ -17,19 +17,31 @@ D = TypeVar("D")
 _LOG = logging.getLogger("trainwright")
 
 
-def rank_zero_only(fn: Callable[P, T], default: D | None = None) -> Callable[P, T | D | None]:
-    """Decorate a function so that only the main process runs it.
+class RankZeroOnly:
+    """The decorator `rank_zero_only`: only the main process runs the decorated function."""
 
-    Args:
-        fn: the function or method.
-        default: the result on other processes. Default: None.
-    """
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return detect().rank
 
-    @functools.wraps(fn)
-    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | D | None:
-        return fn(*args, **kwargs) if detect().rank == 0 else default
+    def __call__(self, fn: Callable[P, T], default: D | None = None) -> Callable[P, T | D | None]:
+        """Decorate a function.
 
-    return on_rank_zero
+        Args:
+            fn: the function or method.
+            default: the result on other processes. Default: None.
+        """
+
+        @functools.wraps(fn)
+        def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | D | None:
+            return fn(*args, **kwargs) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = RankZeroOnly()
+"""Decorate a function so that only the main process runs it. `rank_zero_only.rank` is the rank of this process."""
 
 
 def rank_zero_info(message: str, *args: object, **options: Any) -> None:
