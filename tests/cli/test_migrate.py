@@ -136,7 +136,7 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("from lightning.pytorch.profilers import XLAProfiler\n", 1, "XLAProfiler of Lightning is not here: "),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
-        ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
+        ("import lightning as L\nL.__version__\n", 2, "__version__ of Lightning is not here"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
         ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
@@ -409,3 +409,84 @@ def test_an_extensionless_shell_script_is_recognized(tmp_path: Path) -> None:
     path.write_text("#!/usr/bin/env bash\naccelerate launch --num_processes 2 t.py\n")
     assert main(["migrate", str(path)]) == 0
     assert path.read_text() == "#!/usr/bin/env bash\ntrainwright launch --num_processes 2 t.py\n"
+
+
+def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trainer.yaml"
+    path.write_text(
+        "trainer:\n"
+        "  _target_: lightning.pytorch.trainer.Trainer  # why\n"
+        "  callbacks:\n"
+        '  - class_path: "pytorch_lightning.callbacks.EarlyStopping"\n'
+        "  logger: [{_target_: lightning.pytorch.loggers.CSVLogger}, {_target_: lightning.pytorch.loggers.Mine}]\n"
+        "# _target_: lightning.pytorch.Trainer\n"
+        "model: {_target_: src.models.Net}\n"
+    )
+    assert main(["migrate", str(path)]) == 1
+    assert path.read_text().split("\n")[1:] == [
+        "  _target_: trainwright.Trainer  # why",
+        "  callbacks:",
+        '  - class_path: "trainwright.callbacks.EarlyStopping"',
+        "  logger: [{_target_: trainwright.loggers.CSVLogger}, {_target_: lightning.pytorch.loggers.Mine}]",
+        "# _target_: lightning.pytorch.Trainer",
+        "model: {_target_: src.models.Net}",
+        "",
+    ]
+    assert "5: lightning.pytorch.loggers.Mine has no counterpart here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "import accelerate\naccelerate.__version__\n",
+            "import trainwright\ntrainwright.utils.constants.ACCELERATE_VERSION\n",
+        ),
+        (
+            "from accelerate import __version__ as v\nv\n",
+            "from trainwright.utils.constants import ACCELERATE_VERSION as v\nv\n",
+        ),
+        (
+            "from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_only\n",
+            "from trainwright.utilities import rank_prefixed_message, rank_zero_only\n",
+        ),
+    ],
+)
+def test_the_version_of_accelerate_and_helpers_of_lightning_utilities_are_rewritten(before: str, after: str) -> None:
+    assert rewritten(before) == after
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("import lightning as L\nL.__version__\nL.__version__\n", 2, "__version__ of Lightning is not here"),
+        ("from lightning.pytorch.plugins import X\nX()\nX()\n", 1, "plugins.X has no counterpart"),
+        (
+            "import pytorch_lightning as pl\nclass A(pl.LightningModule):\n"
+            "    def training_step(self, batch, batch_idx, optimizer_idx): ...\n",
+            3,
+            "optimizer_idx is of Lightning 1",
+        ),
+        (
+            "import lightning as L\nclass A(L.LightningModule):\n    def test_epoch_end(self, outputs): ...\n",
+            3,
+            "removed from Lightning in 2.0",
+        ),
+        (
+            "from accelerate import Accelerator\na = Accelerator()\nif a.is_main_process:\n    a.save_state('x')\n",
+            4,
+            "save_state on the main process alone",
+        ),
+    ],
+)
+def test_what_a_rewrite_cannot_change_is_reported_once(text: str, line: int, says: str) -> None:
+    ((found, told),) = left(text)
+    assert found == line
+    assert says in told
+
+
+def test_an_unsupported_value_of_a_command_is_reported() -> None:
+    (note,) = rewrite_launch(b"accelerate launch --fp8_backend=msamp --mixed_precision $PRECISION t.py\n").unsettled
+    assert "fp8_backend='msamp' is unknown" in note.text

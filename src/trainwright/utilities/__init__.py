@@ -13,7 +13,13 @@ from typing import Any, NoReturn
 import torch
 
 from trainwright.core.host.hub import local_files_only
-from trainwright.core.host.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+from trainwright.core.host.rank_zero import (
+    rank_prefixed_message,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
 from trainwright.core.hyperparameters import Hyperparameters as AttributeDict
 from trainwright.core.measures import grad_norm, measure_flops
 from trainwright.core.names.foreign_names import missing
@@ -27,6 +33,7 @@ __all__ = [
     "local_files_only",
     "measure_flops",
     "move_data_to_device",
+    "rank_prefixed_message",
     "rank_zero_deprecation",
     "rank_zero_info",
     "rank_zero_only",

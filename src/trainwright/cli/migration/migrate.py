@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainwright.cli.migration.rewrite_config import rewrite_class_paths
 from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
 from trainwright.cli.migration.rewrite_launch import check_config, is_command_file, rewrite_launch
 from trainwright.core.errors import ConfigurationError
@@ -27,8 +28,9 @@ def migrate(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
         description=(
-            "Rewrite, in place, the imports and names of Lightning and Accelerate in Python files, and the commands of "
-            "Accelerate in shell files, Makefiles, batch scripts and YAML files. Print what is not supported in "
+            "Rewrite, in place, the imports and names of Lightning and Accelerate in Python files, the commands of "
+            "Accelerate in shell files, Makefiles, batch scripts and YAML files, and class paths (_target_ of Hydra, "
+            "class_path of LightningCLI) in YAML files. Print what is not supported in "
             "Accelerate's configuration files, which `trainwright launch` reads as they are."
         ),
         epilog="Exit code: 0, or 1 if manual changes are needed, or 2 for a file that cannot be read.",
@@ -81,7 +83,11 @@ def _rewritten_commands(path: Path, before: bytes) -> Rewritten:
             f"{path} is not a Python file, a shell file, a Makefile or a YAML file. No file has been changed."
         )
     try:
-        return rewrite_launch(before)
+        commands = rewrite_launch(before)
+        if path.suffix not in (".yaml", ".yml"):
+            return commands
+        classes = rewrite_class_paths(commands.code)
+        return Rewritten(classes.code, sorted([*commands.unsettled, *classes.unsettled]))
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is not text in UTF-8: {error}. No file has been changed.") from None
 

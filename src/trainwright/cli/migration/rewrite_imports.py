@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any
 
 from trainwright.cli.configs.class_names import UNUSED, is_unused, own_name
+from trainwright.core.hooks import REMOVED_HOOKS
 from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module
 
 FACE = "trainwright"
@@ -24,6 +25,15 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FOLDER = "a checkpoint is a folder here: load_from_checkpoint of your task reads it, torch.load does not."
+_OPTIMIZER_IDX = (
+    "optimizer_idx is of Lightning 1: a step is called once for a batch. Set automatic_optimization = False, and step "
+    "the optimizers of self.optimizers() in training_step."
+)
+_MAIN_ONLY = re.compile(r"\bis_(?:local_)?main_process\b")
+_SAVE_ON_MAIN = (
+    "save_state on the main process alone writes replicated weights only, without the generators of the other "
+    "processes. Call it on every process."
+)
 _TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 
@@ -58,7 +68,10 @@ def rewrite(code: bytes) -> Rewritten:
     except (RecursionError, MemoryError):
         raise SyntaxError("an expression is nested too deeply for the parser") from None
     text = _without_equal_fallbacks(program.edited()) if program.edits else program.edited()
-    return Rewritten(text.encode(encoding), sorted(program.unsettled))
+    first: dict[str, Unsettled] = {}  # a name that is used often is reported once
+    for each in sorted(program.unsettled):
+        first.setdefault(each.text, each)
+    return Rewritten(text.encode(encoding), list(first.values()))
 
 
 @dataclass(eq=False)
@@ -199,6 +212,8 @@ class _Program:
             star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node not in self.kept
             if isinstance(node, ast.ImportFrom) and star and _roots(node) & set(LIBRARIES):
                 self._report(node, f"from {node.module} import *: name what you use.")
+        if uses:
+            self._report_old_code()
         self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)})
         self._report_objects(trainers, reads_folders=bool(uses))
 
@@ -244,7 +259,7 @@ class _Program:
         base = own or FACE
         for length in range(len(words), 0, -1):
             found = counterpart(".".join([each.path, *words[:length]]))
-            if found is None or words[length - 1] == "__version__":
+            if found is None:
                 continue
             if f"{found}.".startswith(f"{base}.") and not (is_module(found) and length < len(words)):
                 self._replace(chain[length], local + found.removeprefix(base))
@@ -378,6 +393,19 @@ class _Program:
             for local in used:
                 self._report(node, f"the annotation in quotes names {modules[local]}; write the new name in it.")
 
+    def _report_old_code(self) -> None:
+        """Report hooks and arguments of Lightning 1, and saves on the main process alone."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef) and isinstance(self.parents[node], ast.ClassDef):
+                if any(argument.arg == "optimizer_idx" for argument in node.args.args):
+                    self._report(node, _OPTIMIZER_IDX)
+                if node.name in REMOVED_HOOKS:
+                    self._report(node, f"{node.name}: {REMOVED_HOOKS[node.name]}")
+            elif isinstance(node, ast.If) and _MAIN_ONLY.search(ast.unparse(node.test)):
+                for call in (each for line in node.body for each in ast.walk(line)):
+                    if isinstance(call, ast.Attribute) and call.attr == "save_state":
+                        self._report(call, _SAVE_ON_MAIN)
+
     def _report_objects(self, trainers: set[str], *, reads_folders: bool) -> None:
         """Report attributes of a Trainer that do not exist here, and reads of a checkpoint as a file.
 
@@ -403,7 +431,11 @@ def counterpart(path: str) -> str | None:
 
     The counterpart of a library's top package is `trainwright`.
     """
-    return FACE if canonical(path) in _TOP else own_name(path)
+    if canonical(path) in _TOP:
+        return FACE
+    if path.endswith(".__version__") and LIBRARIES[_root(path)] == "Lightning":
+        return None  # Trainwright has the version of Accelerate's interface, but none of Lightning's
+    return own_name(path)
 
 
 def _own_module(path: str, chains: Sequence[Sequence[Any]]) -> str | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainwright.cli.migration.rewrite_imports import Rewritten, Unsettled
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.yaml_text import parse_yaml
-from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.launch_config import LaunchConfig, Option
 from trainwright.launch.reading import check_supported, known_options, options_of
 
 _SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
@@ -44,11 +44,23 @@ def rewrite_launch(code: bytes) -> Rewritten:
             unsettled.append(Unsettled(number, f"accelerate {match['name']}: {_ANSWERS[match['name']]}."))
         for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line) if launches else ():
             option = known_options().get(flag.replace("-", "_"))
-            reason = "" if option is None else option.refusal(True if option.is_flag else value or True)
-            if reason:
-                unsettled.append(Unsettled(number, f"--{flag} is not supported: {reason}."))
+            if option is not None:
+                unsettled.extend(Unsettled(number, text) for text in _problems(option, flag, value))
     text = _LISTED.sub(r"trainwright\g<between>", "\n".join(lines))
     return Rewritten(text.encode(), unsettled)
+
+
+def _problems(option: Option, flag: str, value: str) -> list[str]:
+    """Return what `trainwright launch` does not support of an option in a command."""
+    reason = option.refusal(True if option.is_flag else value or True)
+    if reason:
+        return [f"--{flag} is not supported: {reason}."]
+    if value and option.choices and "$" not in value:  # the shell replaces variables
+        try:
+            option.parse(value.strip("\"'"), f"--{flag}")
+        except ConfigurationError as error:
+            return [str(error)]
+    return []
 
 
 def is_command_file(path: Path, code: bytes) -> bool:

@@ -44,6 +44,11 @@ rank_zero_only = RankZeroOnly()
 """Decorate a function so that only the main process runs it. `rank_zero_only.rank` is the rank of this process."""
 
 
+def rank_prefixed_message(message: str, rank: int | None) -> str:
+    """Return a message with the rank of a process in front of it. None returns the message unchanged."""
+    return message if rank is None else f"[rank: {rank}] {message}"
+
+
 def rank_zero_info(message: str, *args: object, **options: Any) -> None:
     """Log a message at level INFO to the logger `trainwright`, on the main process only."""
     if detect().rank == 0:

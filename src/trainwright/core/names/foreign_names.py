@@ -17,11 +17,16 @@ LIBRARIES = {
     "lightning": "Lightning",
     "pytorch_lightning": "Lightning",
     "lightning_fabric": "Lightning",
+    "lightning_utilities": "Lightning",
     "accelerate": "Accelerate",
 }
 """Top-level package → the library's name."""
 
-_CANONICAL = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+_CANONICAL = {
+    "pytorch_lightning": "lightning.pytorch",
+    "lightning_fabric": "lightning.fabric",
+    "lightning_utilities": "lightning.pytorch.utilities",
+}
 
 _EQUAL_MODULES = (
     "accelerator big_modeling data_loader hooks launchers local_sgd logging optimizer scheduler state tracking utils"
@@ -64,12 +69,16 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
             "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType", "typing.Any"
         ),
     },
-    "Accelerate": {"set_seed": "trainwright.utils.set_seed"},
+    "Accelerate": {
+        "__version__": "trainwright.utils.constants.ACCELERATE_VERSION",
+        "set_seed": "trainwright.utils.set_seed",
+    },
 }
 """Library → its name → Trainwright's full name, if it differs or is in another module than `MODULES` has."""
 
 
 _LIGHTNING = {
+    "__version__": "trainwright.__version__ is Trainwright's own; delete the comparison.",
     "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
     **_each(
         "LitLogger NeptuneLogger",
