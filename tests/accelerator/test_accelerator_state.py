@@ -111,6 +111,49 @@ def test_a_loaded_loop_goes_on_to_the_last_bit(save_at: int, precision: str, tmp
     assert len(again.data.fetched) == 3 * 22 - (save_at // 6 * 22 + save_at % 6 * 4)
 
 
+class DrawingTally(Tally):
+    """An object whose state cannot be saved or loaded without random numbers, such as one that makes a layer anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.rand(3)
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.rand(5)
+        super().load_state_dict(state)
+
+
+def test_a_registered_object_may_draw_random_numbers(tmp_path: Path) -> None:
+    def loop() -> Loop:
+        made = Loop()
+        made.accelerator.register_for_checkpointing(DrawingTally())
+        return made
+
+    wanted = loop().run(save_at=4, folder=tmp_path / "state")
+    again = loop()
+    again.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(again.run(), wanted)
+
+
+@pytest.mark.parametrize("outer", ["SequentialLR", "ChainedScheduler"])
+def test_a_schedule_of_other_schedules_is_refused(outer: str, tmp_path: Path) -> None:
+    def loop(second: type[Any]) -> Accelerator:
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), second(optimizer, 2)]
+        schedules = torch.optim.lr_scheduler
+        if outer == "SequentialLR":
+            accelerator.prepare(optimizer, schedules.SequentialLR(optimizer, parts, milestones=[2]))
+        else:
+            accelerator.prepare(optimizer, schedules.ChainedScheduler(parts))
+        return accelerator
+
+    loop(torch.optim.lr_scheduler.ExponentialLR).save_state(tmp_path / "state")
+    loop(torch.optim.lr_scheduler.ExponentialLR).load_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=rf"{outer}\(ConstantLR, ExponentialLR\) as learning-rate schedule 0"):
+        loop(torch.optim.lr_scheduler.StepLR).load_state(tmp_path / "state")
+
+
 def test_several_models_are_saved_beside_each_other(tmp_path: Path) -> None:
     wanted = Loop(num_models=2).run(save_at=3, folder=tmp_path / "state")
     again = Loop(num_models=2)

@@ -154,7 +154,8 @@ class LoopCheckpoints:
         in_shards = state.saves_shards
         if in_shards:
             weights, optimizers = state.shards_of((weights, optimizers))
-        # After the hooks, which may draw random numbers: the resumed loop continues with the numbers after them.
+        others = [other.state_dict() for other in objects.others]
+        # After all code of the user, which may draw random numbers: the resumed loop continues with those after it.
         own = {"rng": rng_state(engine.device), "loaders": loaders}
         of_ranks = processes.gather_object(own)
         steps = [optimizer.num_steps for optimizer in objects.optimizers]
@@ -162,7 +163,7 @@ class LoopCheckpoints:
             state=TrainState(step=max(steps, default=0)).to_dict(),
             model=weights,
             optimizers=optimizers,
-            trainer=self._entries(objects, of_ranks, steps),
+            trainer=self._entries(objects, others, of_ranks, steps),
             rng=[of_rank["rng"] for of_rank in of_ranks],
             world_size=processes.world_size,
             in_shards=in_shards,
@@ -185,7 +186,9 @@ class LoopCheckpoints:
         else:
             self._writer.submit(path, snapshot, then=published)
 
-    def _entries(self, objects: LoopObjects, of_ranks: list[Any], steps: list[int]) -> dict[str, Any]:
+    def _entries(
+        self, objects: LoopObjects, others: list[Any], of_ranks: list[Any], steps: list[int]
+    ) -> dict[str, Any]:
         """Return the checkpoint's values besides tensors: those that a Trainer reads, and the loop's own."""
         schedules = [scheduler_state(scheduler) for scheduler in objects.schedulers]
         scale = None if objects.scale is None else objects.scale.state_dict()
@@ -202,7 +205,7 @@ class LoopCheckpoints:
             "precision": self._engine.precision.name,
             _ENTRY: {
                 "counts": objects.counts,
-                "others": [other.state_dict() for other in objects.others],
+                "others": others,
                 "other_classes": class_names(objects.others),
                 "loaders": [of_rank["loaders"] for of_rank in of_ranks],
                 "steps": steps,
@@ -310,8 +313,6 @@ class LoopCheckpoints:
         scale = snapshot.trainer.get("strategy", {}).get("scaler")
         if objects.scale is not None and scale is not None:
             objects.scale.load_state_dict(scale)
-        if snapshot.world_size == processes.world_size and snapshot.rng:
-            set_rng_state(snapshot.rng[processes.rank], self._engine.device)
         self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
             warnings.warn(
@@ -320,7 +321,15 @@ class LoopCheckpoints:
                 TrainwrightWarning,
                 stacklevel=3,
             )
-            return
+        else:
+            self._load_entry(entry, objects)
+        # After all code of the user, which may draw random numbers.
+        if snapshot.world_size == processes.world_size and snapshot.rng:
+            set_rng_state(snapshot.rng[processes.rank], self._engine.device)
+
+    def _load_entry(self, entry: dict[str, Any], objects: LoopObjects) -> None:
+        """Restore what only a loop has saved: registered objects, numbers of steps and the positions of loaders."""
+        processes = self._engine.processes
         for other, saved in zip(objects.others, entry["others"], strict=True):
             other.load_state_dict(saved)
         for optimizer, steps in zip(objects.optimizers, entry["steps"], strict=True):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 
 from trainwright.core.errors import CheckpointError
 
@@ -165,8 +166,17 @@ class SkipRestOfEpoch(Exception):
 
 
 def class_names(objects: Iterable[object]) -> list[str]:
-    """Return the classes of objects whose states are saved, for `compare_classes`."""
-    return [type(one).__qualname__ for one in objects]
+    """Return the classes of objects whose states are saved, for `compare_classes`.
+
+    A schedule that consists of others, such as a SequentialLR, is `"SequentialLR(LinearLR, CosineAnnealingLR)"`.
+    """
+    names = []
+    for one in objects:
+        name = type(one).__qualname__
+        if isinstance(one, SequentialLR | ChainedScheduler):
+            name += f"({', '.join(class_names(one._schedulers))})"
+        names.append(name)
+    return names
 
 
 def compare_classes(kind: str, objects: Iterable[object], saved: Sequence[str] | None, origin: object) -> None:

@@ -271,9 +271,8 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
             " on this machine",
             ". A process of another machine may have failed before: see the output there",
         )
-    output = f": {first.line}\nIts output: {first.file}" if first.file else "; its traceback is above"
     about = f"{first.how}, process {first.pid} on {socket.gethostname()}"
-    return _failed(f"rank {first.rank} failed first{place} ({about}){output}{others}", first.code)
+    return _failed(f"rank {first.rank} failed first{place} ({about}){first.error()}{others}", first.code)
 
 
 def _failed(text: str, code: int = 1) -> int:
@@ -317,7 +316,10 @@ def is_busy(port: int | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The process that failed first: rank, process ID, exit code, description of its end, error, and output."""
+    """The process that failed first: rank, process ID, exit code, description of its end, error, and output.
+
+    The first process of a machine has no file: its output is in the terminal.
+    """
 
     rank: int
     pid: int
@@ -325,6 +327,14 @@ class FirstFailure:
     how: str
     line: str
     file: Path | None
+
+    def error(self) -> str:
+        """Return the end of the message: the error of the process, and where its output is."""
+        if self.file is None:
+            return "; its output is above"
+        if not self.line:
+            return "; it has written no error"  # killed by a signal, or ended by sys.exit
+        return f": {self.line}\nIts output: {self.file}"
 
 
 def first_failure(error: Any, logs: str | Path) -> FirstFailure:
@@ -352,7 +362,7 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
         seconds = file.stat().st_mtime if file is not None and line else one.timestamp
         how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
         code = one.exitcode if one.exitcode >= 0 else 128 - one.exitcode
-        order.append((place, seconds, rank, FirstFailure(rank, one.pid, code, how, line, file if line else None)))
+        order.append((place, seconds, rank, FirstFailure(rank, one.pid, code, how, line, file)))
     return min(order)[-1]
 
 
