@@ -151,9 +151,7 @@ class TrainData:
         self.given = loader
         if holds_several(loader):
             loader = CombinedLoader(loader, mode="max_size_cycle")
-        if overfit and options.rank == 0:
-            _warn_of_shuffling(loader, overfit)
-        self.loader = prepare_loader(loader, replace(options, shuffle=False) if overfit else options)
+        self.loader = prepare_loader(loader, _in_order(loader, options, overfit) if overfit else options)
         self._limit, self._name = (overfit, "overfit_batches") if overfit else (limit, _LIMITS["train"])
         self.num_batches: int | None = None
 
@@ -286,18 +284,20 @@ class EvaluationData:
         return [float("inf") if limit is None else limit for limit in self.limits]
 
 
-def _warn_of_shuffling(loader: object, overfit: int | float) -> None:
+def _in_order(loader: object, options: LoaderOptions, overfit: int | float) -> LoaderOptions:
+    """Return the options that read the data in its order, and warn of a sampler that they ignore."""
     leaves = leaves_of(getattr(loader, "iterables", loader))
     names = [type(leaf.sampler).__name__ for leaf in leaves if hasattr(leaf, "sampler")]
     # The sampler of an iterable data set has no order.
     ignored = [name for name in names if name not in ("SequentialSampler", "_InfiniteConstantSampler")]
-    if ignored:
+    if ignored and options.rank == 0:
         warnings.warn(
-            f"overfit_batches={overfit!r} reads the same batches in every epoch, so the training loader's shuffle=True "
-            f"or sampler ({ignored[0]}) is ignored. Set shuffle=False to silence this warning.",
+            f"overfit_batches={overfit!r} reads the same batches in every epoch, so {options.title}'s shuffle=True or "
+            f"sampler ({ignored[0]}) is ignored. Set shuffle=False to silence this warning.",
             TrainwrightWarning,
             stacklevel=2,
         )
+    return replace(options, shuffle=False)
 
 
 def _listed(facts: Mapping[str, Any]) -> str:
@@ -365,12 +365,13 @@ class StageData:
     def _make(self, kind: str) -> Any:
         """Return the user's loaders, requested with the `current_epoch` of the uninterrupted run.
 
-        After a resume, this is the epoch in which the interrupted run requested them, unless a reload is due.
+        After a resume, this is the epoch in which the interrupted run requested them, unless a reload was due since.
         """
         state, every = self._history.state, self._settings.arguments.reload_dataloaders_every_n_epochs
         now = state.epoch
-        reload_is_due = every > 0 and now % every == 0
-        state.epoch = now if reload_is_due else self._made_in.get(kind, now)
+        made_in = self._made_in.get(kind, now)
+        last_reload = now - now % every if every > 0 else 0
+        state.epoch = made_in if made_in >= last_reload else now
         self._made_in[kind] = state.epoch
         try:
             return self.sources.make(kind, self._task)
@@ -408,6 +409,9 @@ class StageData:
             options = self._options()
             if self._engine.processes.world_size == 1:  # replicas that are separate runs evaluate all data
                 options = replace(options, rank=0, world=1, agree=None)
+            overfit = self._settings.arguments.overfit_batches
+            if kind == "validate" and overfit:
+                options = _in_order(loaders, options.evaluating(kind), overfit)
             data = self.evaluations[kind] = EvaluationData(
                 loaders, kind, options, limit=limit, epoch=self._history.state.epoch
             )

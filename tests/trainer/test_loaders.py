@@ -171,37 +171,49 @@ class _LoadsByEpoch(DataModule):
         return regression_loader(1)
 
 
-@pytest.mark.parametrize("every", [0, 2, 3])
-def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(every: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every", "validate_every"), [(0, 1), (2, 1), (3, 1), (2, 2)])
+def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(
+    every: int, validate_every: int, tmp_path: Path
+) -> None:
     def fit(data: _LoadsByEpoch, ckpt_path: Path | None = None) -> list[tuple[str, int]]:
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        trainer = quiet_trainer(max_epochs=6, reload_dataloaders_every_n_epochs=every, callbacks=saver)
+        arguments = {"reload_dataloaders_every_n_epochs": every, "check_val_every_n_epoch": validate_every}
+        trainer = quiet_trainer(max_epochs=6, callbacks=saver, num_sanity_val_steps=0, **arguments)
         trainer.fit(RegressionTask(), datamodule=data, ckpt_path=ckpt_path)
         return data.asked
 
     whole = fit(_LoadsByEpoch())
     for step in range(1, 12):
-        # A checkpoint of an epoch's last step is resumed in this epoch.
         epoch = step // 2
-        last = {kind: max(e for k, e in whole if k == kind and e <= epoch) for kind in ("train", "val")}
+        reloaded = epoch - epoch % every if every else 0
+        last = {
+            kind: max((e for k, e in whole if k == kind and reloaded <= e <= epoch), default=epoch)
+            for kind in ("train", "val")
+        }
         wanted = [(kind, e) for kind, e in whole if e >= last[kind]]
         assert sorted(fit(_LoadsByEpoch(), tmp_path / f"step={step}")) == sorted(wanted), step
 
 
 def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
     seen: list[float] = []
+    validated: list[float] = []
 
     class Task(RegressionTask):
         def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
             seen.append(batch[0].sum().item())
             return self.loss(batch)
 
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            validated.append(batch[0].sum().item())
+
     tally = Tally()
-    trainer = quiet_trainer(max_epochs=3, overfit_batches=4, callbacks=tally)
-    with pytest.warns(TrainwrightWarning, match=r"shuffle=True or sampler \(RandomSampler\) is ignored"):
-        trainer.fit(Task(), regression_loader(shuffle=True), regression_loader())
+    trainer = quiet_trainer(max_epochs=3, overfit_batches=4, num_sanity_val_steps=0, callbacks=tally)
+    with pytest.warns(TrainwrightWarning) as caught:
+        trainer.fit(Task(), regression_loader(shuffle=True), regression_loader(shuffle=True))
+    ignored = [str(w.message) for w in caught if "or sampler (RandomSampler) is ignored" in str(w.message)]
+    assert ["train_dataloader" in text or "val_dataloader" in text for text in ignored] == [True, True]
     first = [batch[0].sum().item() for batch in regression_loader()][:4]
-    assert seen == first * 3
+    assert seen == validated == first * 3
     assert tally.batches["validation"] == {0: 12}
 
 
