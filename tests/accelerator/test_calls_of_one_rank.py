@@ -114,7 +114,7 @@ def test_waiting_writes_no_warnings_of_torchs_store(tmp_path: Path) -> None:
 
 def _save_on_the_main_process(folder: str) -> tuple[list[str], str, list[float]]:
     """Train for four steps, save on rank 0 after the steps 1 and 2, on both after step 3; rank 1 is late in the end."""
-    process_group._LATE_S, process_group._LATE_AGAIN_S = 2.0, 0.2
+    process_group._LATE_S, process_group._LATE_AGAIN_S, process_group._TOO_LATE_S = 2.0, 0.2, 3.0
     accelerator = Accelerator(cpu=True, strategy="ddp")
     net = Net()
     model, optimizer = accelerator.prepare(net, make_optimizer(net))
@@ -136,10 +136,11 @@ def _save_on_the_main_process(folder: str) -> tuple[list[str], str, list[float]]
         saved.append(accelerator.save_state(f"{folder}/both"))
         step()
         if not accelerator.is_main_process:
-            time.sleep(4.0)
+            time.sleep(8.0)
         saved.append(accelerator.save_state(f"{folder}/late"))
     weights = [parameter.sum().item() for parameter in net.parameters()]
     accelerator.load_state(f"{folder}/late")
+    assert saved[-1] == f"{folder}/late"
     assert weights == [parameter.sum().item() for parameter in net.parameters()]
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -152,7 +153,7 @@ def test_replicated_weights_are_saved_by_the_main_process_alone(tmp_path: Path) 
     main, other = run_distributed(_save_on_the_main_process, 2, str(tmp_path), init=False, timeout=120)
     assert main[0] == [str(tmp_path / name) for name in ("0", "1", "both", "late")]
     assert other[0] == [str(tmp_path / name) for name in ("both", "late")]
-    assert "on the main process alone" in main[1]
+    assert "the main process writes the state without the other processes" in main[1]
     assert main[2] == other[2]
     num_generators = {name: len(read_checkpoint(tmp_path / name).rng) for name in ("0", "1", "both", "late")}
     assert num_generators == {"0": 1, "1": 1, "both": 2, "late": 1}
@@ -176,3 +177,22 @@ def test_sharded_weights_are_not_saved_by_the_main_process_alone(tmp_path: Path)
         run_distributed(_save_shards_on_the_main_process, 2, str(tmp_path / "saved"), init=False, timeout=120)
     assert "Call it on every rank, not on the main one alone" in str(caught.value)
     assert time.monotonic() - begun_s < 60
+
+
+def _load_on_the_main_process(folder: str) -> None:
+    process_group._LATE_S = 0.5
+    accelerator = Accelerator(cpu=True, strategy="ddp")
+    net = Net()
+    model, _ = accelerator.prepare(net, make_optimizer(net))
+    accelerator.save_state(folder)
+    if accelerator.is_main_process:
+        accelerator.load_state(folder)
+    accelerator.wait_for_everyone()
+    accelerator.backward(model(torch.ones(2, 4)).mean())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_state_is_not_loaded_by_the_main_process_alone(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"waits in accelerator\.load_state\(\) for rank 1"):
+        run_distributed(_load_on_the_main_process, 2, str(tmp_path / "saved"), init=False, timeout=120)

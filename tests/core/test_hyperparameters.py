@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
+import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -514,3 +515,13 @@ def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
         trainer.fit(Keeping(count=value), datamodule=Numbers(4))
     unlogged = quiet_trainer(max_steps=1, enable_autolog_hparams=False)
     unlogged.fit(Keeping(count=value), datamodule=Numbers(4))
+
+
+def test_a_namespace_of_another_kind_is_an_error_that_names_the_accepted_ones() -> None:
+    class Spaced(TaskModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters(types.SimpleNamespace(width=1))
+
+    with pytest.raises(ConfigurationError, match=r"received a SimpleNamespace\. Pass names of arguments"):
+        Spaced()

@@ -136,7 +136,7 @@ def test_a_damaged_index_is_an_error(offset: int, value: int, tmp_path: Path) ->
         TokenFile(path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\udcff"])
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff", '{"vocab_size": "many"}'])
 def test_a_damaged_description_is_an_error(text: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a", [3])
     (tmp_path / "a.json").write_bytes(text.encode("utf-8", "surrogateescape"))

@@ -113,6 +113,7 @@ def test_jobs_on_the_cpu_request_no_gpus() -> None:
         ({"slurm": True, "slurm_output": "no-folder/%j.out"}, "the folder no-folder does not exist"),
         ({"slurm_time": "1:00"}, "--slurm_time needs --slurm too"),
         ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
+        ({"num_processes": 10**23}, f"--num_processes {10**23}: write a number of at most 1,000,000"),
         ({"main_process_port": 99999}, "--main_process_port 99999: write a port from 0 to 65535"),
         ({"main_process_port": -1}, "--main_process_port -1: write a port from 0 to 65535"),
         ({"print": True}, "--print needs --slurm, --mpi or --sagemaker too"),

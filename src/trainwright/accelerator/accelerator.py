@@ -1036,8 +1036,8 @@ class Accelerator:
         """Write the state of all prepared objects as a checkpoint, and replace an existing checkpoint. Collective.
 
         If weights and optimizers are not sharded, the main process may call it alone, within
-        `if accelerator.is_main_process:`. It waits up to 10 s for the others, and then writes the state without their
-        generators, with a warning.
+        `if accelerator.is_main_process:`. It waits for the others, 10 s if they wait for it in a collective and 60 s
+        otherwise, and then writes the state without their generators, with a warning.
 
         The checkpoint contains weights, optimizers, schedules, the loss scale, the position in the data, the generators
         of all ranks and registered objects. A loop that loads the checkpoint continues bit for bit. With a sharded
@@ -1069,11 +1069,11 @@ class Accelerator:
             steps = [optimizer.num_steps for optimizer in objects.optimizers]
             turn = self.state.joined().meet_or_lead("accelerator.save_state()", f"{output_dir} after steps {steps}")
         if turn == "done":
-            return self._checkpoints.folders.name_of(output_dir)
+            return self._checkpoints.folders.newest_place(output_dir)
         if turn == "alone":
             warnings.warn(
-                "save_state() was called on the main process alone, which writes the state without the others: the "
-                "generators of the other processes are not saved. Call save_state() on every process.",
+                "the main process writes the state without the other processes, which wait for it elsewhere or are too "
+                "slow: their generators are not saved. Call save_state() on every process.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -1091,16 +1091,17 @@ class Accelerator:
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Restore a state that `save_state` wrote. First prepare the same objects. Every rank reads the folder.
+        """Restore a state that `save_state` wrote. First prepare the same objects. Collective.
 
-        The strategy and the number of processes may differ from those of the save. If the state was saved within a pass
-        over a loader, the next pass that trains continues at the saved position, with or without `skip_first_batches`.
-        A loop that skips batches in another way passes `DataLoaderConfiguration(use_stateful_dataloader=False)`. A
-        checkpoint of a Trainer restores only weights, optimizers, schedules and generators.
+        Every rank reads the folder. The strategy and the number of processes may differ from those of the save. If the
+        state was saved within a pass over a loader, the next pass that trains continues at the saved position, with or
+        without `skip_first_batches`. A loop that skips batches in another way passes
+        `DataLoaderConfiguration(use_stateful_dataloader=False)`. A checkpoint of a Trainer restores only weights,
+        optimizers, schedules and generators.
 
         Args:
             input_dir: The folder, or a URL that the main process downloads. Default: None, which is the newest valid
-                state with automatic naming; see `ProjectConfiguration`. None and a URL make the call collective.
+                state with automatic naming; see `ProjectConfiguration`.
             load_kwargs: Must be None or an empty mapping, because `torch.load` is not used. Default: None.
 
         Raises:
@@ -1110,6 +1111,7 @@ class Accelerator:
         """
         if load_kwargs:
             refuse_option("load_state", "load_kwargs")
+        self._meet("load_state()")  # a call of one rank alone would leave replicas with different weights
         self._checkpoints.load(self._checkpoints.source(input_dir), self._objects())
 
     def _objects(self) -> LoopObjects:

@@ -124,11 +124,11 @@ class StateFolders:
                 "folder. Leave one out."
             )
 
-    def name_of(self, output_dir: str | os.PathLike[str] | None) -> str:
-        """Return the path or URL of a save from its argument and the count of automatic names. Not collective."""
+    def newest_place(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Return the path or URL of the save that the main rank has made or is making. Not collective."""
         if output_dir is not None:
             return os.fspath(output_dir)
-        return f"{self.folder}/checkpoint_{self.configuration.iteration}"
+        return f"{self.folder}/checkpoint_{self._free_number() - 1}"
 
     def next_place(self, output_dir: str | os.PathLike[str] | None) -> str:
         """Return the path or URL of the next save. Main rank only.
@@ -142,13 +142,12 @@ class StateFolders:
         if output_dir is not None:
             if is_url(output_dir):
                 remote_names(parent_url(os.fspath(output_dir)))
-            return self.name_of(output_dir)
+            return os.fspath(output_dir)
+        if not self._is_prepared:
+            RunFolder(self._local_folder).prepare()  # a killed process may have left an unfinished state
+            self._is_prepared = True
         wanted = self.configuration.iteration
-        number = wanted
-        for name in self._names():
-            found = _NAME.fullmatch(name)
-            if found is not None:
-                number = max(number, int(found[1]) + 1)
+        number = self._free_number()
         if number != wanted and not self._has_loaded:  # a loaded run may have left a damaged or unfinished state
             warnings.warn(
                 f"{self.folder} holds states up to checkpoint_{number - 1}, which this process has not written. The "
@@ -159,16 +158,20 @@ class StateFolders:
             )
         return f"{self.folder}/checkpoint_{number}"
 
-    def _names(self) -> set[str]:
-        """Return the names in the folder of automatic states, remote and local, and names that are being written."""
-        local = self._local_folder
-        if not self._is_prepared:
-            RunFolder(local).prepare()  # a killed process may have left an unfinished state
-            self._is_prepared = True
-        names = set(names_in(local))
+    def _free_number(self) -> int:
+        """Return the first number that is greater than those of all automatic names, and at least `iteration`.
+
+        The names are those in the remote and the local folder, including names of states that are being written.
+        """
+        names = set(names_in(self._local_folder))
         if is_url(self.folder):
             names.update(remote_names(self.folder))
-        return names
+        number = self.configuration.iteration
+        for name in names:
+            found = _NAME.fullmatch(name)
+            if found is not None:
+                number = max(number, int(found[1]) + 1)
+        return number
 
     def check_source(self, input_dir: str | os.PathLike[str] | None) -> None:
         """Check that a folder to load from was passed, or that automatic naming determines it."""

@@ -149,6 +149,12 @@ class HyperparametersMixin:
         else:
             found = arguments
             defaults = _defaults(type(self))
+            strange = [type(name).__name__ for name in args if not isinstance(name, str)]
+            if strange:
+                raise ConfigurationError(
+                    f"save_hyperparameters received a {strange[0]}. Pass names of arguments of __init__, or one "
+                    "mapping or argparse.Namespace."
+                )
             unknown = [name for name in args if name not in found]
             if unknown:
                 raise ConfigurationError(

@@ -33,6 +33,7 @@ from trainwright.processes.launcher import patch_environment, set_variable, set_
 
 PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _ALL = "all"
+_MOST = 1_000_000  # processes, machines or restarts; a greater number is a mistake, and the agent would count to it
 _ELASTIC_RESTARTS = 100  # a machine that leaves costs one
 # Errors that follow from the end of another process.
 _CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError")
@@ -107,6 +108,8 @@ def check_options(config: LaunchConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise ConfigurationError(f"--{name} {value}: write a whole number of at least {least}.")
+        if value is not None and value > _MOST:
+            raise ConfigurationError(f"--{name} {value}: write a number of at most {_MOST:,}.")
     check_cluster(config)
     machines = config.num_machines or 1
     if config.min_nodes is not None:

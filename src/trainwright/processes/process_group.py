@@ -32,6 +32,7 @@ _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
 _LONGEST_LOOK_S = 0.25
 _SLOW_START_S = 60.0
 _LATE_S = 10.0  # after which a rank that waits for others in a call names them
+_TOO_LATE_S = 60.0  # after which a main rank makes a call alone
 _LATE_AGAIN_S = 1.0  # after which a main rank that has made a call alone asks whether the others wait for it
 
 _groups_made = 0
@@ -141,7 +142,8 @@ class Processes:
     def meet_or_lead(self, call: str, position: str) -> Turn:
         """Wait for the other ranks as `meet` does. The main rank waits some seconds, and then makes the call alone.
 
-        The wait takes 10 s. Later waits end after 1 s if the other ranks are in a collective.
+        The wait takes 10 s if the other ranks are in collectives, which they cannot leave without the main rank, and
+        60 s otherwise. After a call that was made alone, it takes 1 s for ranks in collectives.
 
         Args:
             call: the name of the call, for messages.
@@ -400,8 +402,8 @@ class ProcessGroup(Processes):
     def _wait_for(self, key: str, store: Any, call: str, *, leads: bool = False) -> bool:
         """Wait until `key` exists, and report the ranks that are late. See `meet` for errors.
 
-        If `leads` is True, return False when the other ranks are late. A rank that has led before returns as soon as
-        the other ranks wait in a collective, which they cannot leave without this rank.
+        If `leads` is True, return False when all late ranks are in collectives, which they cannot leave without this
+        rank, or are too late: on an accelerator, a rank that waits for this one may be in any call.
 
         Args:
             key: a key of `store`. The other keys are the ranks that have arrived.
@@ -430,9 +432,9 @@ class ProcessGroup(Processes):
             places = [] if self._late_calls is None else self._late_calls.ask(PrefixStore("late", self._store))
             blocked = [place for place in places if is_in_collective(place)]
             if leads:
-                if len(blocked) == len(late) or waited_s >= _LATE_S:
+                if len(blocked) == len(late) or waited_s >= _TOO_LATE_S:
                     return False
-                next_report_s = _LATE_S
+                next_report_s = min(next_report_s + _LATE_S, _TOO_LATE_S)
                 continue
             if blocked_before is None:
                 sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")

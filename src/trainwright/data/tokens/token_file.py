@@ -237,6 +237,9 @@ def _read_facts(file: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{file} is damaged: {error}. Write it again.") from None
     if not isinstance(found, dict):
         raise ConfigurationError(f"{file} is damaged: it is a {type(found).__name__}, expected a dict. Write it again.")
+    size = found.get("vocab_size")
+    if size is not None and type(size) is not int:
+        raise ConfigurationError(f"{file} is damaged: vocab_size is {size!r}, expected a whole number. Write it again.")
     return found
 
 
