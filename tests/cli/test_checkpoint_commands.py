@@ -191,6 +191,18 @@ def test_verify_of_whole_checkpoints_exits_with_0(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.splitlines() == [f"{path}: intact" for path in paths]
 
 
+def test_verify_skips_the_index_that_a_pattern_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_small(tmp_path, 1)
+    (tmp_path / "index.json").touch()
+    assert _run("verify", *sorted(tmp_path.iterdir())) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{path}: intact"]
+
+
+def test_an_unknown_command_is_an_error_that_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("verfiy") == 2
+    assert "no command 'verfiy'. Did you mean 'verify'?" in capsys.readouterr().err
+
+
 def test_verify_exits_with_1_and_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, damaged = (write_small(tmp_path, step) for step in (1, 2))
     _damage(damaged)

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright.cli.main import table_lines
-from trainwright.core.errors import CheckpointError, ConfigurationError, visible
+from trainwright.core.errors import CheckpointError, ConfigurationError, nearest, visible
 from trainwright.core.host.folders import is_url
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.interop.diff import CheckpointDifference
     from trainwright.checkpoint.interop.export import Exported
 
+_COMMANDS = ("ls", "show", "verify", "diff", "merge", "export", "convert")
+_KNOWN = f"Known: {', '.join(_COMMANDS)}."
 _FOUND = 1  # verify: damage; diff: differences
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SHOWN = 20  # maximal number of printed lines of one kind
@@ -30,7 +32,10 @@ _SHOWN = 20  # maximal number of printed lines of one kind
 
 def checkpoint(argv: Sequence[str]) -> int:
     """Run `trainwright checkpoint`; see `trainwright checkpoint --help`."""
-    wanted = _parser().parse_args(argv)
+    parser = _parser()
+    if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
+        raise ConfigurationError(f"checkpoint has no command {argv[0]!r}.{nearest(argv[0], _COMMANDS)} {_KNOWN}")
+    wanted = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = wanted.command
     try:
         return command(wanted)
@@ -166,9 +171,12 @@ def _show(wanted: argparse.Namespace) -> int:
 
 def _verify(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint import verify
+    from trainwright.checkpoint.format.layout import RUN_INDEX
     from trainwright.cli.checkpoint_facts import checkpoints_at
 
-    found = {str(path): verify(path) for given in wanted.paths for path in checkpoints_at(given)}
+    # A pattern such as `runs/checkpoints/*` also matches the index beside the checkpoints.
+    given = [path for path in wanted.paths if path.name != RUN_INDEX] or wanted.paths
+    found = {str(path): verify(path) for folder in given for path in checkpoints_at(folder)}
     damaged = any(found.values())
     if wanted.json:
         _print_json({"damaged": damaged, "checkpoints": found})
