@@ -257,6 +257,13 @@ def entry_of(slot: MetricSlot) -> Entry:
     return entry._replace(epoch_closed=True) if closed else entry
 
 
+def with_step_value(entry: Entry, value: float, weight: float) -> Entry:
+    """Return an entry with one step value, to be reduced over the ranks. Only a mean uses `weight`."""
+    if entry.kind != "mean":
+        weight = 1.0
+    return entry._replace(total=value * weight, weight=weight, values=(value,))
+
+
 def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | None:
     """Reduce one key's entries to one number.
 
