@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
-from trainwright.core.tree import map_tensors, same_attributes
+from trainwright.core.tree import map_tensors, restore_attributes
 from trainwright.loggers.metric_slot import (
     HostReads,
     MetricSlot,
@@ -359,7 +359,7 @@ def same_metric_objects(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     with ExitStack() as undo:
         for module in {id(module): module for module in modules}.values():
             if is_metric_object(module):
-                undo.enter_context(same_attributes(module, ("_modules", "_parameters")))
+                undo.enter_context(restore_attributes(module, ("_modules", "_parameters")))
         yield
 
 
