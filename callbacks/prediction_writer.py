@@ -15,7 +15,7 @@ from trainwright.core.tree import Batch
 
 
 class WriteInterval(StrEnum):
-    """When predictions are written. Members are equal to their text."""
+    """Times at which predictions are written. Members are equal to their text."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -56,9 +56,11 @@ class BasePredictionWriter(Callback):
                 f"{', '.join(map(repr, _INTERVALS))}."
             )
         self.interval = WriteInterval(write_interval)
+        # For `write_on_epoch_end`: one list for each loader.
         self._predictions: list[list[Any]] = []
         self._indices: list[list[Any]] = []
-        self._drawing: Iterator[list[int]] | None = None
+        # Indices of the current loader's next batches. None if they are unknown.
+        self._next_indices: Iterator[list[int]] | None = None
 
     def write_on_batch_end(
         self,
@@ -76,14 +78,13 @@ class BasePredictionWriter(Callback):
             trainer: the run.
             task: the task.
             prediction: the output of `predict_step`, on its device.
-            batch_indices: the batch's indices in the data set; None if only the user's own sampler knows them.
+            batch_indices: the batch's indices in the data set; None if the user's own sampler or
+                data set determines them.
             batch: the batch, on the device.
             batch_idx: index of the batch among this rank's batches.
             dataloader_idx: index of the loader.
         """
-        raise ConfigurationError(
-            f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs write_on_batch_end. Define it."
-        )
+        raise self._not_overridden("write_on_batch_end")
 
     def write_on_epoch_end(
         self, trainer: Run, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
@@ -96,25 +97,23 @@ class BasePredictionWriter(Callback):
             predictions: list of the outputs of `predict_step`. With several loaders, a list of such lists.
             batch_indices: for each loader a list with the indices of each batch (see `write_on_batch_end`).
         """
-        raise ConfigurationError(
-            f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs write_on_epoch_end. Define it."
-        )
+        raise self._not_overridden("write_on_epoch_end")
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._forget()
-        for interval in ("batch", "epoch"):
-            method = f"write_on_{interval}_end"
-            if interval in self.interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
-                raise ConfigurationError(
-                    f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs {method}. Define it."
-                )
+        # Before the first batch: a missing method must not be noticed only after a long prediction.
+        own, base = type(self), BasePredictionWriter
+        if self.interval.on_batch and own.write_on_batch_end is base.write_on_batch_end:
+            raise self._not_overridden("write_on_batch_end")
+        if self.interval.on_epoch and own.write_on_epoch_end is base.write_on_epoch_end:
+            raise self._not_overridden("write_on_epoch_end")
 
     def on_predict_batch_end(
         self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if batch_idx == 0:
-            self._drawing = trainer.batch_indices(dataloader_idx)
-        indices = None if self._drawing is None else next(self._drawing)
+        if batch_idx == 0:  # a loader begins
+            self._next_indices = trainer.batch_indices(dataloader_idx)
+        indices = None if self._next_indices is None else next(self._next_indices)
         if self.interval.on_batch:
             self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval.on_epoch:
@@ -126,13 +125,21 @@ class BasePredictionWriter(Callback):
 
     def on_predict_epoch_end(self, trainer: Run, task: TaskModule) -> None:
         if self.interval.on_epoch:
-            several = len(trainer.num_eval_batches) > 1
-            found: list[Any] = self._predictions if several else [p for part in self._predictions for p in part]
-            self.write_on_epoch_end(trainer, task, found, self._indices)
+            predictions: list[Any] = self._predictions
+            if len(trainer.num_eval_batches) == 1:
+                predictions = predictions[0] if predictions else []
+            self.write_on_epoch_end(trainer, task, predictions, self._indices)
         self._forget()
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._forget()
 
+    def _not_overridden(self, method: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__}(write_interval={str(self.interval)!r}) needs {method}. Define it."
+        )
+
     def _forget(self) -> None:
-        self._predictions, self._indices, self._drawing = [], [], None
+        self._predictions = []
+        self._indices = []
+        self._next_indices = None

@@ -45,6 +45,7 @@ from trainwright.loggers.metric_values import (
     put_objects,
     read_steps,
     step_values,
+    with_step_value,
 )
 
 EpochStage = Literal["train", "validate", "test", "predict"]
@@ -412,9 +413,7 @@ class MetricBuffer:
         for slot, entry, (value,) in waiting:
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
                 name = entry.name + entry.suffix
-                weight = slot.last_weight if entry.kind == "mean" else 1.0
-                total = value * weight if entry.kind == "mean" else value
-                shared[name] = entry._replace(total=total, weight=weight, values=(value,))
+                shared[name] = with_step_value(entry, value, slot.last_weight)
                 reductions[name] = slot.settings.reduction
             else:
                 flushed.put(entry, value, "step")

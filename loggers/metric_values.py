@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
-from trainwright.core.tree import map_tensors, same_attributes
+from trainwright.core.tree import map_tensors, restore_attributes
 from trainwright.loggers.metric_slot import (
     HostReads,
     MetricSlot,
@@ -257,6 +257,13 @@ def entry_of(slot: MetricSlot) -> Entry:
     return entry._replace(epoch_closed=True) if closed else entry
 
 
+def with_step_value(entry: Entry, value: float, weight: float) -> Entry:
+    """Return an entry with one step value, to be reduced over the ranks. Only a mean uses `weight`."""
+    if entry.kind != "mean":
+        weight = 1.0
+    return entry._replace(total=value * weight, weight=weight, values=(value,))
+
+
 def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | None:
     """Reduce one key's entries to one number.
 
@@ -352,7 +359,7 @@ def same_metric_objects(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     with ExitStack() as undo:
         for module in {id(module): module for module in modules}.values():
             if is_metric_object(module):
-                undo.enter_context(same_attributes(module, ("_modules", "_parameters")))
+                undo.enter_context(restore_attributes(module, ("_modules", "_parameters")))
         yield
 
 

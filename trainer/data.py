@@ -15,7 +15,7 @@ from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule, LoaderOptions, iterate_groups, prepare_loader, resolve_limit
 from trainwright.data.combined import leaves_of, members_of
-from trainwright.data.loader import holds_several
+from trainwright.data.loader import holds_loaders
 from trainwright.data.loader_options import LOADER_METHODS
 from trainwright.data.workers import Workers
 from trainwright.strategies.engine import Engine
@@ -149,7 +149,7 @@ class TrainData:
         self, loader: object, options: LoaderOptions, *, limit: int | float | None, overfit: int | float
     ) -> None:
         self.given = loader
-        if holds_several(loader):
+        if holds_loaders(loader):
             loader = CombinedLoader(loader, mode="max_size_cycle")
         self.loader = prepare_loader(loader, _in_order(loader, options, overfit) if overfit else options)
         self._limit, self._name = (overfit, "overfit_batches") if overfit else (limit, _LIMITS["train"])
@@ -260,8 +260,8 @@ class EvaluationData:
         self.given = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
             loaders = loaders.iterables
-        items = members_of(loaders) if holds_several(loaders) else [loaders]
-        self.is_list = holds_several(loaders)
+        items = members_of(loaders) if holds_loaders(loaders) else [loaders]
+        self.is_list = holds_loaders(loaders)
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self._limit, self._name = limit, _LIMITS[kind]
         self.limits: list[int | None] = []
@@ -322,7 +322,7 @@ def _refuse_empty(loader: object, name: str) -> None:
         raise ConfigurationError(
             f"{name}: the {type(loader).__name__} is empty. Check the data set, batch_size and drop_last."
         )
-    if holds_several(loader):
+    if holds_loaders(loader):
         for member in members_of(loader):
             _refuse_empty(member, name)
 

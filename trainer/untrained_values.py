@@ -1,4 +1,4 @@
-"""Warnings of a stage that does not use the weights or hyper-parameters that were trained."""
+"""Warnings for stages that use other weights or hyper-parameters than those that were trained."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import reprlib
 import weakref
 from collections.abc import Callable
 
-from trainwright.core import hyperparameters
+from torch.nn import Parameter
+
+from trainwright.core.hyperparameters import differ, kept_and_left_out, read_hyperparameters
 from trainwright.trainer.checkpoints.load_request import Opened
 from trainwright.trainer.run import StageRun
 
 
 def watch_trained_weights(run: StageRun) -> Callable[[], None]:
     """Return a function that warns if the task's trained weights have been replaced since this call."""
-    # References must not keep the earlier weights in memory.
-    trained = {name: weakref.ref(weight) for name, weight in run.task.named_parameters() if weight.requires_grad}
+    # Weak references do not keep the earlier weights in memory.
+    trained: dict[str, weakref.ref[Parameter]] = {}
+    for name, weight in run.task.named_parameters():
+        if weight.requires_grad:
+            trained[name] = weakref.ref(weight)
 
     def warn_if_replaced() -> None:
-        weights = run.task.named_parameters()
-        names = [name for name, weight in weights if name in trained and trained[name]() is not weight]
+        names: list[str] = []
+        for name, weight in run.task.named_parameters():
+            if name in trained and trained[name]() is not weight:
+                names.append(name)
         if names:
             run.warn(
                 f"{run.status.stage}: setup or configure_model of {type(run.task).__name__} has replaced {len(names)} "
@@ -32,14 +39,14 @@ def watch_trained_weights(run: StageRun) -> Callable[[], None]:
 def warn_of_other_hyperparameters(run: StageRun, opened: Opened) -> None:
     """Warn if the task's hyper-parameters differ from those of the checkpoint that an evaluation loads."""
     if opened.request.implied:
-        return  # the task itself has saved it
-    saved, _ = hyperparameters.of_checkpoint(opened.snapshot.trainer)
-    own, _ = hyperparameters.kept_and_left_out(run.task.hparams)
-    others = [
-        f"{name} is {reprlib.repr(own[name])}, and was {reprlib.repr(saved[name])}"
-        for name in own
-        if name in saved and hyperparameters.differ(own[name], saved[name])
-    ]
+        return  # no task was passed to the method, so the checkpoint is one of this task
+    saved, _ = read_hyperparameters(opened.snapshot.trainer)
+    own, _ = kept_and_left_out(run.task.hparams)
+    others: list[str] = []
+    for name, value in own.items():
+        # Hyper-parameters that only one of them has are new or were removed: the other has nothing to compare.
+        if name in saved and differ(value, saved[name]):
+            others.append(f"{name} is {reprlib.repr(value)}, and was {reprlib.repr(saved[name])}")
     if others:
         run.warn(
             f"{run.status.stage}: {type(run.task).__name__} has other hyper-parameters than {opened.path}: "

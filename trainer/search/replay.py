@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainwright.core.task import TaskModule, logging_into
-from trainwright.core.tree import Batch, map_tensors, same_attributes
+from trainwright.core.tree import Batch, map_tensors, restore_attributes
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.loggers.metric_values import same_metric_objects
@@ -94,7 +94,7 @@ def replay_batch(
         if calls.can_repeat:
             run.engine.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
             return
-        with same_attributes(task, vars(TaskModule()).keys()):
+        with restore_attributes(task, vars(TaskModule()).keys()):
             unread.batch = run.engine.step.to_device(batch, dataloader_idx or 0)
             run.engine.step.evaluate(step, unread.batch, idx, dataloader_idx)
 

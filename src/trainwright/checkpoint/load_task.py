@@ -21,7 +21,7 @@ from trainwright.core.hyperparameters import (
     HYPER_PARAMETERS_LEFT_OUT,
     HYPER_PARAMETERS_NAME,
     Hyperparameters,
-    with_enums,
+    from_plain_data,
 )
 from trainwright.core.yaml_text import parse_yaml
 
@@ -128,7 +128,7 @@ def _construct(
         raise CheckpointError(f"{origin}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
     left_out: Mapping[str, str] = found.get(HYPER_PARAMETERS_LEFT_OUT) or {}
     if from_checkpoint:
-        saved, lost = with_enums(dict(saved), found.get(HYPER_PARAMETERS_ENUMS) or ())
+        saved, lost = from_plain_data(dict(saved), found.get(HYPER_PARAMETERS_ENUMS) or ())
         left_out = {**left_out, **lost}
     name = found.get(HYPER_PARAMETERS_NAME)
     overrides = dict(overrides)

@@ -1,4 +1,4 @@
-"""Requests to the service of a remote file system: a limit of the wait, and errors."""
+"""Time limit and errors of requests to the service of a remote file system."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def service_errors(url: str, verb: str) -> Iterator[None]:
-    """Convert errors of a service to `CheckpointError`s. FileNotFoundError is converted only in writes."""
+    """Convert errors of a service within the context to `CheckpointError`s.
+
+    FileNotFoundError is only converted in writes. In other requests it is an ordinary result, which callers expect.
+
+    Args:
+        url: address of the file or folder, for the error.
+        verb: `"read"`, `"write"`, `"list"` or `"delete"`.
+    """
     try:
         yield
     except TrainwrightError:
@@ -42,7 +49,11 @@ def service_errors(url: str, verb: str) -> Iterator[None]:
 
 
 def answer(request: Callable[[], Result]) -> Result:
-    """Return the result of a small request to a service. Raise TimeoutError if there is none in `ANSWER_SECONDS`."""
+    """Return the result of a small request to a service, which runs in another thread.
+
+    Raises:
+        TimeoutError: there is no result after `ANSWER_SECONDS`.
+    """
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -26,8 +26,8 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 # Keys of a checkpoint's trainer part.
 HYPER_PARAMETERS = "hyper_parameters"
 HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that held the entries
-HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # see `without_enums`
-HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # argument that must be passed to load → what it was
+HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # positions of replaced values, see `to_plain_data`
+HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # arguments that load_from_checkpoint requires: descriptions
 
 
 class Hyperparameters(dict[str, Any]):
@@ -55,9 +55,9 @@ class HyperparametersMixin:
     _hparams: Hyperparameters
     _hparams_initial: Hyperparameters
     _hparams_log: bool = True
-    _hparams_name: str | None
-    _hparams_left_out: dict[str, str]
-    _hparams_given: set[str]  # arguments whose value is not the default
+    _hparams_name: str | None  # the argument that held the entries
+    _hparams_left_out: dict[str, str]  # descriptions by name, of which the user was warned
+    _hparams_given: set[str]  # names whose saved value is not a default of `__init__`
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -76,30 +76,36 @@ class HyperparametersMixin:
         return copy_hparams(vars(self).get("_hparams_initial") or {})
 
     def saved_hyperparameters(self, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the entries of a checkpoint for the hyper-parameters. Warns once of values that cannot be saved.
+        """Return the entries of a checkpoint for the hyper-parameters. Warns once about values that cannot be saved.
 
         Args:
             values: the values to save. Default: None, which is `hparams`.
         """
         kept, left_out = kept_and_left_out(self.hparams if values is None else values)
-        plain, enums = without_enums(kept)
-        self._warn_of(left_out, f"{type(self).__name__}.hparams: {{}}; the checkpoint is written without it.")
+        self._warn_of(left_out, f"{type(self).__name__}.hparams", "; the checkpoint is written without it.")
+        plain, places = to_plain_data(kept)
+        entries: dict[str, Any] = {HYPER_PARAMETERS: plain}
         name = vars(self).get("_hparams_name")
+        if name is not None:
+            entries[HYPER_PARAMETERS_NAME] = name
+        if places:
+            entries[HYPER_PARAMETERS_ENUMS] = places
+        # load_from_checkpoint can omit the others, because `__init__` has the same value as default.
         given = vars(self).get("_hparams_given") or ()
-        left_out = {key: reason for key, reason in left_out.items() if key in given}
-        return {
-            HYPER_PARAMETERS: plain,
-            **({} if name is None else {HYPER_PARAMETERS_NAME: name}),
-            **({HYPER_PARAMETERS_ENUMS: enums} if enums else {}),
-            **({HYPER_PARAMETERS_LEFT_OUT: left_out} if left_out else {}),
-        }
+        required = {key: reason for key, reason in left_out.items() if key in given}
+        if required:
+            entries[HYPER_PARAMETERS_LEFT_OUT] = required
+        return entries
 
-    def _warn_of(self, left_out: dict[str, str], text: str) -> None:
-        """Warn once about each hyper-parameter of `left_out` with `text`, in which its descriptions replace `{}`."""
-        told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
-        new = [reason for name, reason in left_out.items() if name not in told]
+    def _warn_of(self, left_out: dict[str, str], where: str, consequence: str) -> None:
+        """Warn about hyper-parameters that checkpoints omit, unless the last call has warned about them.
+
+        The warning is `where`, the descriptions in `left_out`, and `consequence`.
+        """
+        known: dict[str, str] = vars(self).get("_hparams_left_out") or {}
+        new = [reason for name, reason in left_out.items() if name not in known]
         if new:
-            warnings.warn(text.replace("{}", "; ".join(new), 1), TrainwrightWarning, stacklevel=3)
+            warnings.warn(f"{where}: {'; '.join(new)}{consequence}", TrainwrightWarning, stacklevel=3)
         object.__setattr__(self, "_hparams_left_out", left_out)
 
     def remove_ignored_hparams(self, ignore_list: Collection[str]) -> None:
@@ -138,14 +144,14 @@ class HyperparametersMixin:
             ConfigurationError: a name in `args` is not an argument of `__init__`.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        caller = frame or inspect.currentframe()
-        arguments = _init_arguments(self, caller if frame is not None or caller is None else caller.f_back)
-        origin = None
+        arguments = _init_arguments(self, frame or sys._getframe(1))
+        name_of_mapping = None
+        # Of a mapping, every entry counts as different from the defaults, because `__init__` has none for entries.
         defaults: dict[str, Any] = {}
         if len(args) == 1 and isinstance(args[0], (Mapping, argparse.Namespace)):
-            whole = args[0]
-            origin = next((name for name, value in arguments.items() if value is whole), None)
-            found = dict(whole) if isinstance(whole, Mapping) else dict(vars(whole))
+            mapping = args[0]
+            name_of_mapping = next((name for name, value in arguments.items() if value is mapping), None)
+            found = dict(mapping if isinstance(mapping, Mapping) else vars(mapping))
         else:
             found = arguments
             defaults = _defaults(type(self))
@@ -166,15 +172,21 @@ class HyperparametersMixin:
         found = {name: value for name, value in found.items() if name not in ignored}
         self.remove_ignored_hparams(ignored)
         self.hparams.update(found)
-        given = {name for name, value in found.items() if name not in defaults or value is not defaults[name]}
-        object.__setattr__(self, "_hparams_given", given | (vars(self).get("_hparams_given") or set()))
+        given: set[str] = set(vars(self).get("_hparams_given") or ())
+        for name, value in found.items():
+            # Compare identity: `==` of an array or a tensor is not a bool.
+            if name not in defaults or value is not defaults[name]:
+                given.add(name)
         _, left_out = kept_and_left_out(self.hparams)
         self._warn_of(
             left_out,
-            "save_hyperparameters: {}. self.hparams holds it, checkpoints and loggers do not; pass it to "
-            f"load_from_checkpoint. To suppress this warning: ignore={list(left_out)!r}.",
+            "save_hyperparameters",
+            ". self.hparams holds it, checkpoints and loggers do not; pass it to load_from_checkpoint. To suppress "
+            f"this warning: ignore={list(left_out)!r}.",
         )
-        object.__setattr__(self, "_hparams_name", origin)
+        # object.__setattr__, because nn.Module's needs nn.Module.__init__, which may not have run yet.
+        object.__setattr__(self, "_hparams_given", given)
+        object.__setattr__(self, "_hparams_name", name_of_mapping)
         object.__setattr__(self, "_hparams_initial", copy_hparams(self.hparams))
         object.__setattr__(self, "_hparams_log", logger)
 
@@ -198,15 +210,20 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
         found |= arguments
         frame = frame.f_back
     found.pop("__class__", None)
-    for field in dataclasses.fields(obj) if dataclasses.is_dataclass(obj) else ():
-        # The argument holds a marker if the factory made the value.
+    if not dataclasses.is_dataclass(obj):
+        return found
+    for field in dataclasses.fields(obj):
+        # If the default factory made the value, the argument is only a marker of the dataclass.
         if field.name in found and field.default_factory is not dataclasses.MISSING:
             found[field.name] = getattr(obj, field.name)
     return found
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """Return the defaults of the arguments of all `__init__` of a class. The sub-class has precedence."""
+    """Return the defaults of the arguments of all `__init__` of a class. The sub-class has precedence.
+
+    Arguments without a default have the marker `inspect.Parameter.empty`, which is not the value of any argument.
+    """
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if "__init__" in vars(base):
@@ -217,7 +234,10 @@ def _defaults(cls: type) -> dict[str, Any]:
 
 def differ(value: object, other: object) -> bool:
     """Return whether two hyper-parameters differ in type or value. NaN equals NaN."""
-    return type(value) is not type(other) or (value != other and repr(value) != repr(other))
+    if type(value) is not type(other):
+        return True
+    # NaN != NaN, also inside containers, but their texts are equal.
+    return value != other and repr(value) != repr(other)
 
 
 def config_as_data(value: object) -> Any:
@@ -248,67 +268,81 @@ def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return kept, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
-    """Return nested hyper-parameters with names of enumeration members and data of OmegaConf's containers instead.
+def to_plain_data(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
+    """Replace enumeration members by their names, and containers of OmegaConf by dicts and lists.
 
-    Also return their positions: `[[key, index, …], "module:class"]`, path in the tree and class, JSON-compatible.
+    Args:
+        tree: nested hyper-parameters, which are not changed.
+        path: position of `tree` in the tree of the first call.
+
+    Returns:
+        The tree with replaced values, and the places of the replaced values for `from_plain_data`. A place is
+        `[[key, index, …], "module:class"]`: path in the tree and class, JSON-compatible.
     """
     data = config_as_data(tree)
     if data is not None:
-        plain, places = without_enums(data, path)
-        return plain, [*places, [list(path), _CONFIG]]  # members inside are restored first
+        plain, places = to_plain_data(data, path)
+        return plain, [*places, [list(path), _CONFIG]]  # last, so that members inside are restored first
     if isinstance(tree, enum.Enum):
         return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
     if type(tree) not in _NESTS:
         return tree, []
     items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    parts = {key: without_enums(item, (*path, key)) for key, item in items}
-    places = [place for _, found in parts.values() for place in found]
-    plain = {key: part for key, (part, _) in parts.items()}
-    return (type(tree)(plain) if isinstance(tree, dict) else type(tree)(plain.values())), places
+    parts: dict[str | int, Any] = {}
+    places = []
+    for key, item in items:
+        parts[key], inner_places = to_plain_data(item, (*path, key))
+        places += inner_places
+    return type(tree)(parts if isinstance(tree, dict) else parts.values()), places
 
 
-def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
-    """Restore what `without_enums` replaced. Nothing is imported for this, and nothing of a checkpoint is called.
+def from_plain_data(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
+    """Restore the values that `to_plain_data` replaced. Imports nothing, and calls nothing that a checkpoint names.
 
     Returns:
         The hyper-parameters, and by name a description of each that is omitted because it cannot be restored.
     """
     lost: dict[str, str] = {}
-    for path, home in places:
-        name = reduce(operator.getitem, path, tree)
-        if home == _CONFIG and "${" in repr(name):
-            lost[str(path[0])] = f"{path[0]} holds '${{', which OmegaConf would evaluate"
+    for path, class_path in places:
+        plain = reduce(operator.getitem, path, tree)
+        if class_path == _CONFIG:
+            omegaconf: Any = sys.modules.get("omegaconf")
+            if "${" in repr(plain):
+                # Interpolations are resolved before a checkpoint is written. Text that looks like one is not evaluated.
+                lost[str(path[0])] = f"{path[0]} holds '${{', which OmegaConf would evaluate"
+            elif omegaconf is not None:  # without OmegaConf it remains a dict or list
+                # allow_objects: OmegaConf supports fewer types than a checkpoint, for example no dtypes.
+                config = omegaconf.OmegaConf.create(plain, flags={"allow_objects": True})
+                tree = _with_value(tree, path, config)
             continue
-        if home == _CONFIG:
-            if (omegaconf := sys.modules.get("omegaconf")) is not None:  # otherwise it stays plain data
-                tree = _replaced(tree, path, omegaconf.OmegaConf.create(name, flags={"allow_objects": True}))
-            continue
-        member = _find_member(home, name)
+        member = _find_member(class_path, plain)
         if member is None:
-            lost[str(path[0])] = f"{name} of the enumeration {home}, which is not imported"
+            lost[str(path[0])] = f"{plain} of the enumeration {class_path}, which is not imported"
         else:
-            tree = _replaced(tree, path, member)
+            tree = _with_value(tree, path, member)
     return {name: value for name, value in tree.items() if name not in lost}, lost
 
 
-def of_checkpoint(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
-    """Return the result of `with_enums` for a checkpoint's trainer part."""
-    return with_enums(dict(trainer.get(HYPER_PARAMETERS) or {}), trainer.get(HYPER_PARAMETERS_ENUMS) or ())
+def read_hyperparameters(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, str]]:
+    """Return the hyper-parameters in a checkpoint's trainer part, and descriptions of those that cannot be restored."""
+    return from_plain_data(dict(trainer.get(HYPER_PARAMETERS) or {}), trainer.get(HYPER_PARAMETERS_ENUMS) or ())
 
 
-def _replaced(tree: Any, path: Sequence[Any], value: object) -> Any:
+def _with_value(tree: Any, path: Sequence[Any], value: object) -> Any:
+    """Return `tree` with `value` at a path. Dicts and lists are changed in place, and tuples are replaced."""
     if not path:
         return value
-    key, inner = path[0], _replaced(tree[path[0]], path[1:], value)
+    key = path[0]
+    inner = _with_value(tree[key], path[1:], value)
     if isinstance(tree, tuple):
         return (*tree[:key], inner, *tree[key + 1 :])
     tree[key] = inner
     return tree
 
 
-def _find_member(home: str, name: str) -> enum.Enum | None:
-    module, _, qualified = home.partition(":")
+def _find_member(class_path: str, name: str) -> enum.Enum | None:
+    """Return a member of an enumeration that is already imported, or None. `class_path` is `"module:class"`."""
+    module, _, qualified = class_path.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
@@ -341,10 +375,12 @@ def _reason(value: Any, path: str) -> str | None:
         data = config_as_data(value)
     except Exception as error:  # noqa: BLE001 - an interpolation may call any function
         return f"{path} cannot be resolved: {' '.join(str(error).split())}"
-    return f"{path} is a {kind.__name__}{_in_plain_words(value)}" if data is None else _reason(data, path)
+    if data is not None:
+        return _reason(data, path)
+    return f"{path} is a {kind.__name__}{_conversion_hint(value)}"
 
 
-_CONFIG = "omegaconf:OmegaConf"  # where `without_enums` replaced a container of OmegaConf
+_CONFIG = "omegaconf:OmegaConf"  # class in the places of `to_plain_data` for containers of OmegaConf
 _NUMPY_KINDS = "biufcmMU"  # numbers, dates and text
 _NESTS = (dict, OrderedDict, list, tuple)
 _PLAIN = (
@@ -353,7 +389,7 @@ _PLAIN = (
 )
 
 
-def _in_plain_words(value: object) -> str:
+def _conversion_hint(value: object) -> str:
     """Return a note on converting a value to a plain type that a checkpoint restores. Empty if there is none."""
     if isinstance(value, argparse.Namespace):
         return " (vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries)"

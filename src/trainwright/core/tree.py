@@ -83,15 +83,19 @@ def copy_containers(tree: Any) -> Any:
 
 
 @contextmanager
-def same_attributes(owner: object, skip: Collection[str]) -> Iterator[None]:
-    """Restore an object's own attributes that hold numbers, tensors and containers after the context.
+def restore_attributes(owner: object, skip: Collection[str]) -> Iterator[None]:
+    """Restore an object's own attributes after the context.
+
+    Attributes get their earlier values, and new attributes are deleted. Within the context, tensors, lists, dicts, sets
+    and deques are copies. Changes in place are therefore undone, too. Changes in place of other objects remain.
 
     Args:
         owner: the object.
-        skip: names of attributes that are left alone.
+        skip: names of attributes that are neither copied nor restored.
     """
     attributes = vars(owner)
     before = {name: value for name, value in attributes.items() if name not in skip}
+    # The copies are changed and the originals are restored, so that other references to the originals stay valid.
     for name, value in before.items():
         if isinstance(value, (list, dict, torch.Tensor)):
             attributes[name] = map_tensors(torch.clone, value)
@@ -142,7 +146,8 @@ def move_module(module: Module, device: torch.device) -> Module:
     Parameters remain the same objects, because optimizers and tied layers reference them. In torch 2.13, `nn.Module.to`
     replaces parameters on devices that a package adds to torch.
     """
-    future, kinds = torch.__future__, {device.type, *(parameter.device.type for parameter in module.parameters())}
+    future = torch.__future__
+    kinds = {device.type, *(parameter.device.type for parameter in module.parameters())}
     is_added = any(properties(kind).module is not None for kind in kinds)
     swaps = future.get_swap_module_params_on_conversion()
     future.set_swap_module_params_on_conversion(swaps or is_added)
@@ -161,6 +166,9 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
         tree: a batch. Objects in the batch with a method `to(device)` are moved, too.
         device: the target.
         float_dtype: dtype for floating-point tensors. Default: None, which changes no dtype.
+
+    Raises:
+        ConfigurationError: the batch is nested more deeply than Python's recursion limit, or contains itself.
     """
     beside = properties(device.type).copies_beside
 
@@ -176,7 +184,7 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
 
 
 def too_deep(what: str) -> ConfigurationError:
-    """Return the error for modules or containers that Python's recursion limit does not let anyone traverse."""
+    """Return the error for modules or containers that are nested more deeply than Python's recursion limit."""
     return ConfigurationError(
         f"{what} is nested more deeply than Python's recursion limit allows ({sys.getrecursionlimit()} calls). Nest it "
         "less deeply, or increase the limit by sys.setrecursionlimit."

@@ -43,13 +43,14 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
     """Prepare `loader` for one data-parallel rank. The user's object is not changed.
 
     - A `DataLoader` (or a sub-class) keeps its workers, collation, pinning and type. Its default sampler is replaced:
-      in training by `ShuffledOrder` if it shuffles, else by the order of the data. Samples are divided over the ranks
-      without repetition. The batches of a user's own sampler or batch sampler are divided. A distributed sampler (with
-      `set_epoch` and `num_replicas`) is not changed.
+      by `ShuffledOrder` if it shuffles, else by the order of the data. Evaluations on several ranks do not shuffle.
+      Samples are divided over the ranks without repetition. The batches of a user's own sampler or batch sampler are
+      divided. A distributed sampler (with `set_epoch` and `num_replicas`) is not changed. With the option
+      `shuffle=False`, the order of the data also replaces these samplers, but not a user's own batch sampler.
     - A list of batches, or another object with a length and `[index]`, is divided by index.
     - An iterable data set, or an iterable of batches, must declare how it is divided (see `trainwright.data.iterable`)
       if there are several ranks or loader workers.
-    - Each member of a `CombinedLoader`, or of a list or dict of DataLoaders, is prepared separately.
+    - Each member of a `CombinedLoader`, or of a list or dict of loaders (see `holds_loaders`), is prepared separately.
 
     Args:
         loader: the user's loader.
@@ -69,12 +70,13 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
 def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
         raise ConfigurationError(f"{options.title} is already prepared. Pass the original loader, its attribute raw.")
-    if holds_several(loader):
+    if holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
         # Each member yields this rank's own batches; the combination is padded as one loader.
         of_member = replace(options, lockstep=False)
-        return PreparedCombined(loader, map_leaves(lambda m: _prepare(m, of_member), loader.iterables), options)
+        members = map_leaves(lambda member: _prepare(member, of_member), loader.iterables)
+        return PreparedCombined(loader, members, options)
     if options.split_batches and options.world > 1:
         options = _check_split(loader, options)
     if isinstance(loader, DataLoader):
@@ -167,10 +169,10 @@ class PreparedDataLoader(_PreparedByIndex):
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
         self._loader = copy_loader(loader, generator=self._seeds.generator, **more)
-        _warn_of_workers_without_epoch(loader, options, "Do not")
+        _warn_of_workers_without_epoch(loader, options, "Do not use persistent workers.")
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        # First: the length may depend on the epoch. Workers that start later receive the data set with its epoch.
+        # First, because the length may depend on the epoch. Workers receive the data set with its epoch at their start.
         if sets_epoch(self.raw.dataset):
             self.raw.dataset.set_epoch(epoch)
         super()._turn_to(epoch, resume)
@@ -201,7 +203,8 @@ class PreparedDataLoader(_PreparedByIndex):
         if not isinstance(self._dealer, ShardedBatchSampler):
             return None
         twin = copy.copy(self._dealer)  # the dealer itself is read ahead by the loader
-        twin.seeding, twin.single = "none", False
+        twin.seeding = "none"
+        twin.single = False
         twin.start(0)
         return iter(twin)
 
@@ -216,7 +219,7 @@ class PreparedDataLoader(_PreparedByIndex):
     def filler(self) -> Any:
         """Return the first batch of the epoch, fetched in this process."""
         if not self._is_dealt and self._dealer.counts() == [0]:
-            return super().filler()
+            return super().filler()  # an error: this rank's own data is empty
         slot = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
         alone = copy_loader(self._loader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         vars(alone)[slot] = [self._dealer.first()]
@@ -245,7 +248,9 @@ class PreparedSequence(_PreparedByIndex):
         return map(self.raw.__getitem__, self._dealer)
 
     def filler(self) -> Any:
-        return self.raw[0] if len(self.raw) else super().filler()
+        if len(self.raw) == 0:
+            return super().filler()  # an error: this rank's own data is empty
+        return self.raw[0]
 
 
 class PreparedIterable(PreparedLoader):
@@ -293,8 +298,10 @@ class PreparedIterable(PreparedLoader):
             more = {"dataset": dataset, **more}
             self._loader = copy_loader(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
         self._state_source = self._find_state(dataset)
+        # The wrappers that `place_iterable` creates pass the epoch to their workers.
         if batched is not None and dataset is batched.dataset:
-            _warn_of_workers_without_epoch(batched, options, "Wrap it in ShardedIterable, or do not")
+            advice = "Wrap it in ShardedIterable, or do not use persistent workers."
+            _warn_of_workers_without_epoch(batched, options, advice)
 
     @property
     def batch_size(self) -> int | None:
@@ -389,11 +396,12 @@ class _WorkerSeeds:
             self.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
-def _warn_of_workers_without_epoch(loader: DataLoader[Any], options: LoaderOptions, instead: str) -> None:
+def _warn_of_workers_without_epoch(loader: DataLoader[Any], options: LoaderOptions, advice: str) -> None:
+    # Persistent workers hold copies of the data set from the first epoch.
     if loader.persistent_workers and sets_epoch(loader.dataset):
         warnings.warn(
             f"{options.title}: {type(loader.dataset).__name__}.set_epoch is not called in persistent workers "
-            f"(persistent_workers=True). {instead} use persistent workers.",
+            f"(persistent_workers=True). {advice}",
             TrainwrightWarning,
             stacklevel=2,
         )
@@ -405,16 +413,26 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
     seeding: Seeding = "batch" if loader.num_workers > 0 else "none"
     if options.per_sample_rng:
         seeding = "sample in worker" if loader.num_workers > 0 else "sample here"
-    is_left = _is_distributed(loader) and not options.use_distributed_sampler
-    # In the order of the data, whatever the sampler is. A sampler that the user keeps for each rank is not replaced.
-    in_order = options.shuffle is False and _has_plain_batches(loader) and not is_left
-    is_dealt = options.world == 1 or (options.use_distributed_sampler and (in_order or not _is_distributed(loader)))
+    divides_itself = _is_distributed(loader)
+    # shuffle=False requests the order of the data, whatever the sampler is. A distributed sampler is only replaced if
+    # the data is divided here instead.
+    in_order = options.shuffle is False and _has_plain_batches(loader)
+    if divides_itself and not options.use_distributed_sampler:
+        in_order = False
+    is_dealt = options.world == 1
+    if options.use_distributed_sampler and (in_order or not divides_itself):
+        is_dealt = True
     rank, world = (options.rank, options.world) if is_dealt else (0, 1)
     dealer: Dealer
     if in_order or _has_default_sampler(loader):
+        # A user's SequentialSampler may have another data source than the loader's data set.
+        data = loader.dataset if in_order else cast(SequentialSampler, loader.sampler).data_source
+        batch_size = (loader.batch_size or 1) if batched else 1
+        if batched and options.split_batches:
+            batch_size //= world
         dealer = ShardedBatchSampler(
-            cast(Sized, loader.dataset) if in_order else cast(SequentialSampler, loader.sampler).data_source,
-            (loader.batch_size or 1) // (world if options.split_batches else 1) if batched else 1,
+            cast(Sized, data),
+            batch_size,
             shuffle=_shuffles(loader, options),
             seed=options.seed,
             drop_last=batched and loader.drop_last,
@@ -451,16 +469,17 @@ def _has_plain_batches(loader: DataLoader[Any]) -> bool:
 
 def _is_plain(sampler: object, kind: type) -> bool:
     """Return whether a sampler is torch's own, or its replacement in torchdata's StatefulDataLoader."""
-    own, name = type(sampler), (type(sampler).__module__, type(sampler).__name__)
+    own = type(sampler)
+    name = (own.__module__, own.__name__)
     return own is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
 
 
 def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
     if options.shuffle is not None:
         return options.shuffle
-    wished = _is_plain(loader.sampler, RandomSampler)
-    if not wished or options.stage == "train":
-        return wished
+    is_random = _is_plain(loader.sampler, RandomSampler)
+    if not is_random or options.stage == "train":
+        return is_random
     kept = options.world == 1
     warnings.warn(
         f"{options.title} has shuffle=True. Evaluation does not need it; "
@@ -488,10 +507,10 @@ def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any
     return twin
 
 
-def holds_several(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
+def holds_loaders(tree: object) -> TypeGuard[Sequence[Any] | Mapping[Any, Any]]:
     """Return whether an object is a sequence or mapping of loaders rather than of batches.
 
-    True if the first entry is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
+    True if its first leaf is a DataLoader, a CombinedLoader or an iterator, or if all entries are lists of numbers and
     texts, as in Lightning. Other iterables may be batches.
     """
     if not is_tree(tree):

@@ -41,7 +41,8 @@ class LoaderOptions:
             several ranks, undivided loaders must have the same number of batches on every rank. Default: None.
         lend: function that gathers a batch, or None, from every rank, in rank order, on the host. Ranks without any
             batch of their own get their padding through it. Default: None, where such a rank is an error.
-        shuffle: shuffle with the default sampler. Default: None, the loader's setting.
+        shuffle: True shuffles, if the loader has the default sampler. False uses the order of the data, also if the
+            loader has its own sampler. Default: None, the loader's setting.
         per_sample_rng: seed `random`, numpy's global generator and torch's CPU generator by (seed, epoch, index) before
             each sample is fetched, and by the batch's first index before a batch is collated. Generators of this
             process are restored. Costs about 20 µs per sample. For data with indices only. Default: False.

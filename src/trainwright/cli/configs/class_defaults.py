@@ -25,7 +25,8 @@ _NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
 def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
     """Write the defaults of classes that are named in the arguments of other classes into the configuration, in place.
 
-    `keys` are those of the outer classes. Classes that cannot be found, and defaults that YAML lacks, are skipped.
+    `keys` are the top-level keys of the outer classes. Classes that cannot be found, and defaults that YAML cannot
+    represent, are skipped.
     """
     for key in keys:
         spec = config.get(key)
@@ -38,42 +39,57 @@ def place_classes(
 ) -> list[tuple[str, str]]:
     """Apply assignments (key, text) that give a class to a key without a value. Return the other assignments.
 
-    The classes are written into the configuration, so that `fill_nested_defaults` adds their defaults.
+    The classes are written into the configuration, so that `fill_nested_defaults` adds their defaults. `keys` are the
+    top-level keys that a class may be assigned to.
     """
-    return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text, keys)]
+    others: list[tuple[str, str]] = []
+    for key, text in assignments:
+        is_placed = _place_class(config, key.removesuffix(".class_path"), text, keys)
+        if not is_placed:
+            others.append((key, text))
+    return others
 
 
 def name_torch_classes(config: dict[str, Any], keys: Sequence[str]) -> None:
-    """Replace bare names of torch's optimizers and schedules by paths. Other packages use some of these names, too."""
+    """Replace bare names of torch's optimizers and schedules at these keys by paths.
+
+    Other packages have classes with some of these names, so that a bare name may be ambiguous for the parser.
+    """
     for key in keys:
-        spec = config.get(key)
-        name = spec.get("class_path") if isinstance(spec, dict) else spec
-        found = find_class(name) if isinstance(name, str) and name.isidentifier() else None
+        value = config.get(key)
+        spec = value if isinstance(value, dict) else {"class_path": value}
+        name = spec.get("class_path")
+        if not isinstance(name, str) or not name.isidentifier():
+            continue
+        found = find_class(name)
         if found is not None:
-            path = f"{found.__module__}.{found.__qualname__}"
-            config[key] = {**spec, "class_path": path} if isinstance(spec, dict) else {"class_path": path}
+            config[key] = {**spec, "class_path": _path_of(found)}
 
 
-def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> bool:
+def _place_class(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> bool:
+    """Write a class into the configuration. Return False if the assignment is not one of a class to an empty key."""
     if not re.fullmatch(r"[A-Za-z_][\w.]*", text) or text.endswith((".yaml", ".yml", ".json")):
         return False
-    above, _, name = key.rpartition(".")
+    outer_key, _, name = key.rpartition(".")
     if key in keys:
-        place = config
+        arguments = config
     else:
-        parent = find_spec(config, above.removesuffix(".init_args").split("."))
-        # Do not import anything for a value that may be plain text.
-        if parent is None or not _takes_a_class(parent["class_path"], name):
+        outer = find_spec(config, outer_key.removesuffix(".init_args").split("."))
+        # Before `find_class(text)`, because nothing is imported for a value that may be plain text.
+        if outer is None or not _takes_a_class(outer["class_path"], name):
             return False
-        place = parent.setdefault("init_args", {})
-    if place.get(name) is not None or find_class(text) is None:
+        arguments = outer.setdefault("init_args", {})
+    if arguments.get(name) is not None or find_class(text) is None:
         return False
-    place[name] = {"class_path": text}
+    arguments[name] = {"class_path": text}
     return True
 
 
 def _takes_a_class(path: str, argument: str) -> bool:
-    """Return whether an argument of a class is annotated with the type of an object."""
+    """Return whether a class annotates an argument with a type that admits no plain text or mapping.
+
+    A mapping with `class_path` is then a class. Without an annotation, it may be a mapping of the user.
+    """
     hint: Any = Any
     for base in getattr(find_class(path), "__mro__", ()):  # `**kwargs` may pass the argument on to a base class
         hints: dict[str, Any] = {}
@@ -86,7 +102,8 @@ def _takes_a_class(path: str, argument: str) -> bool:
 
 
 def _is_class_hint(hint: Any) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return all(map(_is_class_hint, inner))
     if isinstance(origin, type) and issubclass(origin, Iterable):  # list[Callback], dict[str, Any]
@@ -95,37 +112,43 @@ def _is_class_hint(hint: Any) -> bool:
 
 
 def _fill_below(node: object) -> None:
-    for item in node if isinstance(node, list) else ():
-        _fill_below(item)
-    if not isinstance(node, dict):
-        return
-    if isinstance(node.get("class_path"), str):
+    """Write the defaults of the classes in an argument: a class, or a list or mapping of classes."""
+    if isinstance(node, list):
+        for item in node:
+            _fill_below(item)
+    elif isinstance(node, dict) and isinstance(node.get("class_path"), str):
         found = find_class(node["class_path"])
         if found is not None:
-            node["class_path"] = f"{found.__module__}.{found.__qualname__}"
-            node["init_args"] = own_defaults(found) | (node.get("init_args") or {})
+            node["class_path"] = _path_of(found)
+            node["init_args"] = _own_defaults(found) | (node.get("init_args") or {})
         _fill_arguments(node)
-        return
-    for item in node.values():
-        _fill_below(item)
+    elif isinstance(node, dict):
+        for item in node.values():
+            _fill_below(item)
 
 
 def _fill_arguments(spec: dict[str, Any]) -> None:
+    """Write the defaults of the classes in a class's arguments, but not of the class itself."""
     for name, value in (spec.get("init_args") or {}).items():
         if _takes_a_class(spec["class_path"], name):
             _fill_below(value)
 
 
-def own_defaults(found: type) -> dict[str, Any]:
+def _own_defaults(found: type) -> dict[str, Any]:
     """Return the arguments of a class with defaults that YAML can represent."""
-    parameters = inspect.signature(found).parameters.values()
-    return {p.name: _as_yaml(p.default) for p in parameters if p.default is not p.empty and _is_plain(p.default)}
+    defaults: dict[str, Any] = {}
+    for parameter in inspect.signature(found).parameters.values():
+        # `_is_plain` is False for the marker of a parameter without default.
+        if _is_plain(parameter.default):
+            defaults[parameter.name] = _as_yaml(parameter.default)
+    return defaults
 
 
 def find_class(path: str) -> type | None:
     """Return the class at a path, or None. A bare name is searched in torch's optimizers and schedules."""
     module, _, name = path.rpartition(".")
-    for namespace in (module,) if module else _NAMESPACES:
+    namespaces = (module,) if module else _NAMESPACES
+    for namespace in namespaces:
         try:
             found = getattr(importlib.import_module(namespace), name, None)
         except ImportError:
@@ -135,6 +158,10 @@ def find_class(path: str) -> type | None:
     return None
 
 
+def _path_of(found: type) -> str:
+    return f"{found.__module__}.{found.__qualname__}"
+
+
 def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
@@ -142,4 +169,6 @@ def _is_plain(value: object) -> bool:
 
 
 def _as_yaml(value: object) -> Any:
-    return [_as_yaml(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):  # YAML has no tuples
+        return [_as_yaml(item) for item in value]
+    return value
