@@ -113,4 +113,6 @@ class EvaluationRows:
             flushed = Flushed()
             put_combined(flushed, gather_entries(of_ranks), self._reductions, "step")
             rows[step] = flushed.logged
+        self._synced = {}  # later flushes of the fit must not exchange them again
+        self._steps = {}
         return rows

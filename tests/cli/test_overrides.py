@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainwright.cli.configs import class_defaults
 from trainwright.cli.configs.overrides import read_command_line, read_configs, swap_classes
 from trainwright.core.errors import ConfigurationError
 
@@ -120,3 +122,7 @@ def test_assignments_that_swap_no_class_are_left_as_they_are(assignment: tuple[s
     config = _config()
     assert swap_classes(config, [assignment]) == ([assignment], [])
     assert config == _config()
+
+
+def test_a_class_without_a_signature_has_no_defaults() -> None:
+    assert class_defaults._own_defaults(torch.device) == {}

@@ -137,7 +137,11 @@ def _fill_arguments(spec: dict[str, Any]) -> None:
 def _own_defaults(found: type) -> dict[str, Any]:
     """Return the arguments of a class with defaults that YAML can represent."""
     defaults: dict[str, Any] = {}
-    for parameter in inspect.signature(found).parameters.values():
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:
+        return {}  # a class in C, such as torch.device, may have no signature
+    for parameter in parameters:
         # `_is_plain` is False for the marker of a parameter without default.
         if _is_plain(parameter.default):
             defaults[parameter.name] = _as_yaml(parameter.default)
