@@ -143,7 +143,7 @@ class DynamoBackend(str, Enum):  # noqa: UP042 -- str() of a member includes its
     HPU_BACKEND = "HPU_BACKEND"
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile` for prepared models.
 

@@ -100,7 +100,7 @@ _POWER_SGD = ("power_sgd", "batched_power_sgd")
 _POWER_SGD_OPTIONS = tuple(name for name in inspect.signature(PowerSGDState).parameters if name != "process_group")
 
 
-@dataclass(frozen=True)
+@dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of DistributedDataParallel with Hugging Face Accelerate's names; see `DDPStrategy.from_kwargs`.
 

@@ -28,12 +28,12 @@ _PATHS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). A plugin
-    is immutable, except for its `deepspeed_config`: `dataclasses.replace` returns a changed copy.
+    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). The
+    fields are read when the Accelerator is constructed, and those of a `deepspeed_config` until the model is prepared.
 
     Attributes:
         hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
@@ -72,7 +72,7 @@ class DeepSpeedPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hf_ds_config is None and self.zero_stage is None:
-            object.__setattr__(self, "zero_stage", 2)
+            self.zero_stage = 2
 
     @property
     def _given(self) -> str | Path | Mapping[str, Any] | None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import KwargsHandler, VariableFields, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.state import state_dict_type_name
@@ -26,7 +26,7 @@ from trainwright.strategies.units import WrapPolicy
 
 
 @dataclass
-class FullyShardedDataParallelPlugin(VariableFields):
+class FullyShardedDataParallelPlugin(KwargsHandler):
     """Options of `FSDPStrategy`, with the names of Hugging Face Accelerate.
 
     A field that is None takes the value of its environment variable (`FSDP_SHARDING_STRATEGY`, …). If the variable is
@@ -136,7 +136,7 @@ def _kind(name: str, config: object) -> str | None:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class TorchTensorParallelPlugin(KwargsHandler):
     """Options of tensor parallelism, with the names of Hugging Face Accelerate.
 

@@ -28,7 +28,7 @@ def _is_several(axis: str, doc: str) -> property:
     return property(lambda config: getattr(config, f"{axis}_size") > 1, doc=doc)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParallelismConfig(KwargsHandler):
     """Number of ranks along each axis. The product of the sizes is the number of processes.
 
@@ -67,7 +67,7 @@ class ParallelismConfig(KwargsHandler):
             name = f"{axis}_size"
             size = getattr(self, name)
             if size is None:
-                object.__setattr__(self, name, 1)
+                setattr(self, name, 1)
             elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigurationError(f"{name}={size!r}: use an integer of at least 1.")
         check_sequence_ranks(self._size("cp"), self._size("sp"))
@@ -162,6 +162,7 @@ class ParallelismConfig(KwargsHandler):
         Raises:
             ConfigurationError: The product of the sizes is not the number of processes, or `pp_size` is above 1.
         """
+        self.__post_init__()  # a size may have been assigned since
         if self.total_size != num_processes:
             sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES if axis != "sp" or self.sp_enabled)
             raise ConfigurationError(

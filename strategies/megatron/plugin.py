@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import VariableFields, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.fsdp.options import one_of
 from trainwright.strategies.megatron.stages import layers_of
 from trainwright.strategies.megatron.strategy import MegatronStrategy
@@ -46,7 +46,7 @@ def _refused(refusal: str, *harmless: object) -> dict[str, object]:
 
 
 @dataclass
-class MegatronLMPlugin(VariableFields):
+class MegatronLMPlugin(KwargsHandler):
     """Options of `MegatronStrategy`, with the names of Hugging Face Accelerate.
 
     A field that is None takes the value of its environment variable (`MEGATRON_LM_TP_DEGREE`, …), or the default if the

@@ -150,7 +150,7 @@ class Fp8(Precision):
         return "first" if name == first else "last" if name == last else ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class AORecipeKwargs(KwargsHandler):
     """Options of `mixed_precision="fp8"`, with Accelerate's names.
 

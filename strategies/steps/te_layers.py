@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ def _three_flags(text: str) -> tuple[bool, bool, bool]:
     return flags[0], flags[-1] if len(flags) == 1 else flags[1], flags[-1]
 
 
-@dataclass(frozen=True)
+@dataclass
 class TERecipeKwargs(KwargsHandler):
     """Options of fp8 training with transformer_engine, with Accelerate's names.
 
@@ -59,8 +59,8 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def precision(self) -> Precision:
-        """Return the precision that these options describe."""
-        return TransformerEnginePrecision(options=self)
+        """Return the precision that these options describe. Later assignments do not change it."""
+        return TransformerEnginePrecision(options=replace(self))
 
     def make_recipe(self) -> Any:
         """Return transformer_engine's recipe.
@@ -84,7 +84,7 @@ class TERecipeKwargs(KwargsHandler):
         return (recipes.MXFP8BlockScaling if self.use_mxfp8_block_scaling else recipes.DelayedScaling)(**given)
 
 
-@dataclass(frozen=True)
+@dataclass
 class FP8RecipeKwargs(TERecipeKwargs):
     """`TERecipeKwargs` under Accelerate's older name.
 
@@ -118,7 +118,7 @@ class TransformerEnginePrecision(Precision):
     param_dtype: torch.dtype | None = field(default=None, init=False)
     autocast_dtype: torch.dtype | None = field(default=torch.bfloat16, init=False)
     scaled: bool = field(default=False, init=False)
-    options: TERecipeKwargs = field(default_factory=TERecipeKwargs)
+    options: TERecipeKwargs = field(default_factory=TERecipeKwargs, hash=False)
 
     converts_layers: ClassVar[bool] = True
     splits_converted: ClassVar[bool] = False

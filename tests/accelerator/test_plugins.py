@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from trainwright import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    ParallelismConfig,
     Strategy,
     TensorParallelStrategy,
     TorchDynamoPlugin,
@@ -40,6 +41,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launched import DynamoBackend
+from trainwright.utils import TERecipeKwargs
 
 # Engines
 
@@ -377,6 +379,39 @@ def test_a_handler_tells_which_fields_differ_from_their_defaults() -> None:
     assert InitProcessGroupKwargs().to_kwargs() == {}
     assert DistributedDataParallelKwargs(bucket_cap_mb=3).to_kwargs() == {"bucket_cap_mb": 3}
     assert isinstance(AutocastKwargs(), KwargsHandler)
+
+
+@dataclass
+class _Options(KwargsHandler):
+    value: int = 1
+
+
+@dataclass
+class _HalvedScale(GradScalerKwargs):
+    backoff_factor: float = 0.25
+
+
+def test_configurations_are_read_when_an_accelerator_is_made() -> None:
+    assert _Options(2).to_kwargs() == {"value": 2}
+    group, scaler = InitProcessGroupKwargs(), _HalvedScale()
+    group.timeout, scaler.init_scale = timedelta(seconds=9), 8.0
+    plugin = DeepSpeedPlugin(zero_stage=1)
+    plugin.zero_stage = 3
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, kwargs_handlers=[group, scaler])
+    strategy = accelerator.strategy
+    plugin.zero_stage = 2
+    assert isinstance(strategy, DeepSpeedStrategy)
+    assert (strategy.stage, strategy.timeout) == (3, DeepSpeedStrategy(timeout=9).timeout)
+    assert accelerator.strategy is strategy
+    accelerator.end_training()
+    sizes = ParallelismConfig()
+    sizes.tp_size = 0
+    with pytest.raises(ConfigurationError, match="tp_size=0"):
+        Accelerator(cpu=True, parallelism_config=sizes)
+    recipe = TERecipeKwargs(margin=1)
+    precision = recipe.precision()
+    recipe.margin = 2
+    assert (precision, hash(precision)) == (TERecipeKwargs(margin=1).precision(), hash(precision))
 
 
 def _half_loop(net: nn.Linear, options: GradScalerKwargs) -> list[float]:

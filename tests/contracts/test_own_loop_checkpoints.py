@@ -295,6 +295,11 @@ def test_a_folder_is_named_once(tmp_path: Path) -> None:
         Accelerator(cpu=True).save_state()
     with pytest.raises(ConfigurationError, match="name two folders"):
         Accelerator(cpu=True, project_dir="a", project_config=ProjectConfiguration(project_dir="b"))
+    with pytest.raises(ConfigurationError, match="automatic_checkpoint_naming=True needs a folder"):
+        Accelerator(cpu=True, project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
+    configuration = ProjectConfiguration(automatic_checkpoint_naming=True)
+    named = Accelerator(cpu=True, project_dir=tmp_path / "named", project_config=configuration)
+    assert Path(named.save_state()) == tmp_path / "named/checkpoints/checkpoint_0"
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -51,7 +51,7 @@ class DataLoaderConfiguration:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradScalerKwargs(KwargsHandler):
     """Options of the loss scale with `mixed_precision="fp16"`; see `torch.amp.GradScaler`."""
 
@@ -62,7 +62,7 @@ class GradScalerKwargs(KwargsHandler):
     enabled: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class AutocastKwargs(KwargsHandler):
     """Options of autocast in mixed precision; see `torch.autocast`.
 
@@ -75,7 +75,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of the process group, which the first `Accelerator` or `PartialState` of a script creates.
 

@@ -27,7 +27,8 @@ class ProjectConfiguration:
     """Folders of an `Accelerator`'s saved states and trackers, and the number of states to keep.
 
     Args:
-        project_dir: Folder of the project, or its URL, such as `s3://bucket/run`. Default: None.
+        project_dir: Folder of the project, or its URL, such as `s3://bucket/run`. Default: None, which is
+            `Accelerator(project_dir=…)`.
         logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
         automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
             `load_state()` without a folder reads the newest valid state. Default: False.
@@ -41,8 +42,7 @@ class ProjectConfiguration:
             the state. The next save, `load_state` and the end of the script wait for this thread. Default: False.
 
     Raises:
-        ConfigurationError: `total_limit` is less than 1, `save_on_each_node` is True, or `project_dir` is missing with
-            `automatic_checkpoint_naming`.
+        ConfigurationError: `total_limit` is less than 1, or `save_on_each_node` is True.
     """
 
     project_dir: str | None = None
@@ -61,8 +61,6 @@ class ProjectConfiguration:
                 "save_on_each_node=True is not supported: all nodes write into one folder, on a file system that they "
                 "share. Remove save_on_each_node."
             )
-        if self.automatic_checkpoint_naming and self.project_dir is None:
-            raise ConfigurationError("automatic_checkpoint_naming=True needs project_dir=, the folder of the project.")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:

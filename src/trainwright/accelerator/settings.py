@@ -267,7 +267,8 @@ def project_of(
     """Return the configuration of the project, from the two arguments that name its folder.
 
     Raises:
-        ConfigurationError: The arguments name different folders.
+        ConfigurationError: The arguments name different folders, or neither names the folder that automatic naming
+            needs.
     """
     if configuration is None:
         return ProjectConfiguration(project_dir=None if project_dir is None else os.fspath(project_dir))
@@ -278,6 +279,11 @@ def project_of(
         )
     if configuration.project_dir is None:
         configuration.set_directories(project_dir)
+    if configuration.automatic_checkpoint_naming and configuration.project_dir is None:
+        raise ConfigurationError(
+            "automatic_checkpoint_naming=True needs a folder. Pass Accelerator(project_dir='…'), the folder of the "
+            "project."
+        )
     return configuration
 
 

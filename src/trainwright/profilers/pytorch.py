@@ -320,7 +320,7 @@ class PyTorchProfiler(Profiler):
         return {**vars(self), "profiler": None, "_open": [], "_resources": None}
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `accelerator.profile`; see `torch.profiler.profile`.
 
@@ -364,6 +364,7 @@ class ProfileKwargs(KwargsHandler):
         Raises:
             ConfigurationError: This machine does not have an activity.
         """
+        self.__post_init__()  # an option may have been assigned since
         options = self.to_dict()
         del options["output_trace_dir"]
         options["activities"] = self.activities and [_ACTIVITIES[name] for name in self.activities]

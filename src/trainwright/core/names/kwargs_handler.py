@@ -32,13 +32,14 @@ def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -
     return field(default=None, metadata={"variable": name, "read": read, **more})
 
 
-class VariableFields:
-    """Methods of configuration dataclasses. A field that is None takes the value of its environment variable."""
+@dataclass
+class KwargsHandler:
+    """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
 
     def __post_init__(self) -> None:
         for one in _fields(self):
             if "variable" in one.metadata and getattr(self, one.name) is None:
-                object.__setattr__(self, one.name, read_variable(_variable_of(one), one.metadata["read"]))
+                setattr(self, one.name, read_variable(_variable_of(one), one.metadata["read"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
@@ -60,11 +61,6 @@ class VariableFields:
                 said = read_variable(name, one.metadata["read"])
                 if said is not None and own is not None and _text(said) != _text(own):
                     yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
-
-
-@dataclass(frozen=True)
-class KwargsHandler(VariableFields):
-    """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
