@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -50,6 +50,10 @@ class DummyExperiment:
 
     def __setitem__(self, key: object, value: object) -> None:
         return None
+
+    def __iter__(self) -> Iterator[object]:
+        # Without this method, Python would iterate by __getitem__, which never ends.
+        return iter(())
 
     def __enter__(self) -> DummyExperiment:
         return self

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from trainwright.loggers.logger import DummyExperiment
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLinesLogger, TensorBoardLogger])
@@ -28,3 +29,9 @@ def test_the_csv_file_stays_known_after_the_end(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 1.0}, 0)
     logger.finish("success")
     assert "loss" in logger.metrics_file.read_text()
+
+
+def test_iterating_over_a_muted_experiment_ends() -> None:
+    experiment = DummyExperiment()
+    assert next(iter(experiment["runs"]), None) is None
+    assert "name" not in experiment

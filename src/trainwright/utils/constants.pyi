@@ -1,3 +1,4 @@
+from trainwright.core.names.constants import ACCELERATE_VERSION as ACCELERATE_VERSION
 from trainwright.core.names.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
 from trainwright.core.names.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
 from trainwright.core.names.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
