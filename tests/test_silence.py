@@ -41,6 +41,8 @@ IGNORED = {
     "end_stage.args": "torch's signature of a hook",
     "end_stage.module": "torch's signature of a hook",
     "restore_grad_mode.module": "torch's signature of a hook",
+    "predict_step.args": "a sub-class may pass the index of a loader to super().predict_step",
+    "predict_step.kwargs": "a sub-class may pass the index of a loader to super().predict_step",
     "restore_grad_mode.args": "torch's signature of a hook",
     "restore_grad_mode.output": "torch's signature of a hook",
     "attach_execution_device_hook.tied_params_map": "it saves memory in Accelerate; results are the same",

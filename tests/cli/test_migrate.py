@@ -136,7 +136,7 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("from lightning.pytorch.profilers import XLAProfiler\n", 1, "XLAProfiler of Lightning is not here: "),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
-        ("import lightning as L\nL.__version__\n", 2, "__version__ of Lightning is not here"),
+        ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
         ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
@@ -461,7 +461,7 @@ def test_the_version_of_accelerate_and_helpers_of_lightning_utilities_are_rewrit
 @pytest.mark.parametrize(
     ("text", "line", "says"),
     [
-        ("import lightning as L\nL.__version__\nL.__version__\n", 2, "__version__ of Lightning is not here"),
+        ("import lightning as L\nL.__version__\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
         ("from lightning.pytorch.plugins import X\nX()\nX()\n", 1, "plugins.X has no counterpart"),
         (
             "import pytorch_lightning as pl\nclass A(pl.LightningModule):\n"

@@ -458,6 +458,8 @@ def is_module(path: str) -> bool:
 def advice(path: str) -> str:
     """Return the advice for a dotted name in Lightning or Accelerate without a counterpart."""
     name, library = path.rpartition(".")[2], LIBRARIES[_root(path)]
+    if name == "__version__":
+        return f"{path} has no counterpart here: trainwright.__version__ is Trainwright's own. Delete the comparison."
     return answer(name, library) or f"{path} has no counterpart here; see docs/migration.md."
 
 

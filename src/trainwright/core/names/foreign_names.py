@@ -78,7 +78,6 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
 
 
 _LIGHTNING = {
-    "__version__": "trainwright.__version__ is Trainwright's own; delete the comparison.",
     "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
     **_each(
         "LitLogger NeptuneLogger",
