@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainwright.core.tree import Batch, map_tensors
+from trainwright.core.tree import Batch, map_tensors, too_deep
 from trainwright.data.groups import check_end
 from trainwright.data.prepared import PreparedLoader
 from trainwright.loggers.evaluation_rows import Place
@@ -237,7 +237,10 @@ def _one_batch(
         raise
     ends = getattr(hooks, f"on_{name}_batch_end")
     if ends or keep:  # a step may enable gradients itself
-        output = map_tensors(torch.Tensor.detach, output)
+        try:
+            output = map_tensors(torch.Tensor.detach, output)
+        except RecursionError as error:
+            raise too_deep(f"the result of {name}_step") from error
     for hook in ends:
         hook(run.trainer, task, output, batch, idx, *loader)
     metrics.batch, metrics.in_step = None, False

@@ -24,6 +24,7 @@ from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
 from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule, log_into
+from trainwright.core.tree import too_deep
 from trainwright.loggers.logger import Status
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
@@ -163,6 +164,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     profiling.wrap_hooks(run)
     run.status.is_set_up = True
     _prepare_data(run, is_trained=is_trained)
+    _check_depth(task)
     opened = open_for(run, stage, load)
     if opened is not None:
         run.engine.when_configured = None  # trained weights are loaded
@@ -186,6 +188,15 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     if warning is not None and not (run.settings.arguments.barebones or run.status.is_trial):
         run.print(f"trainwright: {warning}")
     run.loop.trains = True
+
+
+def _check_depth(task: TaskModule) -> None:
+    """Check that torch can visit all modules of the task, before the engine does, which would fail again at its end."""
+    try:
+        for _ in task.modules():
+            pass
+    except RecursionError as error:
+        raise too_deep(type(task).__name__) from error
 
 
 def _prepare_data(run: StageRun, *, is_trained: bool) -> None:

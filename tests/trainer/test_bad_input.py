@@ -426,5 +426,18 @@ def test_what_is_nested_too_deeply_is_named() -> None:
         fitted(task, [batch], max_epochs=1)
     assert "nested too deeply to show" in caught.value.__notes__[0]
     task.deep = layer
-    with pytest.raises(ConfigurationError, match="RegressionTask is nested more deeply than Python's recursion limit"):
-        fitted(task, regression_loader(2), max_epochs=1)
+    for strategy in ("single", "offload"):
+        with pytest.raises(ConfigurationError, match="RegressionTask is nested more deeply than Python's recursion"):
+            fitted(task, regression_loader(2), max_epochs=1, strategy=strategy)
+
+
+def test_a_prediction_that_is_nested_too_deeply_is_named() -> None:
+    class Deep(RegressionTask):
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            output: Any = torch.zeros(1)
+            for _ in range(3000):
+                output = [output]
+            return output
+
+    with pytest.raises(ConfigurationError, match="the result of predict_step is nested more deeply"):
+        quiet_trainer().predict(Deep(), regression_loader(2))
