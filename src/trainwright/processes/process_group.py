@@ -432,7 +432,7 @@ class ProcessGroup(Processes):
             places = [] if self._late_calls is None else self._late_calls.ask(PrefixStore("late", self._store))
             blocked = [place for place in places if is_in_collective(place)]
             if leads:
-                if len(blocked) == len(late) or waited_s >= _TOO_LATE_S:
+                if (late and len(blocked) == len(late)) or waited_s >= _TOO_LATE_S:
                     return False
                 next_report_s = min(next_report_s + _LATE_S, _TOO_LATE_S)
                 continue
@@ -440,7 +440,7 @@ class ProcessGroup(Processes):
                 sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")
             # No rank computes: those that have arrived wait here, and the late ones have waited in the same collectives
             # since the last look. A collective needs all ranks, so that the program would wait for ever.
-            elif blocked == blocked_before and len(blocked) == len(late):
+            elif late and blocked == blocked_before and len(blocked) == len(late):
                 raise ConfigurationError("\n  ".join([text, *places]))
             blocked_before = blocked
             next_report_s += _LATE_S
