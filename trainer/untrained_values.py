@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-import weakref
 from collections.abc import Callable
 
 from torch.nn import Parameter
@@ -15,17 +14,18 @@ from trainwright.trainer.run import StageRun
 
 def watch_trained_weights(run: StageRun) -> Callable[[], None]:
     """Return a function that warns if the task's trained weights have been replaced since this call."""
-    # Weak references do not keep the earlier weights in memory.
-    trained: dict[str, weakref.ref[Parameter]] = {}
+    # Not weak references: torch cannot swap a tensor that has one, and so could not move the weights to some devices.
+    trained: dict[str, Parameter] = {}
     for name, weight in run.task.named_parameters():
         if weight.requires_grad:
-            trained[name] = weakref.ref(weight)
+            trained[name] = weight
 
     def warn_if_replaced() -> None:
         names: list[str] = []
         for name, weight in run.task.named_parameters():
-            if name in trained and trained[name]() is not weight:
+            if name in trained and trained[name] is not weight:
                 names.append(name)
+        trained.clear()  # replaced weights are not kept in memory
         if names:
             run.warn(
                 f"{run.status.stage}: setup or configure_model of {type(run.task).__name__} has replaced {len(names)} "
