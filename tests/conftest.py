@@ -178,6 +178,9 @@ def _process_group_destroyed() -> Iterator[None]:
     partial_state = sys.modules.get("trainwright.processes.partial_state")
     if partial_state is not None:
         partial_state.PartialState._reset_state()
+    settings = sys.modules.get("trainwright.accelerator.settings")
+    if settings is not None:
+        settings._living.clear()  # else an Accelerator that is not yet collected warns the next test's
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
