@@ -74,6 +74,7 @@ class LoopSettings:
         argument: Name of the Accelerator's argument with plugins, such as `"fsdp_plugin"`. None without plugins.
         plugins: The plugins by name. `selection` belongs to the first plugin.
         arrangement: The `ParallelismConfig` that was passed in addition to a plugin, or None.
+        dynamo: Options of compilation.
     """
 
     selection: Selection
@@ -84,6 +85,7 @@ class LoopSettings:
     argument: str | None
     plugins: Mapping[str, EnginePlugin]
     arrangement: Any
+    dynamo: TorchDynamoPlugin
 
     def strategy_of(self, name: str | None, num_processes: int) -> Strategy:
         """Return the strategy for the current options of a plugin, which may change until `prepare`."""
@@ -191,6 +193,7 @@ def read_settings(
         choice.argument,
         choice.plugins,
         choice.arrangement,
+        dynamo,
     )
 
 
