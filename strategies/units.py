@@ -275,7 +275,7 @@ def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: object
         vars(module).pop("forward", None)
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`."""
     return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
 

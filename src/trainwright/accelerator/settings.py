@@ -353,7 +353,8 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
     """Return the error for an attribute that an Accelerator does not have. The message suggests a similar name."""
-    return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")
+    advice = {"load_checkpoint": " Call load_state(folder).", "save_checkpoint": " Call save_state(folder)."}
+    return AttributeError(f"Accelerator has no attribute {name!r}.{advice.get(name) or nearest(name, known)}")
 
 
 def forget_precision(accelerator: object) -> None:

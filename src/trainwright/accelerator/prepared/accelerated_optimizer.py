@@ -155,7 +155,8 @@ class AcceleratedScheduler:
         further: int | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        # Not a copy: the list of `prepare` grows with optimizers that are prepared later.
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else optimizers
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self._accumulation = accumulation or Accumulation.newest()

@@ -15,7 +15,7 @@ from trainwright.launch.launch_config import LaunchConfig, Option
 from trainwright.launch.reading import check_supported, known_options, options_of
 
 _SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
-_ANSWERS = {"test": "there is no such command. Run the script with fewer steps"}
+_ANSWERS = {"test": "use `trainwright check`, which takes the options of `trainwright launch`"}
 _START = r"(?<![\w/.-])(?P<path>(?:[\w.$(){}~-]*/)*)"
 _COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_SAME})\b")
 _MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_SAME})\b")

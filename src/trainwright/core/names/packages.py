@@ -30,7 +30,6 @@ def _is_there(package: str) -> Callable[[], bool]:
 
 
 is_aim_available = _is_there("aim")
-is_bnb_available = _is_there("bitsandbytes")
 is_boto3_available = _is_there("boto3")
 is_clearml_available = _is_there("clearml")
 is_comet_ml_available = _is_there("comet_ml")
@@ -60,6 +59,13 @@ is_triton_available = _is_there("triton")
 is_wandb_available = _is_there("wandb")
 
 
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed, in version `min_version` or later if it is passed."""
+    if not _is_there("bitsandbytes")():
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
 def _has_device(kind: str) -> Callable[..., bool]:
     def is_available(check_device: bool = False) -> bool:
         """Return whether torch finds a device of this kind. `check_device` has no effect."""
@@ -75,10 +81,14 @@ def _has_device(kind: str) -> Callable[..., bool]:
 is_cuda_available = _has_device("cuda")
 is_hpu_available = _has_device("hpu")
 is_mlu_available = _has_device("mlu")
-is_mps_available = _has_device("mps")
 is_musa_available = _has_device("musa")
 is_npu_available = _has_device("npu")
 is_xpu_available = _has_device("xpu")
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether torch finds an Apple GPU, and has version `min_version` or later. Default: `"1.12"`."""
+    return _has_device("mps")() and is_torch_version(">=", min_version)
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
