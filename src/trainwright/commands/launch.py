@@ -13,6 +13,8 @@ from trainwright.cli.main import main
 from trainwright.launch.launch import launch
 from trainwright.launch.reading import SHORT, known_options
 
+__all__ = ["launch_command", "launch_command_parser"]
+
 _FURTHER = ("module", "no_python")
 
 
@@ -21,18 +23,18 @@ def launch_command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trainwright launch", allow_abbrev=False)
     short = {name: flag for flag, name in SHORT.items()}
 
-    def add(name: str, **settings: object) -> None:
-        flags = {f"--{name}", f"--{name.replace('_', '-')}"} | ({short[name]} if name in short else set())
-        parser.add_argument(*sorted(flags), dest=name, default=None, **settings)  # type: ignore[arg-type]
+    def add(name: str, action: str) -> None:
+        flags = {f"--{name}", f"--{name.replace('_', '-')}"}
+        if name in short:
+            flags.add(short[name])
+        parser.add_argument(*sorted(flags), dest=name, default=None, action=action)
 
     for option in known_options().values():
-        if option.is_flag:
-            add(option.name, action="store_true")
-        else:
-            add(option.name, action="append" if option.repeats else "store")
+        with_value = "append" if option.repeats else "store"
+        add(option.name, "store_true" if option.is_flag else with_value)
     for name in _FURTHER:
-        add(name, action="store_true")
-    add("config_file")
+        add(name, "store_true")
+    add("config_file", "store")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
