@@ -280,6 +280,11 @@ def is_compiled_module(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
 
 
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether a module, or a module in it, is the result of `torch.compile`."""
+    return any(map(is_compiled_module, module.modules()))
+
+
 def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_shards: int) -> None:
     """Warn if most parameters of a large model are in no unit. Every rank gathers those together. Not collective.
 

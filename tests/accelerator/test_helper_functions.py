@@ -31,6 +31,7 @@ def test_helpers_look_into_nested_tensors() -> None:
     assert utils.find_batch_size(tree) == 3
     with pytest.raises(ValueError, match="find_batch_size got no tensor"):
         utils.find_batch_size([])
+    assert (utils.is_torch_tensor(torch.ones(1)), utils.is_torch_tensor([])) == (True, False)
     assert utils.is_namedtuple(Pair(1, 2))
     assert not utils.is_namedtuple((1, 2))
     assert utils.honor_type(Pair(0, 0), (n for n in (1, 2))) == Pair(1, 2)
@@ -45,6 +46,7 @@ def test_helpers_read_texts_and_variables(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ValueError, match="true or false"):
         utils.str_to_bool("maybe")
     monkeypatch.setenv("MY_FLAG", "on")
+    assert (utils.parse_choice_from_env("MY_FLAG"), utils.parse_choice_from_env("OTHER_FLAG")) == ("on", "no")
     assert (utils.parse_flag_from_env("MY_FLAG"), utils.parse_flag_from_env("OTHER_FLAG", default=True)) == (True, True)
 
 
@@ -54,6 +56,10 @@ def test_helpers_know_models_and_sizes() -> None:
     assert list(utils.extract_submodules_state_dict(state, ["h.1", "head"])) == ["h.1.weight", "head"]
     assert (utils.dtype_byte_size(torch.float32), utils.dtype_byte_size(utils.CustomDtype.INT4)) == (4, 0.5)
     model = nn.Linear(1, 1)
+    within = nn.Sequential(nn.Linear(1, 1))
+    assert not utils.has_compiled_regions(within)
+    within[0] = torch.compile(within[0])
+    assert utils.has_compiled_regions(within)
     assert (utils.is_compiled_module(torch.compile(model)), utils.is_compiled_module(model)) == (True, False)
 
 

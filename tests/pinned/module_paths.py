@@ -29,11 +29,11 @@ _HOMES = {
     "bigmodels.maps.sizes": "dtype_byte_size extract_submodules_state_dict named_module_tensors",
     "bigmodels.pipeline": "prepare_pippy",
     "callbacks.model_summary": "LayerSummary summarize",
-    "core.names.kwargs_handler": "parse_flag_from_env str_to_bool",
+    "core.names.kwargs_handler": "parse_choice_from_env parse_flag_from_env str_to_bool",
     "core.names.lightning_types": (
         "EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerTypeUnion OptimizerLRScheduler STEP_OUTPUT TRAIN_DATALOADERS"
     ),
-    "strategies.units": "is_compiled_module",
+    "strategies.units": "has_compiled_regions is_compiled_module",
     "trainer.search.tuner": "Tuner",
     "core.host.memory": "should_reduce_batch_size",
     "core.host.cpu_affinity": "get_cpu_distributed_information override_numa_affinity set_numa_affinity",
@@ -56,8 +56,8 @@ _HOMES = {
     ),
     "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader",
     "processes.collectives": (
-        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device honor_type is_namedtuple listify "
-        "pad_input_tensors slice_tensors"
+        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device honor_type is_namedtuple "
+        "is_torch_tensor listify pad_input_tensors slice_tensors"
     ),
     "core.errors": "DistributedOperationException",
     "processes.launcher": (
@@ -96,7 +96,8 @@ _UTILS = {
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (
-        "clear_environment get_cpu_distributed_information override_numa_affinity parse_flag_from_env "
+        "clear_environment get_cpu_distributed_information override_numa_affinity parse_choice_from_env "
+        "parse_flag_from_env "
         "patch_environment set_numa_affinity str_to_bool"
     ),
     "fsdp_utils": (
@@ -125,13 +126,14 @@ _UTILS = {
     "operations": (
         "DistributedOperationException broadcast broadcast_object_list concatenate "
         "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device gather gather_object honor_type "
-        "is_namedtuple listify pad_across_processes pad_input_tensors recursively_apply reduce send_to_device "
-        "slice_tensors"
+        "is_namedtuple is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply reduce "
+        "send_to_device slice_tensors"
     ),
     "other": (
         "convert_model_to_fp8_ao filter_linear_layers filter_first_and_last_linear_layers "
         "find_first_last_linear_layers has_ao_layers "
-        "clear_environment convert_file_size_to_int extract_model_from_parallel is_compiled_module is_peft_model load "
+        "clear_environment convert_file_size_to_int extract_model_from_parallel has_compiled_regions "
+        "is_compiled_module is_peft_model load "
         "patch_environment save wait_for_everyone write_basic_config"
     ),
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
@@ -163,7 +165,7 @@ PATHS: dict[str, str] = {
     "tuner": "Tuner",
     "utilities.model_summary": "LayerSummary summarize",
     "utilities.types": _HOMES["core.names.lightning_types"],
-    "utils": " ".join([*_UTILS.values(), _FP8_BY_ENGINE, "tqdm"]),
+    "utils": " ".join([*_UTILS.values(), _FP8_BY_ENGINE, "ParallelismConfig tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},
 }
 """Module of Accelerate or Lightning, without the name of the package → its names here."""

@@ -29,15 +29,16 @@ _REDUCTIONS = ("mean", "sum", "max", "none")
 _UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def is_torch_tensor(tensor: object) -> bool:
+    """Return whether an object is a tensor."""
+    return isinstance(tensor, torch.Tensor)
 
 
 def recursively_apply(
     func: Callable[..., Any],
     data: object,
     *args: object,
-    test_type: Callable[[Any], bool] = _is_tensor,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: object,
 ) -> Any:

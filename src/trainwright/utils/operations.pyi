@@ -10,6 +10,7 @@ from trainwright.processes.collectives import gather as gather
 from trainwright.processes.collectives import gather_object as gather_object
 from trainwright.processes.collectives import honor_type as honor_type
 from trainwright.processes.collectives import is_namedtuple as is_namedtuple
+from trainwright.processes.collectives import is_torch_tensor as is_torch_tensor
 from trainwright.processes.collectives import listify as listify
 from trainwright.processes.collectives import pad_across_processes as pad_across_processes
 from trainwright.processes.collectives import pad_input_tensors as pad_input_tensors

@@ -44,6 +44,12 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     return default if found is None else bool(found)
 
 
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return an environment variable, or `default` if it is not set."""
+    found = variable(key)
+    return default if found is None else found
+
+
 def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -> Any:
     """Return a dataclass field whose default is the value of an environment variable; see `read_variable`.
 
