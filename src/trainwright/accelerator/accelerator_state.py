@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
     from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
     from trainwright.strategies.launched import TorchDynamoPlugin
