@@ -38,7 +38,7 @@ from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
-from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled, repeated_blocks
+from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled_module, repeated_blocks
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
@@ -379,7 +379,7 @@ class Engine(LightningMembers):
             prepared: The result of `prepare_models` for the model, or the model itself.
         """
         options = self.settings.compile_options
-        if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
+        if options is None or is_compiled_module(model) or not isinstance(prepared, nn.Module):
             return prepared
         blocks = repeated_blocks(model) if self.settings.compile_blocks else []
         compile_blocks(blocks, options)

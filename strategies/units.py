@@ -275,9 +275,14 @@ def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: object
         vars(module).pop("forward", None)
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`."""
     return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Return whether a module, or a module in it, is the result of `torch.compile`."""
+    return any(map(is_compiled_module, module.modules()))
 
 
 def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_shards: int) -> None:

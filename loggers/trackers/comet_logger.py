@@ -33,6 +33,7 @@ class CometLogger(QueuedLogger):
             Default: `"get_or_create"`.
         online: False only writes files. Default: None, Comet's setting.
         prefix, log_model: see `RemoteLogger`.
+        experiment_config: a `comet_ml.ExperimentConfig`, instead of `options`. Default: None.
         options: arguments of `comet_ml.ExperimentConfig`, for example `name`, `tags`, `offline_directory`.
     """
 
@@ -50,16 +51,18 @@ class CometLogger(QueuedLogger):
         online: bool | None = None,
         prefix: str | None = None,
         log_model: Literal["all"] | bool = False,
+        experiment_config: Any = None,
         **options: Any,
     ) -> None:
         super().__init__(prefix=prefix or "", log_model=log_model, project=project, id=experiment_key)
         self._started = {"api_key": api_key, "workspace": workspace, "project": project, "online": online}
         self._mode = mode
+        self._config = experiment_config
         self._options = options
 
     def _open(self, run: RunInfo) -> None:
         comet = require_package("comet_ml", purpose="CometLogger", install="comet-ml")
-        config = comet.ExperimentConfig(**{**_QUIET, "name": run.run_name, **self._options})
+        config = self._config or comet.ExperimentConfig(**{**_QUIET, "name": run.run_name, **self._options})
         mode = "get" if self._exists else self._mode
         self._experiment = comet.start(**self._started, experiment_key=self._id, mode=mode, experiment_config=config)
         self._id = self._experiment.get_key()

@@ -102,7 +102,7 @@ def test_arguments_come_back_in_their_order_and_others_as_they_are() -> None:
     other = {"a": 1}
     found = Accelerator(cpu=True).prepare(scheduler, other, optimizer, net)
     assert found[0].scheduler is scheduler
-    assert found[0]._optimizers == [found[2]]
+    assert found[0].optimizers == [found[2]]
     assert found[1] is other
     assert found[3] is net
 

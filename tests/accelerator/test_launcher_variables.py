@@ -102,5 +102,5 @@ class _Asked(Exception):
 
 
 class _Cpu(AcceleratorState):
-    def __init__(self, cpu: bool = False, **kwargs: object) -> None:
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: object) -> None:
         raise _Asked(str(cpu))

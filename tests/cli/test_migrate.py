@@ -52,6 +52,12 @@ def test_a_program_is_rewritten_completely_and_runs(
     [
         ("import lightning as L  # why\n", "import trainwright as L  # why\n"),
         ("import os, lightning.pytorch as pl\n", "import os, trainwright as pl\n"),
+        (
+            "from accelerate.commands.launch import launch_command\n",
+            "from trainwright.commands.launch import launch_command\n",
+        ),
+        ("from accelerate.inference import prepare_pippy\n", "from trainwright.inference import prepare_pippy\n"),
+        ("from lightning.pytorch.tuner import Tuner\n", "from trainwright.tuner import Tuner\n"),
         ("from lightning import pytorch as pl\npl.Trainer\n", "import trainwright as pl\npl.Trainer\n"),
         ("import lightning\nlightning.pytorch.LightningModule\n", "import trainwright\ntrainwright.TaskModule\n"),
         ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import trainwright as L\nL.callbacks.Timer()\n"),
@@ -330,6 +336,9 @@ Other().save
         ("accelerate launch --num_processes 2 train.py --lr 1", "trainwright launch --num_processes 2 train.py --lr 1"),
         ("accelerate-launch --multi_gpu t.py", "trainwright launch --multi_gpu t.py"),
         ("python3 -m accelerate.commands.launch t.py", "python3 -m trainwright launch t.py"),
+        ("python -m accelerate.commands.env", "python -m trainwright env"),
+        ("python -m accelerate.commands.estimate x", "python -m trainwright.commands.estimate x"),
+        ("accelerate-env; accelerate-estimate-memory x", "trainwright env; trainwright estimate-memory x"),
         ("$BIN/accelerate launch t.py", "$BIN/trainwright launch t.py"),
         ("srun -n 2 accelerate launch $ARGS t.py", "srun -n 2 trainwright launch $ARGS t.py"),
         ("x && accelerate launch \\\n  t.py  # why\n", "x && trainwright launch \\\n  t.py  # why\n"),
@@ -362,7 +371,7 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
     [
         ("accelerate launch \\\n --ipex t.py", 2, "--ipex is not supported: "),
         ("accelerate launch --tpu_cluster t.py", 1, "start the script on each machine of a pod"),
-        ("\naccelerate test\n", 2, "there is no such command"),
+        ("\naccelerate test\n", 2, "use `trainwright check`"),
     ],
 )
 def test_an_option_without_a_counterpart_is_reported(text: str, line: int, says: str) -> None:

@@ -1,4 +1,4 @@
-"""The module paths of Hugging Face Accelerate, and the names that each has here.
+"""The module paths of Hugging Face Accelerate and Lightning, and the names that each has here.
 
     python -m tests.pinned.module_paths
 
@@ -26,7 +26,15 @@ _HOMES = {
     "accelerator.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
     "accelerator.prepared.accelerated_optimizer": "DeepSpeedSchedulerWrapper",
     "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
-    "bigmodels.maps.sizes": "named_module_tensors",
+    "bigmodels.maps.sizes": "dtype_byte_size extract_submodules_state_dict named_module_tensors",
+    "bigmodels.pipeline": "prepare_pippy",
+    "callbacks.model_summary": "LayerSummary summarize",
+    "core.names.kwargs_handler": "parse_choice_from_env parse_flag_from_env str_to_bool",
+    "core.names.lightning_types": (
+        "EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerTypeUnion OptimizerLRScheduler STEP_OUTPUT TRAIN_DATALOADERS"
+    ),
+    "strategies.units": "has_compiled_regions is_compiled_module",
+    "trainer.search.tuner": "Tuner",
     "core.host.memory": "should_reduce_batch_size",
     "core.host.cpu_affinity": "get_cpu_distributed_information override_numa_affinity set_numa_affinity",
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
@@ -47,7 +55,10 @@ _HOMES = {
         re.findall(r"^(?:def )?([a-z]\w+)(?: = _|\()", (PACKAGE / "core/names/packages.py").read_text(), re.MULTILINE)
     ),
     "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader",
-    "processes.collectives": "convert_outputs_to_fp32 convert_to_fp32 listify slice_tensors",
+    "processes.collectives": (
+        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device honor_type is_namedtuple "
+        "is_torch_tensor listify pad_input_tensors slice_tensors"
+    ),
     "core.errors": "DistributedOperationException",
     "processes.launcher": (
         "clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading patch_environment"
@@ -85,7 +96,9 @@ _UTILS = {
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (
-        "clear_environment get_cpu_distributed_information override_numa_affinity patch_environment set_numa_affinity"
+        "clear_environment get_cpu_distributed_information override_numa_affinity parse_choice_from_env "
+        "parse_flag_from_env "
+        "patch_environment set_numa_affinity str_to_bool"
     ),
     "fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_parameters_from_modules "
@@ -102,22 +115,25 @@ _UTILS = {
         "compute_module_sizes compute_module_total_buffer_size find_tied_parameters get_balanced_memory "
         "get_max_layer_size get_max_memory has_offloaded_params infer_auto_device_map "
         "get_mixed_precision_context_manager get_grad_scaler load_checkpoint_in_model load_offloaded_weights "
-        "convert_file_size_to_int load_state_dict named_module_tensors retie_parameters "
+        "convert_file_size_to_int dtype_byte_size load_state_dict named_module_tensors retie_parameters "
         "set_module_tensor_to_device"
     ),
     "offload": (
-        "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight "
+        "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict load_offloaded_weight offload_state_dict "
+        "offload_weight "
         "save_offload_index"
     ),
     "operations": (
         "DistributedOperationException broadcast broadcast_object_list concatenate "
-        "convert_outputs_to_fp32 convert_to_fp32 gather gather_object "
-        "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
+        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device gather gather_object honor_type "
+        "is_namedtuple is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply reduce "
+        "send_to_device slice_tensors"
     ),
     "other": (
         "convert_model_to_fp8_ao filter_linear_layers filter_first_and_last_linear_layers "
         "find_first_last_linear_layers has_ao_layers "
-        "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model load "
+        "clear_environment convert_file_size_to_int extract_model_from_parallel has_compiled_regions "
+        "is_compiled_module is_peft_model load "
         "patch_environment save wait_for_everyone write_basic_config"
     ),
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
@@ -134,6 +150,7 @@ PATHS: dict[str, str] = {
         "SkipBatchSampler SkipDataLoader prepare_data_loader skip_first_batches"
     ),
     "hooks": _HOOKS,
+    "inference": "prepare_pippy",
     "launchers": "debug_launcher notebook_launcher",
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
@@ -145,10 +162,14 @@ PATHS: dict[str, str] = {
         "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker "
         "TensorBoardTracker TrackioTracker WandBTracker get_logger on_main_process"
     ),
-    "utils": " ".join([*_UTILS.values(), _FP8_BY_ENGINE, "tqdm"]),
+    "tuner": "Tuner",
+    "utilities.model_summary": "LayerSummary summarize",
+    "utilities.types": _HOMES["core.names.lightning_types"],
+    "utils": " ".join([*_UTILS.values(), _FP8_BY_ENGINE, "ParallelismConfig tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},
 }
-"""Module of Accelerate, without the name of the package → its names here."""
+"""Module of Accelerate or Lightning, without the name of the package → its names here."""
+_OF_LIGHTNING = ("tuner", "utilities.model_summary", "utilities.types")
 
 
 def homes() -> dict[str, str]:
@@ -165,8 +186,9 @@ def files() -> dict[Path, str]:
     for path, names in PATHS.items():
         place = PACKAGE / path.replace(".", "/")
         place = place / "__init__" if path == "utils" else place
+        library = "lightning.pytorch" if path in _OF_LIGHTNING else "accelerate"
         found[place.with_suffix(".py")] = (
-            f'"""The names of `accelerate.{path}`, imported on first use."""\n\nfrom __future__ import annotations\n\n'
+            f'"""The names of `{library}.{path}`, imported on first use."""\n\nfrom __future__ import annotations\n\n'
             "from trainwright.core.names.lazy_names import lazy_names\n\n"
             "__getattr__, __dir__ = lazy_names(__name__, __file__)\n"
         )

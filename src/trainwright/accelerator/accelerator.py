@@ -160,26 +160,26 @@ class Accelerator:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
-        *,
-        step_scheduler_with_optimizer: bool = True,
-        schedule_steps: Literal["once", "per_process"] | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        kwargs_handlers: Sequence[Any] | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
-        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: MegatronLMPlugin | None = None,
-        parallelism_config: ParallelismConfig | None = None,
-        dynamo_backend: DynamoBackend | str | None = None,
-        dynamo_plugin: TorchDynamoPlugin | None = None,
-        dataloader_config: DataLoaderConfiguration | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
         log_with: str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
-        rng_types: Sequence[str | RNGType] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        *,
         strategy: str | Strategy = "auto",
         seed: int | None = None,
+        schedule_steps: Literal["once", "per_process"] | None = None,
     ) -> None:
         if deepspeed_plugins is not None and deepspeed_plugin is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
@@ -229,10 +229,15 @@ class Accelerator:
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
         self.state.mixed_precision, self.state._engine_type = self.mixed_precision, self.strategy.distributed_type
-        self.state.fsdp_plugin, self.state.megatron_lm_plugin = self.fsdp_plugin, settings.megatron
+        self.state.fsdp_plugin = self.fsdp_plugin
+        self.state.torch_tp_plugin = self.torch_tp_plugin
+        self.state.megatron_lm_plugin = self.megatron_lm_plugin
+        self.state.parallelism_config = self.parallelism_config
+        self.state.dynamo_plugin = settings.dynamo
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop without prepared objects."""
+        self.state.device_mesh = self.engine.mesh
         scaler = self._settings.make_scaler(self.engine.gradients)
         self._scale = None if scaler is None else LossScale(scaler)
         context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
@@ -423,7 +428,7 @@ class Accelerator:
     @property
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation, with `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
-        return GradientState(self._accumulation)
+        return GradientState(accumulation=self._accumulation)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

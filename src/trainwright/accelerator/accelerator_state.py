@@ -10,9 +10,22 @@ from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
-    from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
+    from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+    from trainwright.strategies.launched import TorchDynamoPlugin
+    from trainwright.strategies.megatron.parallelism_config import ParallelismConfig
     from trainwright.strategies.megatron.plugin import MegatronLMPlugin
+
+_OF_ACCELERATOR = (
+    "dynamo_plugin",
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
 
 
 class AcceleratorState(PartialState):
@@ -21,24 +34,63 @@ class AcceleratorState(PartialState):
     All instances share their attributes. `Accelerator(deepspeed_plugins=…)` stores DeepSpeed plugins, and
     `end_training` removes them.
 
+    The constructor is collective where `PartialState()` is.
+
+    Args:
+        mixed_precision: The expected precision. Default: None, which accepts every precision.
+        cpu: Use the CPU even if there is an accelerator. Default: False.
+        kwargs: Options of the process group; see `PartialState`.
+
     Attributes:
         mixed_precision: `"fp16"`, `"bf16"`, `"fp8"` or `"no"`: the newest Accelerator's. `"no"` without an Accelerator.
-        fsdp_plugin, megatron_lm_plugin: Plugins of the newest Accelerator. None without an Accelerator.
+        fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, dynamo_plugin, parallelism_config: Arguments of the newest
+            Accelerator. None without an Accelerator.
+        device_mesh: The `DeviceMesh` of the newest Accelerator. None if its strategy has none.
         selected_plugin: Name of the selected DeepSpeed plugin. None without DeepSpeed plugins.
+
+    Raises:
+        ConfigurationError: `mixed_precision` is not the newest Accelerator's, `kwargs` has a plugin, or `PartialState`
+            raises it. Only an Accelerator sets the precision and the plugins.
     """
 
     mixed_precision: str = "no"
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None
+    torch_tp_plugin: TorchTensorParallelPlugin | None = None
     megatron_lm_plugin: MegatronLMPlugin | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+    parallelism_config: ParallelismConfig | None = None
+    device_mesh: DeviceMesh | None = None
     _engine_type: DistributedType | None = None
     selected_plugin: str | None = None
     _plugins: dict[str, DeepSpeedPlugin]
+
+    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: object) -> None:
+        for name in _OF_ACCELERATOR:
+            if kwargs.pop(name, None) is not None:
+                raise ConfigurationError(f"AcceleratorState does not set {name}. Pass it to Accelerator({name}=…).")
+        super().__init__(cpu, **kwargs)
+        if mixed_precision not in (None, self.mixed_precision):
+            raise ConfigurationError(
+                f"AcceleratorState(mixed_precision={mixed_precision!r}): the precision is {self.mixed_precision!r}. "
+                f"Create Accelerator(mixed_precision={mixed_precision!r}) first."
+            )
+
+    def __repr__(self) -> str:
+        text = f"{super().__repr__()}Mixed precision type: {self.mixed_precision}\n"
+        if self.deepspeed_plugin is not None:
+            text += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
+        return text
 
     @property
     def distributed_type(self) -> DistributedType:  # type: ignore[override]  # it is never set
         """The `DistributedType` of the newest Accelerator's strategy, or of the process group if that is None."""
         found: DistributedType = self._engine_type or vars(self)["distributed_type"]
         return found
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if the newest Accelerator shards models with FSDP. The version of FSDP is always 2."""
+        return self.distributed_type == DistributedType.FSDP
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -152,9 +152,21 @@ class Accumulation:
         gradients: The engine's gradient operations.
     """
 
+    _newest: ClassVar[weakref.ref[Accumulation] | None] = None
+
+    @staticmethod
+    def newest() -> Accumulation:
+        """Return the accumulation of the newest Accelerator, or a new one without an Accelerator."""
+        found = None if Accumulation._newest is None else Accumulation._newest()
+        if found is not None:
+            return found
+        return Accumulation(1, GradientAccumulationPlugin(), warns=False, gradients=Gradients(torch.device("cpu")))
+
     def __init__(
         self, num_steps: int, plugin: GradientAccumulationPlugin, *, warns: bool, gradients: Gradients
     ) -> None:
+        # Weak, so that an Accelerator that the script has dropped is freed.
+        Accumulation._newest = weakref.ref(self)
         self.num_steps = num_steps
         self.plugin = plugin
         self.sync_with_dataloader, self.short_group = plugin.sync_with_dataloader, plugin.short_group
@@ -319,10 +331,36 @@ class Accumulation:
 
 
 class GradientState:
-    """State of gradient accumulation in a loop, with Accelerate's names. Each read returns the current value."""
+    """State of gradient accumulation in a loop, with Accelerate's names. Each read returns the current value.
 
-    def __init__(self, accumulation: Accumulation) -> None:
-        self._accumulation = accumulation
+    `GradientState()` shows the state of the newest Accelerator. Without an Accelerator, every micro-batch is followed
+    by an optimizer step.
+
+    Args:
+        gradient_accumulation_plugin: The expected options. Default: None, which accepts all options.
+        accumulation: The state to show. Default: None, which is that of the newest Accelerator.
+
+    Raises:
+        ConfigurationError: The options differ from those of `gradient_accumulation_plugin`.
+    """
+
+    def __init__(
+        self,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        *,
+        accumulation: Accumulation | None = None,
+    ) -> None:
+        self._accumulation = accumulation or Accumulation.newest()
+        if gradient_accumulation_plugin not in (None, self._accumulation.plugin):
+            raise ConfigurationError(
+                "GradientState does not change gradient accumulation. Pass the plugin in "
+                "Accelerator(gradient_accumulation_plugin=…)."
+            )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Let the next `GradientState()` start a new state."""
+        Accumulation._newest = None
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:

@@ -22,16 +22,17 @@ _RICH = "ACCELERATE_ENABLE_RICH"
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """Logger whose calls write on the main process only, unless `main_process_only=False` is passed.
 
-    Each call (`debug`, `info`, …) takes two more arguments:
+    Each call (`debug`, `info`, …) takes three more arguments:
 
     - `main_process_only`: True by default; False: every process writes.
+    - `stacklevel`: number of the frame that the record names, as in Accelerate. Default: 2, the caller of the method.
     - `in_order`: with `main_process_only=False`, the processes write one after the other. Collective. Default: False.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Write a record; see the class."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        kwargs.setdefault("stacklevel", 2)  # as in Accelerate, the caller of the logger's method is 2
         if not self.isEnabledFor(level) and not in_order:
             return
         if main_only or not in_order:
@@ -51,7 +52,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     def warning_once(self, msg: object, *args: object, **kwargs: bool) -> None:
         """Write a warning. Repeated calls with the same arguments have no effect."""
         if _is_new(self.name, repr((msg, args))):
-            self.log(logging.WARNING, msg, *args, stacklevel=2, **kwargs)
+            self.log(logging.WARNING, msg, *args, stacklevel=3, **kwargs)
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

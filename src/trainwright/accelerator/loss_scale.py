@@ -30,20 +30,21 @@ class LossScale:
     def scale(self, loss: torch.Tensor, *, starts_group: bool) -> torch.Tensor:
         """Return the loss times the scale. The first call of a group updates the scale."""
         if starts_group:
-            self._catch_up()
+            self.update()
         self._num_backwards += 1
         return self.scaler.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale of the next backward, and the state of its growth. Waits for the device."""
-        self._catch_up()
+        self.update()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the result of `state_dict`."""
         self.scaler.load_state_dict(state)
 
-    def _catch_up(self) -> None:
+    def update(self) -> None:
+        """Update the scale if an optimizer has stepped since the last update."""
         if self._is_due:
             self.scaler.update()
             self._is_due = False

@@ -8,7 +8,7 @@ import re
 import secrets
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 
 from trainwright.checkpoint.format.manifests import open_checkpoint
@@ -42,7 +42,8 @@ class ProjectConfiguration:
             the state. The next save, `load_state` and the end of the script wait for this thread. Default: False.
 
     Raises:
-        ConfigurationError: `total_limit` is less than 1, or `save_on_each_node` is True.
+        ConfigurationError: `total_limit` is less than 1, `save_on_each_node` is True, or `iteration_checkpoints` or
+            `save_every_n_steps` is set: the loop decides when to call `save_state`.
     """
 
     project_dir: str | None = None
@@ -52,8 +53,16 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
     async_save: bool = False
+    iteration_checkpoints: InitVar[bool] = False
+    save_every_n_steps: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, iteration_checkpoints: bool, save_every_n_steps: int | None) -> None:
+        if iteration_checkpoints or save_every_n_steps is not None:
+            raise ConfigurationError(
+                "ProjectConfiguration does not save by itself. Remove iteration_checkpoints and save_every_n_steps, "
+                "call accelerator.save_state() in the loop (if step % n == 0), and number the states by "
+                "automatic_checkpoint_naming=True."
+            )
         if self.total_limit is not None and self.total_limit < 1:
             raise ConfigurationError(f"total_limit={self.total_limit!r}: write a whole number of at least 1, or None.")
         if self.save_on_each_node:

@@ -74,6 +74,7 @@ class LoopSettings:
         argument: Name of the Accelerator's argument with plugins, such as `"fsdp_plugin"`. None without plugins.
         plugins: The plugins by name. `selection` belongs to the first plugin.
         arrangement: The `ParallelismConfig` that was passed in addition to a plugin, or None.
+        dynamo: Options of compilation.
     """
 
     selection: Selection
@@ -84,6 +85,7 @@ class LoopSettings:
     argument: str | None
     plugins: Mapping[str, EnginePlugin]
     arrangement: Any
+    dynamo: TorchDynamoPlugin
 
     def strategy_of(self, name: str | None, num_processes: int) -> Strategy:
         """Return the strategy for the current options of a plugin, which may change until `prepare`."""
@@ -191,6 +193,7 @@ def read_settings(
         choice.argument,
         choice.plugins,
         choice.arrangement,
+        dynamo,
     )
 
 
@@ -350,7 +353,8 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
     """Return the error for an attribute that an Accelerator does not have. The message suggests a similar name."""
-    return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")
+    advice = {"load_checkpoint": " Call load_state(folder).", "save_checkpoint": " Call save_state(folder)."}
+    return AttributeError(f"Accelerator has no attribute {name!r}.{advice.get(name) or nearest(name, known)}")
 
 
 def forget_precision(accelerator: object) -> None:

@@ -72,6 +72,9 @@ class LoggerTracker(GeneralTracker):
             _CLASSES[kind] = cls
 
     def __init__(self, run_name: str, logging_dir: str | None = None, **options: Any) -> None:
+        self._make_logger(run_name, logging_dir, options)
+
+    def _make_logger(self, run_name: str, logging_dir: str | None, options: dict[str, Any]) -> None:
         self.run_name = run_name
         self._folder = Path(logging_dir or ".")
         self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
@@ -165,7 +168,16 @@ class CometMLTracker(LoggerTracker, kind=LoggerType.COMETML):
 
 
 class MLflowTracker(LoggerTracker, kind=LoggerType.MLFLOW):
-    """MLflow: `run_name` is the experiment; options are those of `MLFlowLogger`."""
+    """MLflow: options are those of `MLFlowLogger`.
+
+    Args:
+        experiment_name: Name of the experiment. Default: None, which is `"Default"`, as in MLflow.
+        logging_dir: See `LoggerTracker`.
+        options: See `LoggerTracker`. `run_name` is the name of the run.
+    """
+
+    def __init__(self, experiment_name: str | None = None, logging_dir: str | None = None, **options: Any) -> None:
+        self._make_logger(experiment_name or "Default", logging_dir, options)
 
 
 class ClearMLTracker(LoggerTracker, kind=LoggerType.CLEARML):

@@ -1,10 +1,68 @@
-"""`python -m trainwright.commands.launch`: the same as `trainwright launch`, for debuggers that start a module."""
+"""`python -m trainwright.commands.launch`: the same as `trainwright launch`, for debuggers that start a module.
+
+`launch_command_parser` and `launch_command` are for programs that launch a script themselves, such as trl.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 
 from trainwright.cli.main import main
+from trainwright.launch.launch import launch
+from trainwright.launch.reading import SHORT, known_options
+
+__all__ = ["launch_command", "launch_command_parser"]
+
+_FURTHER = ("module", "no_python")
+
+
+def launch_command_parser() -> argparse.ArgumentParser:
+    """Return a parser of the options of `trainwright launch`, a script and its arguments, for `launch_command`."""
+    parser = argparse.ArgumentParser("trainwright launch", allow_abbrev=False)
+    short = {name: flag for flag, name in SHORT.items()}
+
+    def add(name: str, action: str) -> None:
+        flags = {f"--{name}", f"--{name.replace('_', '-')}"}
+        if name in short:
+            flags.add(short[name])
+        parser.add_argument(*sorted(flags), dest=name, default=None, action=action)
+
+    for option in known_options().values():
+        with_value = "append" if option.repeats else "store"
+        add(option.name, "store_true" if option.is_flag else with_value)
+    for name in _FURTHER:
+        add(name, "store_true")
+    add("config_file", "store")
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Run the script of `launch_command_parser().parse_args(…)`. The attributes of `args` may be changed before.
+
+    A single process replaces the calling process.
+
+    Raises:
+        ConfigurationError: An option or the script is not valid. No process has been started.
+        SystemExit: A process failed.
+    """
+    words: list[str] = []
+    for name in (*known_options(), "config_file"):
+        value = getattr(args, name, None)
+        if isinstance(value, list):
+            value = "\n".join(map(str, value))
+        if isinstance(value, dict):
+            value = json.dumps(value)
+        if value is not None:
+            words.append(f"--{name}={value}")
+    words += [f"--{name}" for name in _FURTHER if getattr(args, name, None)]
+    code = launch([*words, "--", args.training_script, *args.training_script_args])
+    if code:
+        sys.exit(code)
+
 
 if __name__ == "__main__":
     sys.exit(main(["launch", *sys.argv[1:]]))

@@ -12,32 +12,33 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, DistributedOperationException, unknown
-from trainwright.core.tree import is_container, named_leaves, rebuild
+from trainwright.core.tree import is_container, iterate_tensors, named_leaves, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
 
 P = ParamSpec("P")
 
-_REDUCTIONS = ("mean", "sum", "none")
+_REDUCTIONS = ("mean", "sum", "max", "none")
 _UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def is_torch_tensor(tensor: object) -> bool:
+    """Return whether an object is a tensor."""
+    return isinstance(tensor, torch.Tensor)
 
 
 def recursively_apply(
     func: Callable[..., Any],
     data: object,
     *args: object,
-    test_type: Callable[[Any], bool] = _is_tensor,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
     error_on_other_type: bool = False,
     **kwargs: object,
 ) -> Any:
@@ -106,12 +107,12 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     """Concatenate the tensors of several structures with equal nesting, leaf by leaf. Not collective.
 
     Args:
-        data: the structures, at least one.
+        data: the structures, at least one. With a single structure, leaves that are not tensors are unchanged.
         dim: the dimension of concatenation. Default: 0.
 
     Raises:
         ConfigurationError: `data` is empty, or structures differ.
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf of several structures is not a tensor.
     """
     if not data:
         raise ConfigurationError("concatenate got nothing to concatenate. Pass at least one structure.")
@@ -130,6 +131,8 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
             raise ConfigurationError(f"concatenate got sequences of different lengths: {[len(each) for each in data]}.")
         columns = iter([concatenate(column, dim) for column in zip(*data, strict=True)])
         return rebuild(first, lambda _: next(columns))
+    if len(data) == 1:
+        return first
     raise TypeError(f"concatenate got a value of type {type(first).__name__}, and it takes tensors.")
 
 
@@ -244,13 +247,14 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return the means or sums of nested tensors over all processes. Collective. The arguments are not changed.
+    """Return means, sums or maxima of nested tensors over all processes. Collective. The arguments are not changed.
 
-    With several processes, gradients do not flow through means and sums.
+    With several processes, gradients do not flow through the result, unless `reduction` is `"none"`.
 
     Args:
         tensor: each tensor of the same shape and dtype on every process.
-        reduction: `"mean"`, `"sum"`, or `"none"`, which returns this process's tensors. Default: `"mean"`.
+        reduction: `"mean"`, `"sum"`, `"max"` (of each element), or `"none"`, which returns this process's tensors.
+            Default: `"mean"`.
         scale: factor of the result. Default: 1.0.
 
     Raises:
@@ -258,7 +262,7 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
         ConfigurationError: the reduction is unknown, or shapes, dtypes or reductions differ between processes.
     """
     if reduction not in _REDUCTIONS:
-        hint = " For others, reduce what gather returns: gather(tensor).max()."
+        hint = " For others, reduce what gather returns: gather(tensor).amin(0)."
         raise unknown("reduction", reduction, _REDUCTIONS, hint)
     state = PartialState()
     crosses = state.num_processes > 1 and reduction != "none"
@@ -274,7 +278,8 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
                 f"reduce got a tensor of {leaf.dtype}, which has no mean. Pass tensor.float(), or use 'sum'."
             )
         total = leaf.detach().contiguous().clone()
-        dist.all_reduce(total, group=processes.group_for(leaf.device))
+        operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        dist.all_reduce(total, operation, group=processes.group_for(leaf.device))
         factor = scale / processes.world_size if reduction == "mean" else scale
         return total if factor == 1.0 else total * factor
 
@@ -337,6 +342,54 @@ def slice_tensors(
     """
     del process_index, num_processes
     return recursively_apply(lambda tensor: tensor[tensor_slice], data, error_on_other_type=True)
+
+
+def is_namedtuple(data: object) -> bool:
+    """Return whether an object is a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Return the items of an iterable as a list, tuple or named tuple: an object of the type of `obj`."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def find_device(data: object) -> torch.device | None:
+    """Return the device of the first tensor in nested tensors, or None if there is no tensor."""
+    return next((tensor.device for tensor in iterate_tensors(data)), None)
+
+
+def find_batch_size(data: object) -> int:
+    """Return the length of the first tensor in nested tensors along its first dimension.
+
+    Raises:
+        ValueError: There is no tensor, or the first tensor has no dimension.
+    """
+    first = next(iterate_tensors(data), None)
+    if first is None or first.dim() == 0:
+        raise ValueError(f"find_batch_size got no tensor with a first dimension: {data!r:.200}.")
+    return len(first)
+
+
+def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Pad nested tensors so that each process gets an equal part, by repeating the last sample. Not collective.
+
+    Args:
+        tensor: tensors of `batch_size` samples.
+        batch_size: the number of samples.
+        num_processes: the number of parts.
+        dim: the dimension of the samples. Default: 0.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+    """
+    num_missing = -batch_size % num_processes
+
+    def pad_one(leaf: torch.Tensor) -> torch.Tensor:
+        last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
+        return torch.cat([leaf, *[last] * num_missing], dim)
+
+    return recursively_apply(pad_one, tensor, error_on_other_type=True)
 
 
 def listify(data: object) -> Any:

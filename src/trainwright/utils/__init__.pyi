@@ -1,4 +1,5 @@
 from trainwright.accelerator.logging import tqdm as tqdm
+from trainwright.strategies.megatron.parallelism_config import ParallelismConfig as ParallelismConfig
 from trainwright.strategies.steps.te_layers import apply_fp8_autowrap as apply_fp8_autowrap
 from trainwright.strategies.steps.te_layers import contextual_fp8_autocast as contextual_fp8_autocast
 from trainwright.strategies.steps.te_layers import convert_model as convert_model

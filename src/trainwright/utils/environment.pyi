@@ -1,5 +1,8 @@
 from trainwright.core.host.cpu_affinity import get_cpu_distributed_information as get_cpu_distributed_information
 from trainwright.core.host.cpu_affinity import override_numa_affinity as override_numa_affinity
 from trainwright.core.host.cpu_affinity import set_numa_affinity as set_numa_affinity
+from trainwright.core.names.kwargs_handler import parse_choice_from_env as parse_choice_from_env
+from trainwright.core.names.kwargs_handler import parse_flag_from_env as parse_flag_from_env
+from trainwright.core.names.kwargs_handler import str_to_bool as str_to_bool
 from trainwright.processes.launcher import clear_environment as clear_environment
 from trainwright.processes.launcher import patch_environment as patch_environment

@@ -14,6 +14,7 @@ from trainwright.bigmodels.maps.sizes import CustomDtype as CustomDtype
 from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_module_sizes
 from trainwright.bigmodels.maps.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
+from trainwright.bigmodels.maps.sizes import dtype_byte_size as dtype_byte_size
 from trainwright.bigmodels.maps.sizes import find_tied_parameters as find_tied_parameters
 from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer_size
 from trainwright.bigmodels.maps.sizes import named_module_tensors as named_module_tensors

@@ -1,3 +1,4 @@
+from trainwright.bigmodels.maps.sizes import extract_submodules_state_dict as extract_submodules_state_dict
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
 from trainwright.bigmodels.weights.weights_map import PrefixedDataset as PrefixedDataset
 from trainwright.bigmodels.weights.weights_map import load_offloaded_weight as load_offloaded_weight

@@ -4,10 +4,16 @@ from trainwright.processes.collectives import broadcast_object_list as broadcast
 from trainwright.processes.collectives import concatenate as concatenate
 from trainwright.processes.collectives import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from trainwright.processes.collectives import convert_to_fp32 as convert_to_fp32
+from trainwright.processes.collectives import find_batch_size as find_batch_size
+from trainwright.processes.collectives import find_device as find_device
 from trainwright.processes.collectives import gather as gather
 from trainwright.processes.collectives import gather_object as gather_object
+from trainwright.processes.collectives import honor_type as honor_type
+from trainwright.processes.collectives import is_namedtuple as is_namedtuple
+from trainwright.processes.collectives import is_torch_tensor as is_torch_tensor
 from trainwright.processes.collectives import listify as listify
 from trainwright.processes.collectives import pad_across_processes as pad_across_processes
+from trainwright.processes.collectives import pad_input_tensors as pad_input_tensors
 from trainwright.processes.collectives import recursively_apply as recursively_apply
 from trainwright.processes.collectives import reduce as reduce
 from trainwright.processes.collectives import send_to_device as send_to_device

@@ -12,3 +12,5 @@ from trainwright.strategies.steps.fp8 import filter_first_and_last_linear_layers
 from trainwright.strategies.steps.fp8 import filter_linear_layers as filter_linear_layers
 from trainwright.strategies.steps.fp8 import find_first_last_linear_layers as find_first_last_linear_layers
 from trainwright.strategies.steps.fp8 import has_ao_layers as has_ao_layers
+from trainwright.strategies.units import has_compiled_regions as has_compiled_regions
+from trainwright.strategies.units import is_compiled_module as is_compiled_module

@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.generation.continuations import generate
-from trainwright.strategies.units import is_compiled
+from trainwright.strategies.units import is_compiled_module
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -165,7 +165,7 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
             inner = inner.module
         elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = inner.module
-        elif is_compiled(inner):
+        elif is_compiled_module(inner):
             compiled, inner = inner if compiled is None else compiled, inner._orig_mod
         else:
             break

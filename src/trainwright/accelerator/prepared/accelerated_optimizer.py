@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.accumulation import Accumulation, GradientState
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.core.state import scheduler_state
+from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.steps.gradients import parameters_of
 
 
@@ -21,21 +23,40 @@ class AcceleratedOptimizer(Optimizer):
 
     A group is the micro-batches of one optimizer step.
 
+    Args:
+        optimizer: The user's optimizer.
+        device_placement: Has no effect, because an optimizer's state is where its parameters are. Default: True.
+        scaler: Loss scaler. A `GradScaler` is updated after each step. Default: None: the loss is not scaled.
+        accumulation: State that determines the groups. Default: None, which is that of the newest Accelerator.
+
     Attributes:
         given: The user's optimizer.
         optimizer: The optimizer that `step` calls: `given`, or the strategy's replacement of it.
-        scaler: Loss scaler. None: the loss is not scaled.
         num_steps: Number of completed steps.
         step_was_skipped: The last due step was skipped because of non-finite fp16 gradients.
     """
 
     step_was_skipped: bool = False
 
-    def __init__(self, given: Optimizer, accumulation: Accumulation, scaler: LossScale | None = None) -> None:
-        self.optimizer = self.given = given
-        self.scaler = scaler
-        self._accumulation = accumulation
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        device_placement: bool = True,
+        scaler: LossScale | torch.amp.GradScaler | None = None,
+        *,
+        accumulation: Accumulation | None = None,
+    ) -> None:
+        self.optimizer = self.given = optimizer
+        self.device_placement = device_placement
+        self._scales_itself = isinstance(scaler, torch.amp.GradScaler)
+        self.scaler = LossScale(scaler) if isinstance(scaler, torch.amp.GradScaler) else scaler
+        self._accumulation = accumulation or Accumulation.newest()
         self.num_steps = 0
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The state of gradient accumulation that determines when the optimizer steps."""
+        return GradientState(accumulation=self._accumulation)
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # the inner one holds it
@@ -60,6 +81,8 @@ class AcceleratedOptimizer(Optimizer):
             self.num_steps += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
         self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
+        if self._scales_itself:  # the user's scaler, which no LossScale of an Accelerator updates
+            self.scaler.update()
         self.num_steps += not self.step_was_skipped
         return None
 
@@ -111,22 +134,47 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: The user's schedule.
-        optimizers: The prepared optimizers. A step that any of these optimizers skipped is not counted.
-        accumulation: State that determines when an optimizer step is due. None: each `step` call advances the schedule.
-        further: Number of additional advances at each step, until the schedule's end (`total_steps`).
+        optimizers: One or several prepared optimizers. A step that any of these optimizers skipped is not counted.
+        step_with_optimizer: False: each `step` call advances the schedule. Default: True.
+        split_batches: The batch size is the total over all processes. Default: False, with which each optimizer step
+            advances the schedule by the number of processes, as in Accelerate.
+        accumulation: State that determines when an optimizer step is due. Default: None, which is that of the newest
+            Accelerator.
+        further: Number of additional advances at each step, until the schedule's end (`total_steps`). Default: None,
+            which follows from `step_with_optimizer` and `split_batches`.
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: list[AcceleratedOptimizer], accumulation: Accumulation | None, further: int
+        self,
+        scheduler: Any,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        accumulation: Accumulation | None = None,
+        further: int | None = None,
     ) -> None:
-        self.scheduler, self._optimizers = scheduler, optimizers
-        self._accumulation, self._further = accumulation, further
+        self.scheduler = scheduler
+        # Not a copy: the list of `prepare` grows with optimizers that are prepared later.
+        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else optimizers
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
+        self._accumulation = accumulation or Accumulation.newest()
+        if further is None:
+            per_process = step_with_optimizer and not split_batches
+            further = PartialState().num_processes - 1 if per_process else 0
+        self._further = further
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The state of gradient accumulation that determines when the schedule advances."""
+        return GradientState(accumulation=self._accumulation)
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Advance the schedule if an optimizer step is due at this micro-batch and was not skipped."""
-        if self._accumulation is not None:
+        if self.step_with_optimizer:
             due = self._accumulation.sync_gradients
-            if not due or any(optimizer.step_was_skipped for optimizer in self._optimizers):
+            if not due or any(optimizer.step_was_skipped for optimizer in self.optimizers):
                 return
         self.scheduler.step(*args, **kwargs)
         for _ in range(self._further):
@@ -145,6 +193,12 @@ class AcceleratedScheduler:
         """Return the learning rate of each parameter group."""
         found: list[float] = self.scheduler.get_last_lr()
         return found
+
+    def print_lr(self, is_verbose: bool, group: object, lr: float, epoch: int | None = None) -> None:
+        """Print a learning rate of a parameter group, as schedules of earlier torch versions do."""
+        if is_verbose:
+            prefix = "" if epoch is None else f"Epoch {epoch}: "
+            print(f"{prefix}Adjusting learning rate of group {group} to {lr:.4e}.")  # noqa: T201  # what it is for
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "scheduler" not in vars(self):

@@ -266,15 +266,17 @@ class PreparedObjects:
         own = self._own(optimizer)
         if isinstance(own, AcceleratedOptimizer):
             return own
-        return self._once(own, self.optimizers, lambda: AcceleratedOptimizer(own, self._accumulation, self._scale))
+
+        def make() -> AcceleratedOptimizer:
+            return AcceleratedOptimizer(own, scaler=self._scale, accumulation=self._accumulation)
+
+        return self._once(own, self.optimizers, make)
 
     def scheduler(self, scheduler: object, *, steps_with_optimizer: bool) -> AcceleratedScheduler:
         """Prepare a schedule, which advances with its optimizer's steps or with each call of `step`."""
         own = self._own(scheduler)
         if isinstance(own, AcceleratedScheduler):
             return own
-
-        accumulation = self._accumulation if steps_with_optimizer else None
 
         def make() -> AcceleratedScheduler:
             steps = [one for one in self.optimizers if getattr(own, "optimizer", None) in (one, one.optimizer)]
@@ -283,7 +285,14 @@ class PreparedObjects:
                 self.megatron.schedule(own, inner, per_process=self._schedule_steps == "per_process")
             per_step = self._per_step() if isinstance(own, LRScheduler) and steps_with_optimizer else 1
             further = per_step - 1 if steps_with_optimizer else 0
-            return AcceleratedScheduler(own, steps or self.optimizers, accumulation, further)
+            return AcceleratedScheduler(
+                own,
+                steps or self.optimizers,
+                steps_with_optimizer,
+                self._config.split_batches,
+                accumulation=self._accumulation,
+                further=further,
+            )
 
         return self._once(own, self.schedulers, make)
 

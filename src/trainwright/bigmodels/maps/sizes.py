@@ -84,6 +84,18 @@ def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) ->
     return measure
 
 
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Return the entries of a state dict that belong to some modules, or have one of the names themselves."""
+    found = {}
+    for name in submodule_names:
+        for key, tensor in state_dict.items():
+            if key == name or key.startswith(f"{name}."):  # `h.1` does not contain `h.10`
+                found[key] = tensor
+    return found
+
+
 def is_floating(tensor: torch.Tensor) -> bool:
     """Return whether a conversion of a model to another dtype converts this tensor. False for counters and masks."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex

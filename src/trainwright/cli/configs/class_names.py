@@ -23,7 +23,7 @@ _PACKAGES = {
 def public_names(module: str) -> Iterable[str]:
     """Return the public names of a package of Trainwright. Empty if there is no such package."""
     try:
-        found: Iterable[str] = import_module(module).__all__
+        found: Iterable[str] = getattr(import_module(module), "__all__", ())
     except ImportError:
         return ()
     return found

@@ -15,10 +15,11 @@ from trainwright.launch.launch_config import LaunchConfig, Option
 from trainwright.launch.reading import check_supported, known_options, options_of
 
 _SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
-_ANSWERS = {"test": "there is no such command. Run the script with fewer steps"}
+_ANSWERS = {"test": "use `trainwright check`, which takes the options of `trainwright launch`"}
 _START = r"(?<![\w/.-])(?P<path>(?:[\w.$(){}~-]*/)*)"
 _COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_SAME})\b")
 _MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_SAME})\b")
+_RENAMED_MODULE = re.compile(r"-m([ \t]+)accelerate\.commands\.(?=(?:estimate|merge|test|to_fsdp2|tpu)\b)")
 _LISTED = re.compile(rf"\baccelerate(?P<between>[\"']?(?:,\s*|\s*\n\s*-\s*)[\"']?(?:{_SAME})\b)")
 _OTHER = re.compile(rf"(?<![\w/.-])accelerate(?:[ \t]+|-)(?P<name>{'|'.join(_ANSWERS)})\b")
 _ENDINGS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub", ".job", ".mk", ".yaml", ".yml")
@@ -38,6 +39,7 @@ def rewrite_launch(code: bytes) -> Rewritten:
         if line.lstrip().startswith("#"):
             continue
         lines[number - 1] = line = _MODULE.sub(r"-m\1trainwright \g<name>", line)
+        lines[number - 1] = line = _RENAMED_MODULE.sub(r"-m\1trainwright.commands.", line)
         lines[number - 1] = line = _COMMAND.sub(r"\g<path>trainwright \g<name>", line)
         launches = launches or "trainwright launch" in line
         for match in _OTHER.finditer(line):

@@ -29,7 +29,8 @@ _CANONICAL = {
 }
 
 _EQUAL_MODULES = (
-    "accelerator big_modeling data_loader hooks launchers local_sgd logging optimizer scheduler state tracking utils"
+    "accelerator big_modeling commands.launch data_loader hooks inference launchers local_sgd logging optimizer "
+    "parallelism_config scheduler state tracking utils"
 )
 
 MODULES: Mapping[str, str | None] = {
@@ -41,7 +42,16 @@ MODULES: Mapping[str, str | None] = {
     **dict.fromkeys((f"lightning.pytorch.{name}" for name in ("accelerators", "demos", "loops", "plugins")), None),
     **{
         f"lightning.pytorch.{name}": f"trainwright.{name}"
-        for name in ("callbacks", "cli", "loggers", "profilers", "strategies", "utilities")
+        for name in (
+            "callbacks",
+            "cli",
+            "loggers",
+            "profilers",
+            "strategies",
+            "tuner",
+            "utilities",
+            "utilities.model_summary",
+        )
     },
 }
 """Module → Trainwright's module with the same names. Also for sub-modules. None: the same names mean other things."""

@@ -11,7 +11,10 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import variable
 
 _SAYS_NOTHING = ("", "none", "default")
-_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_FLAGS = {
+    **dict.fromkeys(("true", "1", "yes", "y", "t", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "n", "f", "off"), False),
+}
 
 
 def as_flag(text: str) -> bool:
@@ -19,6 +22,32 @@ def as_flag(text: str) -> bool:
     if text.lower() not in _FLAGS:
         raise ValueError("expected true or false")
     return _FLAGS[text.lower()]
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Return 1 for a true text (`"true"`, `"yes"`, `"on"`, `"1"`, …) and 0 for a false one, or a bool with `to_bool`.
+
+    Raises:
+        ValueError: The text is neither.
+    """
+    found = as_flag(value)
+    return found if to_bool else int(found)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Return the truth value of an environment variable, or `default` if it is not set.
+
+    Raises:
+        ConfigurationError: The variable has another value.
+    """
+    found = read_variable(key, as_flag)
+    return default if found is None else bool(found)
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Return an environment variable, or `default` if it is not set."""
+    found = variable(key)
+    return default if found is None else found
 
 
 def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -> Any:

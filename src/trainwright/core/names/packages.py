@@ -30,7 +30,6 @@ def _is_there(package: str) -> Callable[[], bool]:
 
 
 is_aim_available = _is_there("aim")
-is_bnb_available = _is_there("bitsandbytes")
 is_boto3_available = _is_there("boto3")
 is_clearml_available = _is_there("clearml")
 is_comet_ml_available = _is_there("comet_ml")
@@ -38,11 +37,15 @@ is_datasets_available = _is_there("datasets")
 is_deepspeed_available = _is_there("deepspeed")
 is_dvclive_available = _is_there("dvclive")
 is_ipex_available = _is_there("intel_extension_for_pytorch")
+is_lomo_available = _is_there("lomo_optim")
+is_matplotlib_available = _is_there("matplotlib")
 is_megatron_lm_available = _is_there("megatron")
 is_mlflow_available = _is_there("mlflow")
 is_msamp_available = _is_there("msamp")
 is_pandas_available = _is_there("pandas")
 is_peft_available = _is_there("peft")
+is_pynvml_available = _is_there("pynvml")
+is_pytest_available = _is_there("pytest")
 is_rich_available = _is_there("rich")
 is_sagemaker_available = _is_there("sagemaker")
 is_schedulefree_available = _is_there("schedulefree")
@@ -60,6 +63,13 @@ is_triton_available = _is_there("triton")
 is_wandb_available = _is_there("wandb")
 
 
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed, in version `min_version` or later if it is passed."""
+    if not _is_there("bitsandbytes")():
+        return False
+    return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+
+
 def _has_device(kind: str) -> Callable[..., bool]:
     def is_available(check_device: bool = False) -> bool:
         """Return whether torch finds a device of this kind. `check_device` has no effect."""
@@ -75,10 +85,16 @@ def _has_device(kind: str) -> Callable[..., bool]:
 is_cuda_available = _has_device("cuda")
 is_hpu_available = _has_device("hpu")
 is_mlu_available = _has_device("mlu")
-is_mps_available = _has_device("mps")
 is_musa_available = _has_device("musa")
+is_neuron_available = _has_device("neuron")
 is_npu_available = _has_device("npu")
+is_sdaa_available = _has_device("sdaa")
 is_xpu_available = _has_device("xpu")
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Return whether torch finds an Apple GPU, and has version `min_version` or later. Default: `"1.12"`."""
+    return _has_device("mps")() and is_torch_version(">=", min_version)
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:

@@ -97,6 +97,12 @@ class AccelerateReplacement(DistributionFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         import_module(_own(module.__name__))
 
+    def get_code(self, fullname: str) -> Any:
+        """Return the code of Trainwright's module, for `-m accelerate.commands.env`."""
+        spec = find_spec(_own(fullname))
+        assert isinstance(spec, ModuleSpec)
+        return spec.loader.get_code(spec.name)  # type: ignore[union-attr]  # a module in a file has a file's loader
+
 
 class _AccelerateMetadata(Distribution):
     """The metadata of accelerate, with the version that Trainwright replaces."""

@@ -1,0 +1,1 @@
+from trainwright.bigmodels.pipeline import prepare_pippy as prepare_pippy

@@ -1,0 +1,1 @@
+from trainwright.trainer.search.tuner import Tuner as Tuner

@@ -1,0 +1,6 @@
+from trainwright.core.names.lightning_types import EVAL_DATALOADERS as EVAL_DATALOADERS
+from trainwright.core.names.lightning_types import STEP_OUTPUT as STEP_OUTPUT
+from trainwright.core.names.lightning_types import TRAIN_DATALOADERS as TRAIN_DATALOADERS
+from trainwright.core.names.lightning_types import LRSchedulerConfigType as LRSchedulerConfigType
+from trainwright.core.names.lightning_types import LRSchedulerTypeUnion as LRSchedulerTypeUnion
+from trainwright.core.names.lightning_types import OptimizerLRScheduler as OptimizerLRScheduler

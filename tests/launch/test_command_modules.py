@@ -1,0 +1,82 @@
+"""The commands as modules, and the launcher's parser for other programs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainwright.commands.launch import launch_command, launch_command_parser
+from trainwright.core.errors import ConfigurationError
+
+_MODULES = {
+    "config": "config",
+    "env": "env",
+    "estimate": "estimate",
+    "launch": "launch",
+    "merge": "merge-weights",
+    "test": "check",
+    "to_fsdp2": "to-fsdp2",
+    "tpu": "tpu-config",
+}
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_a_module_runs_its_command(module: str) -> None:
+    run = [sys.executable, "-m", f"trainwright.commands.{module}", "--help"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert f"trainwright {_MODULES[module]}" in done.stdout
+
+
+def test_the_modules_are_also_those_of_accelerate() -> None:
+    program = "import trainwright; trainwright.as_accelerate(); from accelerate.commands.launch import launch_command"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    run = [sys.executable, "-m", "trainwright.as_accelerate", "-m", "accelerate.commands.env", "--help"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert "trainwright env" in done.stdout
+
+
+def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found: list[list[str]] = []
+    monkeypatch.setattr("trainwright.commands.launch.launch", lambda argv: found.append(argv) or len(found) - 1)
+    parser = launch_command_parser()
+    args = parser.parse_args(
+        ["--num-processes", "2", "--cpu", "-m", "--mixed_precision=bf16", "package.script", "--x", "1"]
+    )
+    args.num_machines = 1
+    launch_command(args)
+    words, script = found[0][:-4], found[0][-4:]
+    assert script == ["--", "package.script", "--x", "1"]
+    assert sorted(words) == [
+        "--cpu=True",
+        "--mixed_precision=bf16",
+        "--module",
+        "--num_machines=1",
+        "--num_processes=2",
+    ]
+    args = parser.parse_args(["script.py"])
+    args.training_script_args = ["--y"]
+    with pytest.raises(SystemExit) as ended:
+        launch_command(args)
+    assert (found[1], ended.value.code) == (["--", "script.py", "--y"], 1)
+
+
+def test_a_wrong_option_of_a_program_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(ConfigurationError, match="num_processes"):
+        launch_command(launch_command_parser().parse_args(["--num_processes", "two", str(script)]))
+
+
+@pytest.mark.slow
+def test_a_launched_script_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, trainwright; print(trainwright.PartialState().num_processes, sys.argv[1:])")
+    program = (
+        "from trainwright.commands.launch import launch_command, launch_command_parser as parser; "
+        f"launch_command(parser().parse_args(['--cpu', '--num_processes', '1', {str(script)!r}, '--x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 ['--x']\n"
