@@ -276,7 +276,7 @@ def test_another_accelerator_has_the_plugins_of_the_first() -> None:
     plain = Accelerator(cpu=True, strategy="single")
     first.state.select_deepspeed_plugin("b")
     assert first.deepspeed_plugin is second.deepspeed_plugin is plugins["b"]
-    assert (plain.deepspeed_plugin, second.strategy) == (None, DeepSpeedStrategy.from_config({"zero_stage": 1}))
+    assert (plain.deepspeed_plugin, second.strategy.stage) == (None, 1)  # type: ignore[attr-defined]  # DeepSpeed's
     assert pickle.loads(pickle.dumps(first.state)).get_deepspeed_plugin("a") is plugins["a"]
     with pytest.raises(ConfigurationError, match=r"no DeepSpeed plugin 'c'.* Known: a, b"):
         first.state.select_deepspeed_plugin("c")
