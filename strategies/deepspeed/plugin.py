@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
@@ -29,6 +29,9 @@ _PATHS = {
     "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
     "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
 }
+
+
+_WRITTEN_BEFORE = 'Write the values to deepspeed_config before prepare(), which replaces "auto".'
 
 
 @dataclass
@@ -55,6 +58,14 @@ class DeepSpeedPlugin(KwargsHandler):
         enable_msamp: Must be False. MS-AMP is not supported.
         msamp_opt_level: Accepted without effect.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = {
+        "fill_match": _WRITTEN_BEFORE,
+        "deepspeed_config_process": _WRITTEN_BEFORE,
+        "select": "Call accelerator.state.select_deepspeed_plugin(name).",
+        "selected": "Read accelerator.state.selected_plugin, the name of the selected plugin.",
+        "set_moe_leaf_modules": "Pass transformer_moe_cls_names. prepare() marks the modules.",
+    }
 
     hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = from_variable(
         "ACCELERATE_DEEPSPEED_CONFIG_FILE"

@@ -1083,6 +1083,8 @@ class Accelerator:
             turn = self.state.joined().meet_or_lead("accelerator.save_state()", f"{output_dir} after steps {steps}")
         if turn == "done":
             return self._checkpoints.folders.newest_place(output_dir)
+        if self._settings.argument == "fsdp_plugin":  # its state_dict_type may have changed
+            self.engine.use(self._settings.sharding_as_set(self.state.num_processes))
         if turn == "alone":
             warnings.warn(
                 "the main process writes the state without the other processes, which wait for it elsewhere or are too "

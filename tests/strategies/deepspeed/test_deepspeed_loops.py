@@ -223,6 +223,7 @@ def _offloaded(kind: type[torch.optim.Adam], stage: int, folder: str) -> dict[st
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("trainwright").addHandler(handler)
+    logging.getLogger("trainwright").setLevel(logging.INFO)
     plugin = DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device="cpu")
     accelerator = Accelerator(deepspeed_plugin=plugin, seed=0)
     net = _net(1)
