@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError, TaskError, require_package
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.host.rank_zero import rank_zero_info
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.strategies.deepspeed.config import EngineConfig
-from trainwright.strategies.deepspeed.library import is_partitioned
+from trainwright.strategies.deepspeed.library import cpu_adam, is_partitioned
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import need_closure
@@ -132,10 +132,9 @@ def on_host(optimizer: Optimizer, config: EngineConfig) -> Optimizer:
     """
     if not _needs_cpu_optimizer(optimizer, config):
         return optimizer
-    ops: Any = require_package("deepspeed.ops.adam", purpose="DeepSpeedStrategy")
-    found: Optimizer = ops.DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=_adamw_mode(optimizer))
-    # A schedule warns if it steps before torch's optimizer, which DeepSpeed never steps.
-    optimizer._opt_called = True  # type: ignore[attr-defined]
+    found = cpu_adam(optimizer.param_groups, adamw_mode=bool(_adamw_mode(optimizer)))
+    # torch's mark of an optimizer that has stepped. Without it, schedules would warn that they step first.
+    vars(optimizer)["_opt_called"] = True
     rank_zero_info(
         f"DeepSpeed steps {type(optimizer).__name__} on the host as DeepSpeedCPUAdam, which rounds differently. "
         "zero_force_ds_cpu_optimizer=False in the configuration keeps torch's optimizer."

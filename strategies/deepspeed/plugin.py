@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
-from trainwright.core.names.packages import is_transformers_available
+from trainwright.core.names.packages import is_transformers_available, load_transformers
 from trainwright.strategies.deepspeed.config import AUTO, autos, for_building, read_config
 from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
 from trainwright.strategies.deepspeed.options import Path as KeyPath
@@ -181,7 +181,7 @@ class DeepSpeedPlugin(KwargsHandler):
         self.remove_deepspeed_weakref()
         if not self.is_zero3_init_enabled() or not is_transformers_available():
             return
-        integration: Any = require_package("transformers.integrations.deepspeed", purpose="zero3_init_flag")
+        integration: Any = load_transformers("zero3_init_flag", "transformers.integrations.deepspeed")
         current = integration._hf_deepspeed_config_weak_ref
         if current is not None and current() is self.hf_ds_config:
             return  # TrainingArguments have registered it
