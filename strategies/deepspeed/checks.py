@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.host.rank_zero import rank_zero_info
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.strategies.deepspeed.config import EngineConfig
-from trainwright.strategies.deepspeed.library import is_partitioned
+from trainwright.strategies.deepspeed.library import cpu_adam, is_partitioned
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import need_closure
@@ -94,13 +96,50 @@ def check_optimizers(
             f"{name} quantizes its states in blocks of each parameter, but DeepSpeed steps flat vectors of several "
             "parameters. Use strategy='fsdp' with an optimizer of torchao, strategy='ddp', or a DeepSpeed optimizer."
         )
-    device, forced = config.offload("offload_optimizer"), config.content.get("zero_force_ds_cpu_optimizer", True)
-    if device != "none" and not named and forced and name not in _CPU_OPTIMIZERS:
+    if _needs_cpu_optimizer(optimizer, config) and _adamw_mode(optimizer) is None:
         raise ConfigurationError(
-            f"offload_optimizer to {device!r}: {source} {name}, which DeepSpeed cannot step on the host. Use "
+            f"offload_optimizer to {config.offload('offload_optimizer')!r}: {source} {name}, which DeepSpeed cannot "
+            "step on the host. Use torch's Adam or AdamW without amsgrad and maximize, "
             "deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=…), or DummyOptim with an 'optimizer' in the "
             "configuration."
         )
+
+
+def _needs_cpu_optimizer(optimizer: Optimizer, config: EngineConfig) -> bool:
+    """Return whether DeepSpeed refuses to step an optimizer because it is not one of its optimizers for the host."""
+    offloads = config.offload("offload_optimizer") != "none"
+    forced = config.content.get("zero_force_ds_cpu_optimizer", True)
+    is_own = isinstance(optimizer, DummyOptim) or type(optimizer).__name__ in _CPU_OPTIMIZERS
+    return bool(offloads and forced and not is_own)
+
+
+def _adamw_mode(optimizer: Optimizer) -> bool | None:
+    """Return the `adamw_mode` of the equal DeepSpeedCPUAdam, or None if there is no equal one."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return None
+    if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups):
+        return None
+    modes = {group["decoupled_weight_decay"] for group in optimizer.param_groups}
+    return modes.pop() if len(modes) == 1 else None
+
+
+def on_host(optimizer: Optimizer, config: EngineConfig) -> Optimizer:
+    """Return the optimizer that DeepSpeed steps in place of a checked optimizer.
+
+    With offload, this is a DeepSpeedCPUAdam in place of torch's Adam or AdamW. Both have the same parameter groups, so
+    that a schedule of torch's optimizer changes the learning rates of DeepSpeed's optimizer. Any other optimizer is
+    returned unchanged. Rank 0 logs a conversion.
+    """
+    if not _needs_cpu_optimizer(optimizer, config):
+        return optimizer
+    found = cpu_adam(optimizer.param_groups, adamw_mode=bool(_adamw_mode(optimizer)))
+    # torch's mark of an optimizer that has stepped. Without it, schedules would warn that they step first.
+    vars(optimizer)["_opt_called"] = True
+    rank_zero_info(
+        f"DeepSpeed steps {type(optimizer).__name__} on the host as DeepSpeedCPUAdam, which rounds differently. "
+        "zero_force_ds_cpu_optimizer=False in the configuration keeps torch's optimizer."
+    )
+    return found
 
 
 def keep_groups(optimizer: Optimizer, task: str) -> None:

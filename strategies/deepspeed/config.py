@@ -237,7 +237,7 @@ class EngineConfig:
         _fill_batch(config, facts, self.origin)
         _fill_buckets(config, facts, self.origin)
         _fill_optimizer(config, facts, self.origin)
-        for path in _autos(config):
+        for path in autos(config):
             raise ConfigurationError(
                 f'{self.origin} has {".".join(path)}="auto", but its value cannot be inferred. Write a value.'
             )
@@ -256,7 +256,7 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
     config = for_engine(content)
     for part in ("optimizer", "scheduler"):
         config.pop(part, None)
-    for path in list(_autos(config)):
+    for path in list(autos(config)):
         look_up(config, path[:-1]).pop(path[-1]) if len(path) > 1 else config.pop(path[0])
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
@@ -320,14 +320,14 @@ def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
     config["train_batch_size"] = expected
     config["gradient_accumulation_steps"] = facts.accumulate
     if config.get("gradient_clipping") == AUTO:
-        del config["gradient_clipping"]
+        config["gradient_clipping"] = 0.0
 
 
 def _fill_buckets(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
     zero, hidden = config.get("zero_optimization", {}), facts.hidden_size
     for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
         if zero.get(key) == AUTO:
-            del zero[key]  # DeepSpeed's own default
+            zero[key] = 1_000_000_000  # DeepSpeed's own default
     wanted = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     open_keys = [key for key in wanted if zero.get(key) == AUTO]
     if open_keys and hidden is None:
@@ -362,10 +362,11 @@ def _fill_optimizer(config: dict[str, Any], facts: RunFacts, origin: str) -> Non
             scheduler[key] = values[key]
 
 
-def _autos(config: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
+def autos(config: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
+    """Yield the path of each `"auto"` in nested dicts."""
     for key, value in config.items():
         if isinstance(value, Mapping):
-            yield from _autos(value, (*path, key))
+            yield from autos(value, (*path, key))
         elif value == AUTO:
             yield (*path, key)
 
@@ -381,7 +382,7 @@ _ELSEWHERE = {
     "enable_msamp": "MS-AMP does not run with this torch version",
     "msamp_opt_level": "MS-AMP does not run with this torch version",
 }
-# Always on: stage 3 shards modules while they are built, and checkpoints hold full weights at every stage.
+# The plugin reads zero3_init_flag, and checkpoints hold full weights at every stage.
 _HARMLESS = ("zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min")
 _DEVICES = {f"{part}_device": arguments for part, arguments in OFFLOADS.items()}
 _FILES = ("hf_ds_config", "deepspeed_config_file")

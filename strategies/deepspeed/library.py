@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.process import Topology
@@ -117,6 +118,13 @@ def disconnect(library: Any) -> None:
 def is_partitioned(parameter: torch.Tensor) -> bool:
     """Return whether stage 3 shards a parameter. A sharded parameter is empty while no module uses it."""
     return hasattr(parameter, "ds_id")
+
+
+def cpu_adam(groups: list[dict[str, Any]], *, adamw_mode: bool) -> Optimizer:
+    """Return a DeepSpeedCPUAdam with these parameter groups. `adamw_mode=False` is Adam. Compiles it on first use."""
+    module: Any = require_package("deepspeed.ops.adam", purpose="DeepSpeedStrategy")
+    found: Optimizer = module.DeepSpeedCPUAdam(groups, adamw_mode=adamw_mode)
+    return found
 
 
 # Corrections of DeepSpeed 0.19.8

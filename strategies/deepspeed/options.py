@@ -40,8 +40,8 @@ class ZeroOptions:
     Attributes:
         zero_optimization: False means stage 0.
         stage: 0 shards nothing; 1 shards optimizer states; 2 also shards gradients; 3 also shards parameters.
-        offload_optimizer: Offload optimizer states, and step on the host. The optimizer must be DeepSpeedCPUAdam or
-            similar.
+        offload_optimizer: Offload optimizer states, and step on the host. torch's Adam and AdamW are converted to
+            DeepSpeedCPUAdam. Any other optimizer must be DeepSpeedCPUAdam or similar.
         offload_optimizer_device: `"cpu"` stores the states in host memory. `"nvme"` stores them on disk, at stage 3
             only.
         offload_parameters, offload_params_device: The two options above for parameters instead of states. Stage 3 only.

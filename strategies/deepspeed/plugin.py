@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
-from trainwright.strategies.deepspeed.config import AUTO, read_config
+from trainwright.core.names.packages import is_transformers_available, load_transformers
+from trainwright.strategies.deepspeed.config import AUTO, autos, for_building, read_config
 from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
-from trainwright.strategies.deepspeed.options import look_up
+from trainwright.strategies.deepspeed.options import Path as KeyPath
+from trainwright.strategies.deepspeed.options import look_up, set_value
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 # The path of each field in DeepSpeed's own configuration.
@@ -26,6 +29,9 @@ _PATHS = {
     "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
     "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
 }
+
+
+_WRITTEN_BEFORE = 'Write the values to deepspeed_config before prepare(), which replaces "auto".'
 
 
 @dataclass
@@ -45,12 +51,21 @@ class DeepSpeedPlugin(KwargsHandler):
         is_train_batch_min: Accepted without effect.
         offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
         offload_optimizer_nvme_path, offload_param_nvme_path: Folder for `"nvme"`. Both must be the same folder.
-        zero3_init_flag: Accepted without effect. Stage 3 always shards modules while they are built.
+        zero3_init_flag: `from_pretrained` and `from_config` of transformers build models in shards while an Accelerator
+            uses the plugin. Only for stage 3. Default: None, which is True at stage 3.
         zero3_save_16bit_model: Accepted without effect. Checkpoints contain full weights at every stage.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, in a list or separated by commas.
         enable_msamp: Must be False. MS-AMP is not supported.
         msamp_opt_level: Accepted without effect.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = {
+        "fill_match": _WRITTEN_BEFORE,
+        "deepspeed_config_process": _WRITTEN_BEFORE,
+        "select": "Call accelerator.state.select_deepspeed_plugin(name).",
+        "selected": "Read accelerator.state.selected_plugin, the name of the selected plugin.",
+        "set_moe_leaf_modules": "Pass transformer_moe_cls_names. prepare() marks the modules.",
+    }
 
     hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = from_variable(
         "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -73,22 +88,121 @@ class DeepSpeedPlugin(KwargsHandler):
         super().__post_init__()
         if self.hf_ds_config is None and self.zero_stage is None:
             self.zero_stage = 2
+        self._filled: dict[KeyPath, Any] = {}  # values in `deepspeed_config` that replace "auto"
+        self._registered: HfDeepSpeedConfig | None = None  # transformers holds a weak reference to it
 
     @property
     def _given(self) -> str | Path | Mapping[str, Any] | None:
         own = self.hf_ds_config
-        return own.config if isinstance(own, HfDeepSpeedConfig) else vars(self).get("deepspeed_config", own)
+        given = own.config if isinstance(own, HfDeepSpeedConfig) else vars(self).get("deepspeed_config", own)
+        if not self._filled:
+            return given
+        content = read_config(given)
+        for path, value in self._filled.items():
+            if look_up(content, path) == value:  # the user has not changed it since
+                set_value(content, path, AUTO)
+        return content
 
     @cached_property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration. Its values may be changed until the model is prepared. Values that `prepare`
-        infers from the model and the data remain `"auto"`.
+        """DeepSpeed's configuration. Its values may be changed until the model is prepared.
+
+        `prepare` replaces each `"auto"` by the value that it infers from the model and the data.
         """
         content = self.strategy(1).config.content
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             return content
         self.hf_ds_config.config.update(content)
         return self.hf_ds_config.config
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The same dict as `deepspeed_config`."""
+        return self.deepspeed_config
+
+    def get_value(self, ds_key_long: str, default: object = None) -> Any:
+        """Return the value of a dotted key of `deepspeed_config`, or `default` if it does not exist."""
+        found = look_up(self.deepspeed_config, tuple(ds_key_long.split(".")))
+        return default if found is None else found
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return whether the value of a dotted key of `deepspeed_config` is `"auto"`."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def fill_in(self, resolved: Mapping[str, Any]) -> None:
+        """Replace each `"auto"` in `deepspeed_config` by its value in `resolved`, if there is one. Not collective.
+
+        The next model that is prepared infers these values again, unless they are changed in `deepspeed_config`.
+        """
+        config = self.deepspeed_config
+        still_open = read_config(self._given)
+        # The run sets these values in a configuration without them, too.
+        always: list[KeyPath] = [("fp16", "enabled"), ("bf16", "enabled"), ("gradient_accumulation_steps",)]
+        for path in always:
+            if look_up(still_open, path) is None:
+                set_value(still_open, path, AUTO)
+        for path in autos(still_open):
+            value = look_up(resolved, path)
+            if value is not None:
+                set_value(config, path, value)
+                self._filled[path] = value
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Write a mixed precision to `deepspeed_config`. The Accelerator does this with its own. Not collective.
+
+        Args:
+            mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. DeepSpeed computes in bfloat16 with `"fp8"`.
+
+        Raises:
+            ConfigurationError: The configuration enables another precision.
+        """
+        wanted = {"fp8": "bf16"}.get(mixed_precision, mixed_precision)
+        content = read_config(self._given)
+        for part in ("fp16", "bf16"):
+            if part != wanted and look_up(content, (part, "enabled")) is True:
+                raise ConfigurationError(
+                    f"mixed_precision={mixed_precision!r}, but the configuration has {part}.enabled=True. Use "
+                    f'mixed_precision={part!r}, or write {part}.enabled="auto".'
+                )
+        self.fill_in({part: {"enabled": part == wanted} for part in ("fp16", "bf16")})
+
+    # Models of transformers
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Return whether transformers builds models in shards while an Accelerator uses this plugin."""
+        is_stage_3 = self.get_value("zero_optimization.stage") == 3
+        return is_stage_3 and self.zero3_init_flag is not False
+
+    def set_deepspeed_weakref(self) -> None:
+        """Make transformers build models according to `zero3_init_flag`. Collective at stage 3.
+
+        The Accelerator and `select_deepspeed_plugin` call this method.
+        """
+        self.remove_deepspeed_weakref()
+        if not self.is_zero3_init_enabled() or not is_transformers_available():
+            return
+        integration: Any = load_transformers("zero3_init_flag", "transformers.integrations.deepspeed")
+        current = integration._hf_deepspeed_config_weak_ref
+        if current is not None and current() is self.hf_ds_config:
+            return  # TrainingArguments have registered it
+        self._registered = HfDeepSpeedConfig(for_building(self.deepspeed_config))
+        integration.set_hf_deepspeed_config(self._registered)
+
+    def remove_deepspeed_weakref(self) -> None:
+        """Make transformers build full models again. Not collective."""
+        self._registered = None
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Return a context in which `zero3_init_flag` has the value `enable`. Default: False. Collective at stage 3."""
+        before = self.zero3_init_flag
+        self.zero3_init_flag = enable
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
 
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
         """Return the strategy with the same options.

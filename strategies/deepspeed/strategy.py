@@ -33,6 +33,7 @@ from trainwright.strategies.deepspeed.checks import (
     check_optimizers,
     check_task,
     check_unbuilt,
+    on_host,
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, read_accelerate_config
 from trainwright.strategies.deepspeed.library import connect, disconnect, load_library
@@ -283,6 +284,8 @@ class DeepSpeedEngine(ParallelEngine):
         self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan
     ) -> ZeroModel:
         ranks, device = self.data_ranks.size, self.device
+        if optimizer is not None:
+            optimizer = on_host(optimizer, self.config)
         found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
         self.resolved_config = found.resolved_config
         self._models.append(found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,14 +17,18 @@ from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictType,
 )
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.state import state_dict_type_name
-from trainwright.strategies.units import WrapPolicy
+from trainwright.strategies.units import WrapPolicy, matching
+
+_CHECKED = "The Accelerator checks the options when it is constructed. Remove the call."
 
 
 @dataclass
@@ -31,7 +37,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
     A field that is None takes the value of its environment variable (`FSDP_SHARDING_STRATEGY`, …). If the variable is
     not set, the default of the strategy applies. The fields that select units, precision, prefetching and recomputation
-    may be set until a model is prepared. The others are read when the Accelerator is constructed.
+    may be set until a model is prepared, and `state_dict_type` until a state is saved. The others are read when the
+    Accelerator is constructed.
 
     Attributes:
         fsdp_version: 1 or 2. Options of both versions are read. Training always uses FSDP2.
@@ -53,10 +60,17 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         limit_all_gathers, use_orig_params, sync_module_states: Must be True, which is the behavior of FSDP2.
         forward_prefetch: Gather the next unit during the forward of the current unit.
         activation_checkpointing: Recompute the activations of each unit in backward.
+        activation_checkpointing_offload: Not supported. Must be False or None: the inputs of units stay on the device.
         cpu_ram_efficient_loading: See `FSDPStrategy`.
         transformer_cls_names_to_wrap: Names of module classes, in a list or separated by commas.
         min_num_params: Minimum number of parameters of a unit with `"SIZE_BASED_WRAP"`.
     """
+
+    _elsewhere: ClassVar[Mapping[str, str]] = {
+        "set_cpu_offload": "Pass cpu_offload.",
+        "validate_cpu_offload": _CHECKED,
+        "validate_mixed_precision_policy": _CHECKED,
+    }
 
     fsdp_version: int | None = from_variable("FSDP_VERSION", int)
     sharding_strategy: str | int | ShardingStrategy | None = from_variable("FSDP_SHARDING_STRATEGY")
@@ -75,6 +89,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     sync_module_states: bool | None = from_variable("FSDP_SYNC_MODULE_STATES", as_flag)
     forward_prefetch: bool | None = from_variable("FSDP_FORWARD_PREFETCH", as_flag)
     activation_checkpointing: bool | None = from_variable("FSDP_ACTIVATION_CHECKPOINTING", as_flag)
+    activation_checkpointing_offload: bool | None = from_variable("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", as_flag)
     cpu_ram_efficient_loading: bool | None = from_variable("FSDP_CPU_RAM_EFFICIENT_LOADING", as_flag)
     transformer_cls_names_to_wrap: str | list[str] | None = from_variable("FSDP_TRANSFORMER_CLS_TO_WRAP")
     min_num_params: int | None = from_variable("FSDP_MIN_NUM_PARAMS", int)
@@ -96,6 +111,44 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                 if isinstance(mixed_precision, str)
                 else MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision)
             )
+
+    def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
+        """Set the type of the states that are saved from now on. Every process must set the same type.
+
+        Args:
+            state_dict_type: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"` or torch's `StateDictType`. Default: None,
+                which is the plugin's type, or else `"SHARDED_STATE_DICT"`.
+
+        Raises:
+            ConfigurationError: The type is unknown.
+        """
+        kind = state_dict_type_name(state_dict_type or self.state_dict_type or "sharded")
+        self.state_dict_type = StateDictType[f"{kind.upper()}_STATE_DICT"]
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Replace a named `auto_wrap_policy` by torch's policy for the modules of `model`. Not collective.
+
+        `"TRANSFORMER_BASED_WRAP"` without class names takes those in the model's `_no_split_modules`. A policy that is
+        None, a function or `"NO_WRAP"` is not changed.
+
+        Raises:
+            ConfigurationError: The model has no module of a class, or no class is named.
+        """
+        name = str(self.auto_wrap_policy).upper()
+        if name == "SIZE_BASED_WRAP" and self.min_num_params:
+            self.auto_wrap_policy = partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+        if name != "TRANSFORMER_BASED_WRAP":
+            return
+        names = self.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None)
+        if not names:
+            raise ConfigurationError(
+                f'auto_wrap_policy="TRANSFORMER_BASED_WRAP": {type(model).__name__} has no _no_split_modules. Pass '
+                "transformer_cls_names_to_wrap."
+            )
+        if isinstance(names, str):
+            names = [part.strip() for part in names.split(",")]
+        units = matching(model, list(names), "transformer_cls_names_to_wrap")
+        self.auto_wrap_policy = ModuleWrapPolicy({type(unit) for unit in units})
 
     def strategy(self, num_processes: int) -> FSDPStrategy:
         """Return the strategy with the same options.

@@ -352,3 +352,108 @@ def test_two_accelerators_train_disjoint_models_with_a_plugin_each(given_again: 
     (first, second), _ = run_distributed(_disjoint, _RANKS, given_again, init=False, timeout=240)
     torch.testing.assert_close(first, _by_hand(1, rates=[_RATE] * _STEPS), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(second, _by_hand(2, rates=[_RATE] * _STEPS, clip=0.1), rtol=1e-4, atol=1e-5)
+
+
+# "auto" after prepare
+
+
+def _filled() -> dict[str, Any]:
+    config = _config(3, optimizer=_OPTIMIZER, scheduler=_SCHEDULER, bf16={"enabled": "auto"})
+    config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, mixed_precision="bf16")
+    assert (plugin.is_auto("optimizer.params.lr"), plugin.get_value("bf16.enabled")) == (True, True)
+    found = []
+    for rate, hidden in ((0.05, 8), (0.02, 16)):
+        model: Any = Model(1)
+        model.config.hidden_size = hidden
+        optimizer = DummyOptim(model.parameters(), lr=rate)
+        schedule = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
+        accelerator.prepare(_loader(), model, optimizer, schedule)
+        found.append(json.loads(json.dumps(plugin.deepspeed_config)))
+        accelerator.prepare(_loader())
+        assert plugin.config is plugin.deepspeed_config
+        assert plugin.config == found[-1]
+        accelerator.free_memory()
+    accelerator.end_training()
+    return {"first": found[0], "second": found[1]}
+
+
+def test_the_plugin_holds_the_values_of_auto_after_prepare() -> None:
+    found, _ = run_distributed(_filled, _RANKS, init=False, timeout=240)
+    for config, rate, hidden in ((found["first"], 0.05, 8), (found["second"], 0.02, 16)):
+        assert '"auto"' not in json.dumps(config)
+        assert config["optimizer"]["params"]["lr"] == config["scheduler"]["params"]["warmup_max_lr"] == rate
+        zero = config["zero_optimization"]
+        assert (zero["reduce_bucket_size"], zero["stage3_param_persistence_threshold"]) == (hidden**2, 10 * hidden)
+        assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (8, 2)
+        assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (2, 0)
+        assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
+
+
+# Models of transformers are built in shards
+
+
+def _is_sharded() -> bool:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=16))
+    return all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def _built(folder: str) -> dict[str, Any]:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    plugins = {
+        "student": DeepSpeedPlugin(hf_ds_config=_config(2, gradient_accumulation_steps=1, gradient_clipping="auto")),
+        "teacher": DeepSpeedPlugin(hf_ds_config=_ZERO3, zero3_init_flag=True),
+        "whole": DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False),
+    }
+    accelerator = Accelerator(deepspeed_plugins=plugins)
+    assert not _is_sharded()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    student: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=16))
+    if accelerator.is_main_process:
+        student.save_pretrained(folder)
+    accelerator.wait_for_everyone()
+    words = torch.arange(8).view(1, 8)
+    expected = student(input_ids=words).logits.detach()
+    optimizer: Any = torch.optim.AdamW(student.parameters(), lr=_RATE)
+    student, optimizer = accelerator.prepare(student, optimizer)
+    accelerator.state.select_deepspeed_plugin("teacher")
+    assert _is_sharded()
+    teacher: Any = AutoModelForCausalLM.from_pretrained(folder)
+    held = sum(parameter.ds_tensor.numel() for parameter in teacher.parameters())
+    total = sum(parameter.ds_numel for parameter in teacher.parameters())
+    teacher = accelerator.prepare(teacher)
+    with torch.no_grad():
+        logits = teacher(input_ids=words).logits
+    losses = []
+    for _ in range(3):
+        loss = functional.mse_loss(student(input_ids=words).logits, logits + 1)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    plugin = plugins["teacher"]
+    with plugin.zero3_init_context_manager(enable=False):
+        assert not plugin.is_zero3_init_enabled()
+        assert not _is_sharded()
+    assert plugin.is_zero3_init_enabled()
+    assert _is_sharded()
+    for name in ("student", "whole"):
+        accelerator.state.select_deepspeed_plugin(name)
+        assert not _is_sharded()
+    accelerator.state.select_deepspeed_plugin("teacher")
+    accelerator.end_training()
+    assert not _is_sharded()
+    return {"expected": expected, "logits": logits, "share": held / total, "losses": losses}
+
+
+def test_transformers_builds_the_models_of_a_stage_3_plugin_in_shards(tmp_path: Path) -> None:
+    for found in run_distributed(_built, _RANKS, str(tmp_path), init=False, timeout=240):
+        torch.testing.assert_close(found["logits"], found["expected"])
+        assert found["share"] < 0.6
+        assert found["losses"] == sorted(found["losses"], reverse=True)

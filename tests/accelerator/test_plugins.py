@@ -268,6 +268,86 @@ def test_an_fsdp_plugin_may_be_set_until_a_model_is_prepared() -> None:
     accelerator.end_training()
 
 
+class _Pair(nn.Sequential):
+    _no_split_modules = ("Linear",)
+
+
+@pytest.mark.parametrize("wrap", ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"])
+def test_a_named_wrap_policy_becomes_torchs_for_the_modules_of_a_model(wrap: str) -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=wrap, min_num_params=3)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    net = _Pair(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    plugin.set_auto_wrap_policy(net)
+    assert callable(plugin.auto_wrap_policy)
+    plugin.set_auto_wrap_policy(net)  # has no effect the second time
+    model = accelerator.prepare(net)
+    assert [isinstance(module, FSDPModule) for module in accelerator.unwrap_model(model)] == [True, False, True]
+    accelerator.end_training()
+
+
+def test_a_wrap_policy_of_classes_names_what_is_missing() -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    with pytest.raises(ConfigurationError, match="Linear has no _no_split_modules"):
+        plugin.set_auto_wrap_policy(nn.Linear(2, 2))
+    plugin.transformer_cls_names_to_wrap = "Linear, Blok"
+    with pytest.raises(ConfigurationError, match="Blok"):
+        plugin.set_auto_wrap_policy(_Pair(nn.Linear(2, 2)))
+    plugin.auto_wrap_policy = None
+    plugin.set_auto_wrap_policy(nn.Linear(2, 2))
+    assert plugin.auto_wrap_policy is None
+
+
+def _saved_as(folder: str) -> list[int]:
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    net = nn.Linear(4, 4)
+    accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        plugin.set_state_dict_type(kind)
+        assert kind in str(plugin.state_dict_type)  # as transformers reads it
+        accelerator.save_state(f"{folder}/{kind}")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return [len(list(Path(folder, kind).rglob("*.safetensors"))) for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT")]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_state_type_of_a_plugin_may_change_between_two_saves(tmp_path: Path) -> None:
+    (sharded, full), _ = run_distributed(_saved_as, 2, str(tmp_path), init=False, timeout=120)
+    assert sharded > full
+
+
+@pytest.mark.parametrize(
+    ("plugin", "name", "advice"),
+    [
+        (DeepSpeedPlugin(), "fill_match", "Write the values to deepspeed_config"),
+        (DeepSpeedPlugin(), "select", r"state\.select_deepspeed_plugin"),
+        (DeepSpeedPlugin(), "set_moe_leaf_modules", "transformer_moe_cls_names"),
+        (FullyShardedDataParallelPlugin(), "set_cpu_offload", "Pass cpu_offload"),
+        (GradScalerKwargs(), "other", "GradScalerKwargs has no attribute 'other'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_members_of_accelerates_classes_that_are_missing_name_the_replacement(
+    plugin: KwargsHandler, name: str, advice: str
+) -> None:
+    with pytest.raises(AttributeError, match=advice):
+        getattr(plugin, name)
+    assert not hasattr(plugin, name)
+
+
+def test_a_deepspeed_plugin_writes_a_precision_to_its_configuration() -> None:
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}})
+    for name, fp16, bf16 in (("fp16", True, False), ("bf16", False, True), ("fp8", False, True), ("no", False, False)):
+        plugin.set_mixed_precision(name)
+        config = plugin.deepspeed_config
+        assert (config["fp16"]["enabled"], config["bf16"]["enabled"]) == (fp16, bf16)
+    plugin.deepspeed_config["bf16"]["enabled"] = True
+    with pytest.raises(ConfigurationError, match=r"has bf16\.enabled=True"):
+        plugin.set_mixed_precision("fp16")
+
+
 def test_another_accelerator_has_the_plugins_of_the_first() -> None:
     with pytest.raises(ConfigurationError, match="no Accelerator has DeepSpeed plugins"):
         get_active_deepspeed_plugin(AcceleratorState(cpu=True))
@@ -276,7 +356,7 @@ def test_another_accelerator_has_the_plugins_of_the_first() -> None:
     plain = Accelerator(cpu=True, strategy="single")
     first.state.select_deepspeed_plugin("b")
     assert first.deepspeed_plugin is second.deepspeed_plugin is plugins["b"]
-    assert (plain.deepspeed_plugin, second.strategy) == (None, DeepSpeedStrategy.from_config({"zero_stage": 1}))
+    assert (plain.deepspeed_plugin, second.strategy.stage) == (None, 1)  # type: ignore[attr-defined]  # DeepSpeed's
     assert pickle.loads(pickle.dumps(first.state)).get_deepspeed_plugin("a") is plugins["a"]
     with pytest.raises(ConfigurationError, match=r"no DeepSpeed plugin 'c'.* Known: a, b"):
         first.state.select_deepspeed_plugin("c")
@@ -340,6 +420,10 @@ _PLUGIN = FullyShardedDataParallelPlugin()
         ({"strategy": "ddp", "kwargs_handlers": [DistributedDataParallelKwargs()]}, "strategy='ddp' and kwargs_h"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=3)}, "fsdp_version=3 is unknown"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(use_orig_params=False)}, "use_orig_params=False"),
+        (
+            {"fsdp_plugin": FullyShardedDataParallelPlugin(activation_checkpointing_offload=True)},
+            "activation_checkpointing_offload=True: activations that checkpointing stores stay on the device",
+        ),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRD")}, "Did you mean 'FULL_SHARD'"),
         ({"fsdp_plugin": {"a": _PLUGIN, "b": _PLUGIN}}, "fsdp_plugin has 2 plugins"),
         ({"deepspeed_plugins": {"a": DeepSpeedPlugin(), "b": 1}}, "deepspeed_plugin is a builtins.int"),

@@ -234,6 +234,10 @@ class Accelerator:
         self.state.megatron_lm_plugin = self.megatron_lm_plugin
         self.state.parallelism_config = self.parallelism_config
         self.state.dynamo_plugin = settings.dynamo
+        if self.deepspeed_plugin is not None:
+            for plugin in self.state.deepspeed_plugins.values():
+                plugin.set_mixed_precision(self.mixed_precision)
+            self.state.select_deepspeed_plugin(str(self.state.selected_plugin))
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop without prepared objects."""
@@ -303,13 +307,22 @@ class Accelerator:
         """The selected DeepSpeed plugin. None if there is no DeepSpeed plugin."""
         return self.state.deepspeed_plugin if self._settings.argument == "deepspeed_plugin" else None
 
-    def _use_selected_plugin(self, models: Sequence[nn.Module] = ()) -> None:
-        if self._settings.argument == "deepspeed_plugin":
-            self.engine.use(self._settings.strategy_of(self.state.selected_plugin, self.state.num_processes))
-        elif self._settings.argument == "fsdp_plugin":
+    @contextmanager
+    def _use_selected_plugin(self, models: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """Return a context in which the engine prepares `models` with the present options of the plugin."""
+        if (plugin := self.deepspeed_plugin) is not None:
+            engine: Any = self.engine
+            engine.use(self._settings.strategy_of(self.state.selected_plugin, self.state.num_processes))
+            before = engine.resolved_config
+            yield
+            if engine.resolved_config is not before:  # a DeepSpeed engine was created
+                plugin.fill_in(engine.resolved_config)
+            return
+        if self._settings.argument == "fsdp_plugin":
             self.engine.use(self._settings.sharding_as_set(self.state.num_processes))
         elif self._settings.argument == "megatron_lm_plugin":
             self.engine.use(self._settings.megatron_as_set(self.state.num_processes, models))
+        yield
 
     @property
     def is_fsdp2(self) -> bool:
@@ -499,9 +512,9 @@ class Accelerator:
                 f"device_placement has {len(placements)} entries for {len(args)} objects. Pass one entry for each "
                 "object, or one bool for all."
             )
-        self._use_selected_plugin([one for one in args if isinstance(one, nn.Module)])
         placed = [self._is_placed(placement) for placement in placements]
-        found = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
+        with self._use_selected_plugin([one for one in args if isinstance(one, nn.Module)]):
+            found = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
         return found[0] if len(found) == 1 else tuple(found)
 
     def _is_placed(self, placement: bool | None) -> bool:
@@ -520,9 +533,9 @@ class Accelerator:
                 Default: the value of the constructor.
             evaluation_mode: The model is not trained, and its backward does not communicate. Default: False.
         """
-        self._use_selected_plugin([model])
         placed = [self._is_placed(device_placement)]
-        return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
+        with self._use_selected_plugin([model]):
+            return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Return an optimizer whose `step` only has an effect in the last micro-batch of a group. Not collective."""
@@ -1075,6 +1088,8 @@ class Accelerator:
             turn = self.state.joined().meet_or_lead("accelerator.save_state()", f"{output_dir} after steps {steps}")
         if turn == "done":
             return self._checkpoints.folders.newest_place(output_dir)
+        if self._settings.argument == "fsdp_plugin":  # its state_dict_type may have changed
+            self.engine.use(self._settings.sharding_as_set(self.state.num_processes))
         if turn == "alone":
             warnings.warn(
                 "the main process writes the state without the other processes, which wait for it elsewhere or are too "

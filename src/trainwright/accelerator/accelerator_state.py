@@ -128,10 +128,14 @@ class AcceleratorState(PartialState):
     def select_deepspeed_plugin(self, name: str) -> None:
         """Use a plugin for the models that the script's Accelerators prepare from now on.
 
-        Not collective, but every process must select the same plugin. An unknown name raises a ConfigurationError.
+        Models that transformers builds from now on are built according to the plugin's `zero3_init_flag`. Collective if
+        it is at stage 3. An unknown name raises a ConfigurationError.
         """
-        self.get_deepspeed_plugin(name)
+        selected = self.get_deepspeed_plugin(name)
         self.selected_plugin = name
+        for plugin in self._plugins.values():
+            plugin.remove_deepspeed_weakref()
+        selected.set_deepspeed_weakref()
 
     def share_deepspeed_plugins(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
         """Store an Accelerator's plugins, and select the first. Raise a ConfigurationError if others are stored."""
@@ -147,6 +151,8 @@ class AcceleratorState(PartialState):
 
     def remove_deepspeed_plugins(self) -> None:
         """Remove all plugins. Not collective."""
+        for plugin in self.deepspeed_plugins.values():
+            plugin.remove_deepspeed_weakref()
         for name in ("_plugins", "selected_plugin"):
             vars(self).pop(name, None)
 

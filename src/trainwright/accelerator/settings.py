@@ -51,6 +51,7 @@ _SET_LATE = (
     "reshard_after_forward",
     "forward_prefetch",
     "activation_checkpointing",
+    "state_dict_type",
 )
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {

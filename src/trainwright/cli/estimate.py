@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
 from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
 from trainwright.core.host.hub import local_files_only
+from trainwright.core.names.packages import load_transformers
 from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def _inputs(module: Any, config: dict[str, Any], batch_size: int, sequence_lengt
         inputs["decoder_input_ids"] = tokens
     elif "past_key_values" in takes:
         # An empty one: without it, models search for several sequences in one row, in missing values.
-        caches = require_package("transformers", purpose=_PURPOSE)
+        caches = load_transformers(_PURPOSE)
         inputs["past_key_values"] = caches.DynamicCache(config=module.config)
     return inputs
 
@@ -359,7 +360,7 @@ def _from_config(
     """Build the model of a configuration, without memory for its weights."""
     from trainwright.bigmodels.weights.empty import init_empty_weights
 
-    transformers: Any = require_package("transformers", purpose=_PURPOSE)
+    transformers: Any = load_transformers(_PURPOSE)
     options = {"trust_remote_code": trust_remote_code, "local_files_only": local_files_only(source)}
     try:
         config = transformers.AutoConfig.from_pretrained(source, **options)

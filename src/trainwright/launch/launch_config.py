@@ -296,7 +296,9 @@ class LaunchConfig:
     offload_optimizer_nvme_path: str | None = _deepspeed("Folder of offloaded optimizer states.")
     offload_param_nvme_path: str | None = _deepspeed("Folder of offloaded parameters.")
     gradient_clipping: float | None = _plugin("Largest norm of gradients.", float)
-    zero3_init_flag: bool | None = _deepspeed("Accepted.", as_bool, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT")
+    zero3_init_flag: bool | None = _deepspeed(
+        "Build models of transformers in shards, at stage 3.", as_bool, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
+    )
     zero3_save_16bit_model: bool | None = _deepspeed("Accepted.", as_bool)
     deepspeed_moe_layer_cls_names: str | None = _plugin("Classes of expert layers.")
     deepspeed_hostfile: str | None = _hostfile("File with the machines: lines of 'NAME slots=NUMBER'.")

@@ -111,6 +111,32 @@ def test_optimizer_and_parameters_on_the_host_train_and_continue(tmp_path: Path)
     _assert_named(run_distributed(_named, 2, tmp_path, True, timeout=280, init=False), tmp_path, 2e-3)
 
 
+class _Decayed(Blocks):
+    """AdamW with a schedule for every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def _on_host(folder: Path) -> Any:
+    strategy = DeepSpeedStrategy(stage=2, offload_optimizer=True)
+    whole = train(strategy, 2, _Decayed(), save_to=folder)
+    return whole["weights"], whole["rates"]
+
+
+@pytest.mark.slow
+@needs_operation("CPUAdamBuilder")
+def test_offloaded_states_of_torchs_adamw_are_stepped_on_the_host(tmp_path: Path) -> None:
+    found = run_distributed(_on_host, 2, tmp_path, timeout=280, init=False)
+    alone = train("single", 1, _Decayed())
+    for weights, rates in found:
+        torch.testing.assert_close(weights, alone["weights"], rtol=0, atol=2e-3)
+        assert rates == alone["rates"]
+    assert read_checkpoint(tmp_path).optimizers[0]["class"] == "AdamW"
+
+
 # Number formats, building, evaluation
 
 

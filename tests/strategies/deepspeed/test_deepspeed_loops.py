@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from tests.contracts.test_strategy import run
+from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy, DummyOptim, DummyScheduler
 from trainwright.checkpoint.interop.export import export_weights
@@ -192,20 +194,82 @@ def test_zero_grad_without_a_step_drops_gradients(stage: int, trained: list[dict
     torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
 
 
-def _offload_with_torchs_adam() -> str:
+def _offload_with_amsgrad() -> str:
     accelerator = Accelerator(strategy="deepspeed_stage_2_offload")
     net = _net(1)
     with pytest.raises(ConfigurationError) as error:
-        accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+        accelerator.prepare(net, torch.optim.AdamW(net.parameters(), amsgrad=True))
     accelerator.end_training()
     return str(error.value)
 
 
 def test_errors_about_an_optimizer_name_prepare() -> None:
-    for text in run_distributed(_offload_with_torchs_adam, 2, init=False):
+    for text in run_distributed(_offload_with_amsgrad, 2, init=False):
         assert "prepare() received AdamW" in text
         assert "configure_optimizers" not in text
-        assert "DeepSpeedCPUAdam(model.parameters(), lr=…)" in text
+        assert "Use torch's Adam or AdamW without amsgrad and maximize" in text
+
+
+def _grouped(net: nn.Module, kind: type[torch.optim.Adam]) -> tuple[torch.optim.Optimizer, Any]:
+    first, *others = net.parameters()
+    groups = [{"params": [first], "lr": 0.02, "betas": (0.8, 0.9)}, {"params": others, "weight_decay": 0.1}]
+    optimizer = kind(groups, lr=0.05, weight_decay=0.02)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def _offloaded(kind: type[torch.optim.Adam], stage: int, folder: str) -> dict[str, Any]:
+    """Train with offloaded states of torch's optimizer, and again from the state after the first step."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainwright").addHandler(handler)
+    logging.getLogger("trainwright").setLevel(logging.INFO)
+    plugin = DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device="cpu")
+    accelerator = Accelerator(deepspeed_plugin=plugin, seed=0)
+    net = _net(1)
+    model, optimizer, schedule, batches = accelerator.prepare(net, *_grouped(net, kind), _loader(2))
+    assert type(optimizer.optimizer.optimizer).__name__ == "DeepSpeedCPUAdam"
+    rates = []
+
+    def train() -> None:
+        for inputs, targets in batches:
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            accelerator.backward(functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            if len(rates) == 1:
+                accelerator.save_state(folder)
+
+    train()
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.load_state(folder)
+    train()
+    again = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    converted = [message for message in messages if "DeepSpeedCPUAdam" in message]
+    return {"weights": weights, "again": again, "rates": rates, "messages": converted}
+
+
+@needs_operation("CPUAdamBuilder")
+@pytest.mark.parametrize(("kind", "stage"), [(torch.optim.AdamW, 2), (torch.optim.Adam, 3)])
+def test_offloaded_states_of_torchs_optimizer_are_stepped_on_the_host(
+    kind: type[torch.optim.Adam], stage: int, tmp_path: Path
+) -> None:
+    found, other = run_distributed(_offloaded, 2, kind, stage, str(tmp_path / "state"), init=False, timeout=280)
+    net = _net(1)
+    optimizer, schedule = _grouped(net, kind)
+    inputs, targets = _loader(2).dataset.tensors  # type: ignore[attr-defined]
+    for rows, wanted in zip(inputs.split(2 * _ROWS), targets.split(2 * _ROWS), strict=True):
+        functional.mse_loss(net(rows), wanted).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(found["weights"], dict(net.state_dict()), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found["again"], found["weights"], rtol=1e-3, atol=1e-4)
+    rates = [[0.02 * 0.5**i, 0.05 * 0.5**i] for i in range(_BATCHES)]
+    assert found["rates"] == [*rates, *rates[1:]]
+    assert (len(found["messages"]), other["messages"]) == (1, [])
 
 
 def _teacher(folder: str) -> Any:

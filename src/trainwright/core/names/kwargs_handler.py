@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import variable
@@ -64,6 +64,14 @@ def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -
 @dataclass
 class KwargsHandler:
     """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
+
+    _elsewhere: ClassVar[Mapping[str, str]] = {}  # attributes of Accelerate's class → what to do instead
+
+    def __getattr__(self, name: str) -> Any:
+        text = f"{type(self).__name__} has no attribute {name!r}."
+        if name in self._elsewhere:
+            text += f" {self._elsewhere[name]}"
+        raise AttributeError(text)
 
     def __post_init__(self) -> None:
         for one in _fields(self):

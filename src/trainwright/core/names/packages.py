@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, require_package
 
 _OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -160,3 +160,8 @@ def is_torch_version(operation: str, version: str) -> bool:
 def _numbers(version: str) -> tuple[int, ...]:
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found.group().split("."))) if found else ()
+
+
+def load_transformers(purpose: str, module: str = "transformers") -> Any:
+    """Import transformers, or one of its modules. The error for a missing package names `purpose`."""
+    return require_package(module, purpose=purpose)

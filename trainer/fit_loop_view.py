@@ -1,0 +1,138 @@
+"""`trainer.fit_loop`: the limits and the progress of a fit under the names of Lightning's loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from trainwright.trainer.run import StageRun
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How many epochs or batches a fit has reached. `ready` and `started` include the current one.
+
+    `processed` and `completed` count an epoch after its end hooks, and batches after their optimizer step.
+    """
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of epochs or batches.
+
+    Attributes:
+        total: Since the run's first fit.
+        current: Of epochs the same; of batches those of the current epoch, on one rank.
+        is_last_batch: The current or last batch is the last of its epoch.
+    """
+
+    total: Counts
+    current: Counts
+    is_last_batch: bool
+
+
+def _counts(reached: int, completed: int) -> Counts:
+    return Counts(ready=reached, started=reached, processed=completed, completed=completed)
+
+
+class _Limit:
+    """A limit of the fit. It can be set; a change takes effect in the next fit."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, loop: _Loop, owner: type | None = None) -> int:
+        found = getattr(loop._trainer.settings.limits, self._name)
+        return -1 if found is None else int(found)
+
+    def __set__(self, loop: _Loop, value: int | None) -> None:
+        if self._name == "max_epochs":
+            value = None if value == -1 else value  # see `Limits.max_epochs`
+        changed: dict[str, Any] = {self._name: value}
+        settings = loop._trainer.settings
+        settings.limits = replace(settings.limits, **changed)
+
+
+class _Loop:
+    """What the views of both loops have in common. Attributes that they lack can be neither read nor set."""
+
+    __slots__ = ("_trainer",)
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    max_steps = _Limit()
+    min_steps = _Limit()
+
+    @property
+    def batch_idx(self) -> int:
+        """0-based index of the current or last micro-batch in its epoch; -1 before the first."""
+        group = self._run.loop.group
+        return self._run.state.batch_in_epoch - 1 if group is None else group.first_idx + group.index
+
+    @property
+    def total_batch_idx(self) -> int:
+        """0-based index of the current or last micro-batch among those of all epochs; -1 before the first."""
+        state = self._run.state
+        return state.batches - state.batch_in_epoch + self.batch_idx
+
+    @property
+    def _run(self) -> StageRun:
+        return self._trainer.run
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"trainer.fit_loop has no {name!r} here. It has the limits and the progress: max_epochs, min_epochs, "
+            "max_steps, min_steps, batch_idx, total_batch_idx, epoch_progress, epoch_loop. See also trainer.state."
+        )
+
+
+class EpochLoopView(_Loop):
+    """The progress of the batches: `trainer.fit_loop.epoch_loop`."""
+
+    __slots__ = ()
+
+    @property
+    def global_step(self) -> int:
+        """Completed optimizer steps."""
+        return self._run.state.step
+
+    @property
+    def batch_progress(self) -> Progress:
+        """Counts of micro-batches."""
+        state = self._run.state
+        return Progress(
+            total=_counts(self.total_batch_idx + 1, state.batches),
+            current=_counts(self.batch_idx + 1, state.batch_in_epoch),
+            is_last_batch=self._run.loop.is_last_batch,
+        )
+
+
+class FitLoopView(_Loop):
+    """The limits and the progress of a fit: `trainer.fit_loop`."""
+
+    __slots__ = ()
+
+    max_epochs = _Limit()
+    min_epochs = _Limit()
+
+    @property
+    def epoch_loop(self) -> EpochLoopView:
+        """The progress of the batches."""
+        return EpochLoopView(self._trainer)
+
+    @property
+    def epoch_progress(self) -> Progress:
+        """Counts of epochs."""
+        completed = self._run.state.epoch
+        is_running = self._run.status.stage == "fit"
+        counts = _counts(completed + 1 if is_running else completed, completed)
+        return Progress(total=counts, current=counts, is_last_batch=self._run.loop.is_last_batch)
