@@ -11,7 +11,6 @@ from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import known_options
 
-
 _SWITCHES = ("sagemaker", "mpi", "tpu", "downcast_bf16", "debug")
 
 
