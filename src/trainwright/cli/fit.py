@@ -115,6 +115,7 @@ def build_parser(stage: Stage) -> Any:
 
     parser = ArgumentParser(
         prog=f"trainwright {stage}",
+        usage=f"trainwright {stage} [--config FILE] [KEY=VALUE …]",
         description=f"{stage.capitalize()} the task of --config; override any setting with key=value.",
         exit_on_error=False,
         allow_abbrev=False,  # `--trainer.max_epoch` must be an error, not a guess
