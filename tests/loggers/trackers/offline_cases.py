@@ -304,16 +304,13 @@ def test_clearml_keeps_its_own_offline_mode(tmp_path: Path, monkeypatch: pytest.
     from clearml import Task
 
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
-    Task.set_offline(True)
-    try:
-        logger = ClearMLLogger("digits", "night")
-        logger.setup(RunInfo(tmp_path))
-        logger.log_metrics({"loss": 0.5}, 1)
-        logger.finish("success")
-        assert logger.log_dir is not None
-        assert logger.state_dict() == {}
-    finally:
-        Task.set_offline(False)
+    Task.set_offline(True)  # stays so: to switch it off, ClearML needs an account
+    logger = ClearMLLogger("digits", "night")
+    _started(logger, tmp_path)
+    logger.log_metrics({"loss": 0.5}, 1)
+    logger.finish("success")
+    assert logger.log_dir is not None
+    assert logger.state_dict() == {}
 
 
 @pytest.mark.requires("trackio", REASON)
