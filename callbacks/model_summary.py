@@ -20,7 +20,7 @@ from trainwright.core.process import on_terminal
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import full_numel, move
+from trainwright.core.tree import full_numel, move, own_class
 
 _HEADINGS = ("", "Name", "Type", "Params", "Trainable", "Mode", "FLOPs", "In sizes", "Out sizes")
 _OWN = "(own parameters)"
@@ -138,7 +138,7 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
     for name, module in modules.items():
         count, trainable = _count(module.parameters())
         in_size, out_size = sizes.get(name, (None, None))
-        kind = type(module).__name__
+        kind = own_class(module).__name__
         layer = LayerSummary(name, kind, count, trainable, training[name], flops.get(f"{root}.{name}", 0))
         layer.in_size, layer.out_size = in_size, out_size
         found.layers.append(layer)

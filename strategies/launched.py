@@ -12,12 +12,15 @@ import torch
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
-from trainwright.core.process import variables
+from trainwright.core.process import variable, variables
 from trainwright.strategies.select import ENGINE_VARIABLES, PLUGINS
 
 _PREFIX = "ACCELERATE_"
 _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
 _EMPTY = ("", "0", "no", "none", "false", "default")
+# Variables without the prefix, which scripts and older libraries set.
+_UNPREFIXED = "MIXED_PRECISION"
+_XLA_BF16 = "XLA_USE_BF16"
 _INSTEAD = {
     "USE_IPEX": "remove it: intel_extension_for_pytorch ended with torch 2.8, and torch includes its optimizations",
     "TORCH_DEVICE": "select devices with CUDA_VISIBLE_DEVICES",
@@ -67,6 +70,12 @@ class Launched:
             found.append(f"{_PRECISION}={self.mixed_precision} is overridden by {precision}.")
         if accumulation is not None and self.accumulation != 1:
             found.append(f"{_STEPS}={self.accumulation} is overridden by {accumulation}.")
+        plain = (variable(_UNPREFIXED) or "").lower()
+        if precision is None and self.mixed_precision is None and plain in ("fp16", "bf16", "fp8"):
+            found.append(f"{_UNPREFIXED}={plain} is not read. Set {_PRECISION}={plain}, or pass the precision.")
+        xla = variable(_XLA_BF16) or ""
+        if xla.lower() not in _EMPTY:
+            found.append(f"{_XLA_BF16}={xla} is not read. Pass precision bf16, or XLAStrategy(downcast_bf16=True).")
         return found + self.not_read
 
 

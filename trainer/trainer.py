@@ -72,20 +72,30 @@ class Trainer(Planner, LightningNames):
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
         fast_dev_run: run this many batches (True: 1) of each loader once, without logs and checkpoints.
-        max_epochs, max_steps, max_time, max_samples, max_tokens: `fit` ends at the first limit that is reached. Steps
-            are optimizer steps; samples and tokens are counted over all ranks. Default without any: 1,000 epochs.
-        min_epochs, min_steps: stop requests take effect once both are reached.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a
-            fraction (1.0: all).
+        max_epochs: `fit` ends after this many epochs, or at the first other limit that is reached. Default: None, which
+            is 1,000 if there is no other limit.
+        max_steps: `fit` ends after this many optimizer steps. Default: -1, no limit.
+        max_time: `fit` ends after this time, such as `"2 h"`. Default: None, no limit.
+        max_samples: `fit` ends after this many samples of all ranks. Default: None, no limit.
+        max_tokens: `fit` ends after this many tokens of all ranks. Default: None, no limit.
+        min_epochs: stop requests take effect once this and `min_steps` are reached. Default: None.
+        min_steps: see `min_epochs`, in optimizer steps. Default: None.
+        limit_train_batches: batches of a training epoch: a number, or a fraction. Default: None, all.
+        limit_val_batches: batches of a validation: a number, or a fraction. Default: None, all.
+        limit_test_batches: batches of a test: a number, or a fraction. Default: None, all.
+        limit_predict_batches: batches of a prediction: a number, or a fraction. Default: None, all.
         overfit_batches: train and validate on this number or fraction of batches, unshuffled. 0 disables it.
         val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length
             with a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
         check_val_every_n_epoch: epochs between two validations. None counts `val_check_interval` across epochs.
         num_sanity_val_steps: validation batches to run before training; -1 for all. Default: 2.
         log_every_n_steps: steps between two flushes of metrics from the device to the loggers. Default: 50.
-        enable_checkpointing, enable_progress_bar, enable_model_summary: enable or disable a default callback.
+        enable_checkpointing: enable or disable the default `ModelCheckpoint`. Default: None, enabled.
+        enable_progress_bar: enable or disable the default progress bar. Default: None, enabled.
+        enable_model_summary: enable or disable the default `ModelSummary`. Default: None, enabled.
         accumulate_grad_batches: micro-batches in one optimizer step.
-        gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
+        gradient_clip_val: the largest norm or value of gradients, which are clipped to it. Default: None, no clipping.
+        gradient_clip_algorithm: clip by total `"norm"` or by `"value"`. Default: None, by norm.
         deterministic: True uses only deterministic kernels. `"warn"` warns about nondeterministic kernels.
         benchmark: choose kernels by timing them (`torch.backends.cudnn.benchmark`).
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
@@ -98,7 +108,8 @@ class Trainer(Planner, LightningNames):
         default_root_dir: folder for the files of the run. Default: the current folder.
         enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `trainwright.profilers.Profiler`. Default: None.
-        plugins, model_registry: only None is accepted (for `plugins` also an empty list); others raise an error.
+        plugins: only None and an empty list are accepted; others raise an error.
+        model_registry: only None is accepted; others raise an error.
         compile: True, a mode, or a dict of `torch.compile`'s arguments compiles the step. `"regional"` compiles blocks.
         launcher: the launcher whose environment variables contain the rank: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"`
             or `"none"`. `"ray"`, with options as in `"ray:max_restarts=2:cpus=4"`, runs each stage in actors of Ray.

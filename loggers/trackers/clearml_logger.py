@@ -27,7 +27,8 @@ class ClearMLLogger(QueuedLogger):
         project_name: the project. Default: `"trainwright_logs"`.
         task_name: the task's name. Default: None, the name of the Trainer's run, or `"run"`.
         task_id: the task to continue. Default: None, which creates a task.
-        offline: write files only. Default: False.
+        offline: write files only. Default: None, ClearML's own setting: `CLEARML_OFFLINE_MODE=1` or
+            `Task.set_offline(True)`.
         prefix, log_model: see `RemoteLogger`.
         options: arguments of `Task.init`, for example `tags`, `output_uri`.
     """
@@ -40,7 +41,7 @@ class ClearMLLogger(QueuedLogger):
         project_name: str = "trainwright_logs",
         task_name: str | None = None,
         task_id: str | None = None,
-        offline: bool = False,
+        offline: bool | None = None,
         prefix: str = "",
         log_model: Literal["all"] | bool = False,
         **options: Any,
@@ -54,7 +55,9 @@ class ClearMLLogger(QueuedLogger):
         clearml = require_package("clearml", purpose="ClearMLLogger")
         # By default ClearML forks a reporting process. The fork may hang because torch has threads, and `close` waits.
         clearml.Task._report_subprocess_enabled = False
-        if clearml.Task.is_offline() != self._offline:
+        if self._offline is None:
+            self._offline = clearml.Task.is_offline()
+        elif clearml.Task.is_offline() != self._offline:
             clearml.Task.set_offline(self._offline)
         known = {} if self._offline or self._id is None else {"continue_last_task": self._id}
         named = {"project_name": self._project, "task_name": self._task_name or run.run_name or "run"}

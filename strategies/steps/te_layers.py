@@ -89,18 +89,27 @@ class FP8RecipeKwargs(TERecipeKwargs):
     """`TERecipeKwargs` under Accelerate's older name.
 
     Attributes:
-        backend: Only `"TE"`.
+        backend: Only `"TE"`. Default: None, which is the value of `ACCELERATE_FP8_BACKEND`, or else `"TE"`.
+        opt_level, optimization_level: Options of MS-AMP, which is not supported. Must be None.
+
+    Raises:
+        ConfigurationError: The backend is not `"TE"`, or an option of MS-AMP is set.
     """
 
-    backend: str = "TE"
+    backend: str | None = from_variable("ACCELERATE_FP8_BACKEND")
+    opt_level: str | None = None
+    optimization_level: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.backend.upper() != "TE":
-            raise ConfigurationError(
-                f"FP8RecipeKwargs(backend={self.backend!r}): only 'TE' (transformer_engine) is supported. Pass "
-                "backend='TE', or AORecipeKwargs for torchao. MS-AMP needs a patched build of an old torch."
-            )
+        self.backend = self.backend or "TE"
+        for name in ("backend", "opt_level", "optimization_level"):
+            value = getattr(self, name)
+            if value is not None and (name != "backend" or value.upper() != "TE"):
+                raise ConfigurationError(
+                    f"FP8RecipeKwargs({name}={value!r}): only 'TE' (transformer_engine) is supported. Pass "
+                    "backend='TE' alone, or AORecipeKwargs for torchao. MS-AMP needs a patched build of an old torch."
+                )
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import seed_everything
+from trainwright.processes.devices import DistributedType
 
 
 def _net() -> nn.Linear:
@@ -362,3 +363,9 @@ def test_an_accelerator_is_pickled_while_its_loader_is_read() -> None:
         with accelerator.accumulate(net):
             accelerator.backward(net(batch[0]).mean())
             assert pickle.loads(pickle.dumps(accelerator)).sync_gradients == accelerator.sync_gradients
+
+
+def test_names_of_the_tpu_pages_are_answered() -> None:
+    assert DistributedType.TPU is DistributedType.XLA
+    with pytest.raises(ConfigurationError, match=r"XLAStrategy\(downcast_bf16=True\).*--downcast_bf16"):
+        Accelerator(cpu=True, downcast_bf16=True)

@@ -304,3 +304,50 @@ def test_two_ranks_get_the_parts_of_each_batch() -> None:
         assert "a list without a batch size" in found["list"]
     one = Accelerator(cpu=True, seed=3, split_batches=True).prepare_data_loader(plain(16, shuffle=True))
     assert [a + b for a, b in zip(*(found["shuffled"] for found in ranks), strict=True)] == [b.tolist() for b in one]
+
+
+class Divided(IterableDataset[int]):
+    """The numbers below n, which declare how they are divided."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+    def shard(self, index: int, count: int) -> range:
+        return range(index, self.n, count)
+
+
+# name → split_batches, loader, the batches of both ranks without padding, what gather_for_metrics returns
+_PAIRS = [B[0] + B[1], B[2] + B[3]]
+SHARDED: dict[str, tuple[bool, Callable[[], DataLoader[Any]], list[Batches], Batches]] = {
+    "full": (False, lambda: _of(Numbers(16)), [[B[0], B[2]], [B[1], B[3]]], _PAIRS),
+    "short": (False, lambda: _of(Numbers(14)), [[B[0], B[2]], [B[1], [12, 13]]], [B[0] + B[1], [*B[2], 12, 13]]),
+    "one rank": (False, lambda: _of(Numbers(10)), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
+    "workers": (False, lambda: _of(Numbers(16), num_workers=2), [[B[0], B[2]], [B[1], B[3]]], _PAIRS),
+    "split": (True, lambda: _of(Numbers(7)), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
+    "declared": (False, lambda: _of(Divided(8)), [[[0, 2, 4, 6]], [[1, 3, 5, 7]]], [[0, 2, 4, 6, 1, 3, 5, 7]]),
+}
+
+
+def _of(dataset: IterableDataset[int], **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=4, **options)
+
+
+def _every_shard() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for split in (False, True):
+        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=False)
+        accelerator = Accelerator(dataloader_config=config)
+        for name, (splits, make, *_) in SHARDED.items():
+            if splits == split:
+                loader = accelerator.prepare_data_loader(make())
+                found[name] = [_read(accelerator, loader) for _ in range(2)]
+    return found
+
+
+def test_an_iterable_data_set_is_cut_into_shards_if_batches_are_not_dispatched() -> None:
+    for rank, found in enumerate(run_distributed(_every_shard, 2, init=False, timeout=240)):
+        for name, (_, _, expected, gathered) in SHARDED.items():
+            assert found[name] == [(expected[rank], gathered, True)] * 2, name

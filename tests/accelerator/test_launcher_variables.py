@@ -47,6 +47,8 @@ def test_the_launcher_sets_precision_and_accumulation_unless_the_script_does(mon
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "CUDA_VISIBLE_DEVICES"),
         ("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "DATA_PARALLEL", "submit the job with `trainwright launch`"),
         ("ACCELERATE_SOMETHING_NEW", "x", "not read"),
+        ("MIXED_PRECISION", "fp16", "Set ACCELERATE_MIXED_PRECISION=fp16"),
+        ("XLA_USE_BF16", "1", "XLAStrategy(downcast_bf16=True)"),
     ],
 )
 def test_unsupported_variables_are_warnings(name: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +59,22 @@ def test_unsupported_variables_are_warnings(name: str, value: str, text: str, mo
     assert text in found[0]
     PartialState._reset_state()
     assert _warnings_of()[1] == found  # in each script, not once for a process
+
+
+def test_a_plain_precision_variable_is_the_scripts_own_if_a_precision_is_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MIXED_PRECISION", "bf16")
+    assert _warnings_of(mixed_precision="bf16")[1] == []
+
+
+def test_an_old_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.release", lambda: "5.4.0-150-generic")
+    (text,) = _warnings_of()[1]
+    assert text.startswith("the Linux kernel is 5.4.")
+    monkeypatch.setattr("platform.release", lambda: "5.15.0")
+    PartialState._reset_state()
+    assert _warnings_of()[1] == []
 
 
 def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.callbacks.fake_run import FakeRun
+from tests.helpers.distributed import run_distributed
 from trainwright.callbacks.model_summary import ModelSummary, readable, summarize
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
@@ -155,3 +157,17 @@ def test_counts_are_written_with_a_unit(number: int, text: str) -> None:
 def test_a_depth_below_minus_one_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="max_depth=-2"):
         ModelSummary(max_depth=-2)
+
+
+def _kinds_of_shards() -> dict[str, str]:
+    net = Net()
+    fully_shard(net.head)
+    assert type(net.head).__name__ == "FSDPLinear"
+    return {layer.name: layer.kind for layer in summarize(net).layers}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_sharded_layer_has_the_users_class() -> None:
+    (kinds,) = run_distributed(_kinds_of_shards, 1, timeout=120)
+    assert kinds["head"] == "Linear"

@@ -78,7 +78,7 @@ LR = "task.lrr: mistaken.Task has no argument 'lrr'. Did you mean 'lr'?"
             "trainer.callbacks=EarlyStoping: write the path of a class, such as module.Class. Did you mean "
             "'EarlyStopping'?",
         ),
-        ("tsk.lr=3", "unrecognized arguments: --tsk.lr=3 Did you mean 'task.lr'?"),
+        ("tsk.lr=3", "unrecognized arguments: --tsk.lr=3. Did you mean 'task.lr'?"),
     ],
 )
 def test_a_mistake_is_an_error_with_the_key_and_the_expected_type(

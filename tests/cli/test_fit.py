@@ -383,7 +383,12 @@ def test_print_config_shows_the_settings_and_runs_nothing(project: Path, capsys:
 @pytest.mark.usefixtures("project")
 def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--help"]) == 0
-    assert "--trainer.max_epochs" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith("usage: trainwright fit [--config FILE] [KEY=VALUE …]\n\nFit the task of --config")
+
+
+def test_each_option_has_a_sentence() -> None:
+    assert [action.dest for action in build_parser("fit")._actions if not action.help] == []
 
 
 @pytest.mark.parametrize("cls", [trainwright.Trainer, trainwright.TaskModule, trainwright.DataModule])

@@ -352,6 +352,10 @@ Other().save
         ("accelerate to-fsdp2 --overwrite", "trainwright to-fsdp2 --overwrite"),
         ("accelerate merge-weights a b", "trainwright merge-weights a b"),
         ("accelerate tpu-config --debug", "trainwright tpu-config --debug"),
+        ("accelerate test --config_file c.yaml", "trainwright check --config_file c.yaml"),
+        ("accelerate-test", "trainwright check"),
+        ("python -m accelerate.commands.accelerate_cli test", "python -m trainwright check"),
+        ('command: ["accelerate", "test"]', 'command: ["trainwright", "check"]'),
         ("accelerate launch --deepspeed_hostfile h t.py", "trainwright launch --deepspeed_hostfile h t.py"),
         (
             "accelerate launch --main_training_function main t.py",
@@ -371,7 +375,6 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
     [
         ("accelerate launch \\\n --ipex t.py", 2, "--ipex is not supported: "),
         ("accelerate launch --tpu_cluster t.py", 1, "start the script on each machine of a pod"),
-        ("\naccelerate test\n", 2, "use `trainwright check`"),
     ],
 )
 def test_an_option_without_a_counterpart_is_reported(text: str, line: int, says: str) -> None:

@@ -187,11 +187,9 @@ def test_these_commands_start_fast_and_import_no_torch(arguments: list[str]) -> 
          "echo 1; echo 2"),
         (["--config_file", "{file}", "--use_alpha"], ["gcloud", "alpha"], "pod", "ls; pwd"),
         (["--config_file", "{file}", "--command_file", "{commands}", "--install_accelerate"], ["gcloud"], "pod",
-         "pip install -U accelerate; make; make test"),
+         "pip install -U trainwright; make; make test"),
         (["--config_file", "{file}", "--install_accelerate", "--accelerate_version", "1.2"], ["gcloud"], "pod",
-         "pip install accelerate==1.2; ls; pwd"),
-        (["--config_file", "{file}", "--install_accelerate", "--accelerate_version", "dev", "--command", "a"],
-         ["gcloud"], "pod", "pip install git+https://github.com/huggingface/accelerate.git; a"),
+         "pip install trainwright==1.2; ls; pwd"),
     ],
 )  # fmt: skip
 def test_tpu_config_prints_its_command(
@@ -203,6 +201,12 @@ def test_tpu_config_prints_its_command(
     assert main(["tpu-config", "--debug", *(names.get(word, word) for word in options)]) == 0
     last = ["--zone", "z", "--command", f"cd /usr/share; {commands}", "--worker", "all"]
     assert shlex.split(capsys.readouterr().out) == [*start, "compute", "tpus", "tpu-vm", "ssh", pod, *last]
+
+
+def test_tpu_config_installs_releases_only(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["tpu-config", "--tpu_name", "a", "--tpu_zone", "z", "--command", "ls", "--install_accelerate"]
+    assert main([*command, "--accelerate_version", "dev"]) == 2
+    assert "dev is not supported" in capsys.readouterr().err
 
 
 def test_gcloud_is_run_or_its_absence_is_an_error(

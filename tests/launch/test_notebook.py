@@ -99,6 +99,12 @@ def test_a_result_that_cannot_be_sent_is_none_with_a_warning() -> None:
         assert debug_launcher(_lock, num_processes=1) is None
 
 
+def test_on_a_tpu_one_process_is_told_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    monkeypatch.setattr(notebook, "device_type", lambda accelerator: "xla")
+    assert notebook_launcher(lambda: os.environ["PJRT_DEVICE"]) == "TPU"
+
+
 def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Accelerator(cpu=True)
     with pytest.raises(

@@ -49,10 +49,18 @@ def _typed(text: str) -> Iterator[None]:
         (0, ["", "", "", "", "", _DOWN * 2, _CLEAR + "4"],
          {"num_machines": 1, "cpu": True, "num_processes": 1, "mixed_precision": "bf16",
           "gradient_accumulation_steps": 4}),
+        # cpu, tpu, downcast_bf16
+        (0, ["", "", "n", "y", "y", "", "", "", ""],
+         {"num_machines": 1, "cpu": False, "tpu": True, "downcast_bf16": True, "num_processes": 1,
+          "mixed_precision": "no", "gradient_accumulation_steps": 1}),
+        # machines, mpi, hostfile, oneCCL, cpu, processes, debug, fsdp, deepspeed, megatron, axes
+        (0, ["", _CLEAR + "2", "y", "", _CLEAR + "4", "y", "", "y", "", "", "", "", "", "", ""],
+         {"num_machines": 2, "mpi": True, "mpirun_ccl": 4, "cpu": True, "num_processes": 2, "debug": True,
+          "mixed_precision": "no", "gradient_accumulation_steps": 1}),
     ],
 )  # fmt: skip
 def test_only_what_is_needed_is_asked(devices: int, keys: list[str], expected: dict[str, Any]) -> None:
-    with _typed("".join(f"{key}\r" for key in keys)):
+    with _typed("".join(key if key in ("y", "n") else f"{key}{_ENTER}" for key in keys)):
         assert ask(devices).set_options() == expected
 
 
@@ -86,8 +94,9 @@ def test_any_answers_make_options_that_launch_accepts(data: st.DataObject) -> No
     check_options(found)
     assert LaunchConfig(**options_of(content_of(found), "a.yaml")) == found
     if found.use_parallelism_config:
-        axes = [getattr(found, f"parallelism_config_{axis}_size") or 1 for axis in ("dp_replicate", "dp_shard", "tp")]
-        assert math.prod(axes) == found.num_processes
+        axes = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+        sizes = [getattr(found, f"parallelism_config_{axis}_size") or 1 for axis in axes]
+        assert math.prod(sizes) == found.num_processes
     assert not (found.use_fsdp and found.use_deepspeed)
 
 
@@ -168,6 +177,7 @@ def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
     terminal.answer("num_machines: ", _ENTER)
     terminal.answer("cpu: ", "y")
     terminal.answer("num_processes: ", f"{_CLEAR}2{_ENTER}")
+    terminal.answer("debug: ", "y")
     terminal.answer("use_fsdp: ", "n")
     terminal.answer("use_deepspeed: ", "y")
     terminal.answer("deepspeed_config_file: ", _ENTER)
@@ -183,6 +193,7 @@ def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
     assert f"trainwright launch --config_file {file} script.py" in terminal.shown.replace("\r\n", "")
     assert file.read_text() == (
         "compute_environment: LOCAL_MACHINE\n"
+        "debug: true\n"
         "deepspeed_config:\n"
         "  gradient_accumulation_steps: 4\n"
         "  gradient_clipping: 1.5\n"

@@ -124,6 +124,21 @@ def test_options_of_fp8_in_a_file_that_have_no_effect_are_named(
     assert named is None or notes[0].startswith(f"{named} without effect: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "value"), [([], True), (["true"], True), (["no"], False), (["--fp8_margin", "1"], True)]
+)
+def test_a_truth_value_of_a_section_may_be_left_out(words: list[str], value: bool) -> None:
+    command = read_command(["--dynamo_use_dynamic", "--fp8_use_autocast_during_eval", *words, "show.py", "--lr", "1"])
+    assert command.config.dynamo_use_dynamic is True
+    assert command.config.fp8_use_autocast_during_eval is value
+    assert (command.script, command.arguments) == ("show.py", ["--lr", "1"])
+
+
+def test_an_option_of_ms_amp_alone_is_named() -> None:
+    notes = read_command(["--mixed_precision", "fp8", "--fp8_opt_level", "O2", "a.py"]).notes
+    assert notes == ["fp8_opt_level without effect: the options are not those of fp8_backend=AO."]
+
+
 def test_the_default_file_is_ours_or_that_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_file() is None
     theirs = tmp_path / "hub/accelerate/default_config.yaml"

@@ -216,15 +216,24 @@ def test_without_a_layer_to_replace_it_is_an_error(contexts: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "text"),
+    ("options", "text"),
     [
-        ("msamp", "AORecipeKwargs.*MS-AMP needs"),
-        ("ao", "only 'TE'.*AORecipeKwargs"),
+        ({"backend": "msamp"}, "AORecipeKwargs.*MS-AMP needs"),
+        ({"backend": "ao"}, "only 'TE'.*AORecipeKwargs"),
+        ({"opt_level": "O2"}, "opt_level='O2'.*MS-AMP needs"),
+        ({"backend": "msamp", "optimization_level": "O2"}, "MS-AMP needs"),
     ],
 )
-def test_other_backends_are_refused_with_a_reason(backend: str, text: str) -> None:
+def test_other_backends_are_refused_with_a_reason(options: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        FP8RecipeKwargs(backend=backend)
+        FP8RecipeKwargs(**options)
+
+
+def test_the_backend_is_that_of_the_launcher_or_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert FP8RecipeKwargs(backend=None).backend == "TE"
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    with pytest.raises(ConfigurationError, match="backend='AO'"):
+        FP8RecipeKwargs()
 
 
 def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

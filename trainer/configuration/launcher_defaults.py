@@ -8,6 +8,7 @@ from dataclasses import replace
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import ALL_PROCESSES, detect, variable
+from trainwright.processes.devices import kernel_problem
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
@@ -53,6 +54,7 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     )
     if launched.cpu and arguments.accelerator not in ("auto", "cpu"):
         texts.append(f"ACCELERATE_USE_CPU=true is overridden by accelerator={arguments.accelerator!r}.")
+    texts += kernel_problem()
     options = dynamo.compile_options()
     if options is not None and arguments.compile is not False:
         texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={arguments.compile!r}.")

@@ -22,8 +22,9 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: The batch size is that of all processes together. Each gets an equal part. Default: False.
-        dispatch_batches: The first process reads the data, and sends each other process its part. Default: None, which
-            is True for iterable data sets that do not declare their division over processes.
+        dispatch_batches: The first process reads the data, and sends each other process its part. False: every process
+            reads the data and keeps its own batches; an iterable data set must yield the same samples on every process.
+            Default: None, which is True for iterable data sets that do not declare their division over processes.
         even_batches: All processes get the same number of batches. Repeated batches have the weight 0. False: no batch
             is repeated, for `join_uneven_inputs`. No effect with `dispatch_batches`. Default: True.
         use_seedable_sampler: Always on. The order of shuffled data depends on a seed. Default: False.

@@ -25,6 +25,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, near
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
 from trainwright.core.process import detect
+from trainwright.processes.devices import kernel_problem
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
@@ -58,6 +59,7 @@ ELSEWHERE = {
     "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
+    "downcast_bf16": "strategy=XLAStrategy(downcast_bf16=True), or `trainwright launch --tpu --downcast_bf16`",
     "use_distributed_sampler": "nothing: an iterable data set declares how it is divided (see ShardedIterable)",
 }
 
@@ -171,7 +173,7 @@ def read_settings(
     accumulation = _stated(accumulation, choice.accumulation, texts)
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
-    texts += [*choice.overridden, *dynamo.overridden(origin)]
+    texts += [*choice.overridden, *dynamo.overridden(origin), *kernel_problem()]
     precision = _precision(mixed_precision, handlers.float8, handlers.engine)
     casts = handlers.autocast is None or handlers.autocast.enabled
     select = partial(

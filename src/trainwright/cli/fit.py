@@ -62,8 +62,19 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
 
 fit = partial(run_stage, "fit")
 validate = partial(run_stage, "validate")
-test = partial(run_stage, "test")
 predict = partial(run_stage, "predict")
+
+
+def test(argv: Sequence[str]) -> int:
+    """Run the test of a configuration file. A call in the form of `accelerate test` is an error that names `check`."""
+    options = [word.partition("=")[0] for word in argv]
+    if not argv or "--config_file" in options or "--config-file" in options:
+        command = " ".join(["trainwright check", *argv])
+        raise ConfigurationError(
+            f"`trainwright test` runs the test of a task. Use `{command}` to check the processes of a launch, as "
+            "`accelerate test` does, or name a task: task.class_path in --config, or --task=module.Class."
+        )
+    return run_stage("test", argv)
 
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
@@ -104,6 +115,7 @@ def build_parser(stage: Stage) -> Any:
 
     parser = ArgumentParser(
         prog=f"trainwright {stage}",
+        usage=f"trainwright {stage} [--config FILE] [KEY=VALUE …]",
         description=f"{stage.capitalize()} the task of --config; override any setting with key=value.",
         exit_on_error=False,
         allow_abbrev=False,  # `--trainer.max_epoch` must be an error, not a guess

@@ -211,7 +211,8 @@ class CLI:
         if "parser_mode" in options:
             raise ConfigurationError("parser_kwargs: parser_mode is not supported; files are read as YAML. Remove it.")
         program = f"{Path(sys.argv[0]).name} {self.subcommand or ''}".rstrip()
-        settings = {"prog": program, "exit_on_error": False, "allow_abbrev": False, **options}
+        usage = f"{program} [--config FILE] [KEY=VALUE …]"
+        settings = {"prog": program, "usage": usage, "exit_on_error": False, "allow_abbrev": False, **options}
         parser: Any = parser_class()(**settings)
         parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, later ones win")
         parser.add_argument(

@@ -197,6 +197,16 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
     return pieces is not None and isinstance(value, pieces.DTensor)
 
 
+def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return a module's class, without the class that FSDP2 puts in its place while the module is sharded."""
+    cls = type(module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and fsdp.FSDPModule in cls.__bases__:  # torch makes FSDPLinear of FSDPModule and Linear
+        original: type[torch.nn.Module] = cls.__bases__[-1]
+        return original
+    return cls
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, without a copy. Other tensors are returned unchanged."""
     found: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor

@@ -129,8 +129,8 @@ def tpu_config(argv: Sequence[str]) -> int:
     parser.add_argument("--use_alpha", "--use-alpha", action="store_true", help="use `gcloud alpha`")
     parser.add_argument("--command_file", "--command-file", type=Path, help="a file with a command in each line")
     parser.add_argument("--command", action="append", nargs="+", help="a command; may be repeated")
-    parser.add_argument("--install_accelerate", "--install-accelerate", action="store_true", help="install accelerate")
-    parser.add_argument("--accelerate_version", "--accelerate-version", default="latest", help="its version, or 'dev'")
+    parser.add_argument("--install_accelerate", "--install-accelerate", action="store_true", help="install trainwright")
+    parser.add_argument("--accelerate_version", "--accelerate-version", default="latest", help="its version")
     parser.add_argument("--debug", action="store_true", help="print the command of gcloud instead of running it")
     options = parser.parse_args(argv)
     file = options.config_file or reading.default_file()
@@ -160,8 +160,17 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
             raise ConfigurationError(f"--command_file {file} cannot be read: {error}.") from error
     if not commands:
         raise ConfigurationError("no command was given. Pass --command 'pip install .', or --command_file with a file.")
-    version = {"latest": "-U accelerate", "dev": "git+https://github.com/huggingface/accelerate.git"}.get(
-        options.accelerate_version, f"accelerate=={options.accelerate_version}"
-    )
-    install = [f"pip install {shlex.join(version.split())}"] if options.install_accelerate else []
+    install = [_install_command(options.accelerate_version)] if options.install_accelerate else []
     return ["cd /usr/share", *install, *map(str, commands)]
+
+
+def _install_command(version: str) -> str:
+    """Return the command that installs trainwright, which the pod's scripts import instead of accelerate."""
+    if version == "latest":
+        return "pip install -U trainwright"
+    if version == "dev":
+        raise ConfigurationError(
+            "--accelerate_version dev is not supported: trainwright is installed from releases. Remove it, or install "
+            "your copy by --command 'pip install PATH'."
+        )
+    return f"pip install {shlex.quote(f'trainwright=={version}')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -49,6 +49,16 @@ class Option:
     def is_flag(self) -> bool:
         """True if the flag has no value on the command line."""
         return self.read is as_bool and self.section == ""
+
+    def takes_none_of(self, words: Sequence[str]) -> bool:
+        """Return whether the flag stands for true, and the words after it on the command line are not its value.
+
+        Accelerate's flags of the sections of torch.compile and fp8 have no value. Here, `true` or `false` may follow.
+        """
+        if self.is_flag:
+            return True
+        may_lack_value = self.read is as_bool and self.section in ("dynamo_config", "fp8_config")
+        return may_lack_value and (not words or words[0].lower() not in (*_TRUE, *_FALSE))
 
     @property
     def is_refused(self) -> bool:

@@ -71,7 +71,7 @@ def notebook_launcher(
         function: Function that each process calls. It must create the `Accelerator`.
         args: Positional arguments of the function. Default: `()`.
         num_processes: Number of processes on this machine. Without accelerators, they run on the CPU. Default: None,
-            which is one process for each accelerator, or one process without accelerators.
+            which is one process for each accelerator, or one process without accelerators and on a TPU.
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`. Default: `"no"`.
         use_port: Port of the first machine. On one machine, the default uses any free port, and another port is chosen
             if the port is in use. With several machines, a port in use is an error. Default: `"29500"`.
@@ -104,8 +104,10 @@ def notebook_launcher(
             + (" debug_launcher uses the CPU." if accelerators else " Pass at least 1.")
         )
     host, _, port = rdzv_endpoint.rpartition(":") if ":" in rdzv_endpoint else (rdzv_endpoint or master_addr, "", "")
+    kind = device_type("auto")
     config = _config(
-        cpu=True if device_type("auto") == "cpu" else None,
+        cpu=True if kind == "cpu" else None,
+        tpu=True if kind == "xla" else None,
         num_processes=local * num_nodes,
         num_machines=num_nodes,
         machine_rank=node_rank,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import known_options
+
+_SWITCHES = ("sagemaker", "mpi", "tpu", "downcast_bf16", "debug")
 
 
 def check_terminal() -> None:
@@ -54,8 +57,8 @@ def ask(devices: int) -> LaunchConfig:
         if not questions.answers["sagemaker"]:  # Accelerate reads no section of DeepSpeed in such a file
             questions.number("gradient_accumulation_steps", 1)
     # Answers that are not written: what is off anyway.
-    off = ["sagemaker", *(name for name in questions.answers if name.startswith("use_"))]
-    off = [name for name in off if questions.answers[name] is False]
+    switches = [name for name in questions.answers if name.startswith("use_") or name in _SWITCHES]
+    off = [name for name in switches if questions.answers[name] is False]
     off += ["dynamo_backend"] if questions.answers["dynamo_backend"] == "no" else []
     return LaunchConfig(**{name: answer for name, answer in questions.answers.items() if name not in off})
 
@@ -77,6 +80,8 @@ def _ask_sagemaker(questions: Questions) -> None:
 
 def _ask_machines(questions: Questions, devices: int) -> None:
     _ask_processes(questions, devices)
+    if questions.answers.get("tpu"):
+        return
     several = questions.answers["num_processes"] > 1
     if several and questions.confirm("use_fsdp", False):
         _ask_fsdp(questions)
@@ -89,7 +94,10 @@ def _ask_machines(questions: Questions, devices: int) -> None:
 
 def _ask_processes(questions: Questions, devices: int) -> None:
     machines = questions.number("num_machines", 1)
-    if machines > 1:
+    if machines > 1 and questions.confirm("mpi", False):
+        questions.text("mpirun_hostfile", required=False, problem=_missing_file)
+        questions.number("mpirun_ccl", 1)
+    elif machines > 1:
         if questions.choose("rdzv_backend", "static", "c10d") == "static":
             wrong = f"Ranks are 0 to {machines - 1}."
             questions.number("machine_rank", 0, least=0, problem=lambda rank: wrong if rank >= machines else "")
@@ -98,11 +106,15 @@ def _ask_processes(questions: Questions, devices: int) -> None:
         questions.text("main_process_ip")
         questions.number("main_process_port", 29500)
     cpu = questions.confirm("cpu", devices == 0)
-    if not cpu and machines == 1:
+    if not cpu and devices == 0 and not questions.answers.get("mpi") and questions.confirm("tpu", False):
+        questions.confirm("downcast_bf16", False)
+    elif not cpu and machines == 1:
         questions.text("gpu_ids", "all")
     wrong = f"Write a multiple of the {machines} machines."
     default = (1 if cpu else devices or 1) * machines
-    questions.number("num_processes", default, problem=lambda number: wrong if number % machines else "")
+    processes = questions.number("num_processes", default, problem=lambda number: wrong if number % machines else "")
+    if processes > 1:
+        questions.confirm("debug", False)
 
 
 def _ask_fsdp(questions: Questions) -> None:
@@ -149,7 +161,21 @@ def _ask_axes(questions: Questions) -> None:
         left = processes // questions.number("parallelism_config_dp_replicate_size", 1, problem=_divisor(processes))
         if questions.answers["use_fsdp"]:
             left //= questions.number("parallelism_config_dp_shard_size", left, problem=_divisor(left))
+            left //= _ask_sequences(questions, left)
         questions.answers["parallelism_config_tp_size"] = left
+
+
+def _ask_sequences(questions: Questions, left: int) -> int:
+    """Return the number of ranks that split sequences. Only one of the two ways can be used."""
+    for name in ("parallelism_config_cp_size", "parallelism_config_sp_size"):
+        size: int = questions.number(name, 1, problem=_divisor(left)) if left > 1 else 1
+        if size > 1:
+            return size
+    return 1
+
+
+def _missing_file(path: str) -> str:
+    return "" if Path(path).expanduser().is_file() else f"{path} does not exist."
 
 
 def _divisor(processes: int) -> Callable[[int], str]:
@@ -170,9 +196,17 @@ class Questions:
         """Ask for one of `choices`. The first choice is the default."""
         return self._keep(name, _questionary().select(self._message(name), choices, default or choices[0]).unsafe_ask())
 
-    def text(self, name: str, default: str = "", required: bool = True) -> Any:
-        """Ask for a text. Return None for an empty text."""
-        return self._write(name, default, lambda text: "" if text or not required else "Write a value.")
+    def text(
+        self, name: str, default: str = "", required: bool = True, problem: Callable[[str], str] = lambda text: ""
+    ) -> Any:
+        """Ask for a text for which `problem` is empty. Return None for an empty text."""
+
+        def of_text(text: str) -> str:
+            if not text:
+                return "Write a value." if required else ""
+            return problem(text)
+
+        return self._write(name, default, of_text)
 
     def number(
         self, name: str, default: int | str, least: int = 1, problem: Callable[[Any], str] = lambda value: ""

@@ -105,7 +105,7 @@ def read_config(flags: Mapping[str, Any], file: str | None) -> tuple[LaunchConfi
     """
     path, given = read_file(file)
     values, notes = merged(flags, read_variables(), (path, given))
-    notes += _ignored_fp8(values)
+    notes += _ignored_fp8({**flags, **values})
     for name in flags.keys() - set(_ALONE):
         switch = _SWITCHES.get(known_options()[name].section)
         if switch is not None and not values.get(switch):
@@ -146,7 +146,7 @@ def split(
             hint = nearest(name, (*known_options(), *further_flags))
             hint += " Arguments of the script come after it." if command == "launch" else ""
             raise ConfigurationError(f"trainwright {command} has no option {flag}.{hint}")
-        if not equals and option is not None and option.is_flag:
+        if not equals and option is not None and option.takes_none_of(left):
             text = "true"
         elif not equals:
             if not left:
@@ -296,7 +296,11 @@ def _ignored_fp8(values: Mapping[str, Any]) -> list[str]:
     """Return a note that names options of another backend of fp8 than the selected one."""
     backend = values.get("fp8_backend") or "AO"
     given = [name for name in values if name.startswith("fp8_") and name != "fp8_backend"]
-    names = [name for name in sorted(given) if (name in _FP8_OF_AO) != (backend == "AO")]
+    names = []
+    for name in sorted(given):
+        of_other = (name in _FP8_OF_AO) != (backend == "AO")
+        if of_other or known_options()[name].is_refused:
+            names.append(name)
     if not names or values.get("mixed_precision") != "fp8":
         return []
     return [f"{', '.join(names)} without effect: the options are not those of fp8_backend={backend}."]

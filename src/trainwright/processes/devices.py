@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import platform
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -20,6 +22,7 @@ from trainwright.processes.launcher import set_variable
 if sys.platform != "win32":
     import resource
 
+_OLDEST_KERNEL = (5, 5)  # processes may hang on older kernels of Linux
 _TPUS = ("/dev/accel0", "/dev/vfio/0")
 ONECCL = "oneccl_bindings_for_pytorch"  # registers the backend "ccl" on import
 
@@ -54,6 +57,14 @@ def _has_tpu() -> bool:
     if importlib.util.find_spec("torch_xla") is None:
         return False
     return bool(variable("PJRT_DEVICE")) or any(Path(place).exists() for place in _TPUS)
+
+
+def kernel_problem() -> list[str]:
+    """Return a warning if the kernel of this machine is so old that processes may hang, otherwise an empty list."""
+    version = re.match(r"(\d+)\.(\d+)", platform.release())
+    if sys.platform != "linux" or version is None or (int(version[1]), int(version[2])) >= _OLDEST_KERNEL:
+        return []
+    return [f"the Linux kernel is {version[0]}. Processes may hang with kernels before 5.5. Update the kernel."]
 
 
 def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
@@ -190,6 +201,7 @@ class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its c
     DEEPSPEED = "DEEPSPEED"
     FSDP = "FSDP"
     XLA = "XLA"
+    TPU = "XLA"  # noqa: PIE796  # its name in older scripts
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"

@@ -299,6 +299,20 @@ def test_clearml_writes_an_offline_session(tmp_path: Path, monkeypatch: pytest.M
     assert "hello" in (folder / "log.jsonl").read_text()
 
 
+@pytest.mark.requires("clearml", REASON)
+def test_clearml_keeps_its_own_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clearml import Task
+
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
+    Task.set_offline(True)  # stays so: to switch it off, ClearML needs an account
+    logger = ClearMLLogger("digits", "night")
+    _started(logger, tmp_path)
+    logger.log_metrics({"loss": 0.5}, 1)
+    logger.finish("success")
+    assert logger.log_dir is not None
+    assert logger.state_dict() == {}
+
+
 @pytest.mark.requires("trackio", REASON)
 def test_trackio_holds_parameters_and_media(tmp_path: Path) -> None:
     from trackio.sqlite_storage import SQLiteStorage

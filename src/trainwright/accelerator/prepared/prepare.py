@@ -35,8 +35,9 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_sharded, move_module
-from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, prepare_loader
+from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, ShardedIterable, prepare_loader
 from trainwright.data.iterable import is_divided
+from trainwright.data.loader import copy_loader
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
@@ -320,6 +321,8 @@ class PreparedObjects:
             mover = self._engine.batch_mover() if placed else None
             options = self.loader_options
             used = own if self.megatron is None else self.megatron.enlarge(own)
+            if self._is_cut_into_shards(own):
+                used = copy_loader(used, dataset=ShardedIterable(used.dataset))
             if self._dispatches(own):
                 prepared: PreparedLoader = DispatchedLoader(used, options, self._state.joined(), slice_fn)
             else:
@@ -335,10 +338,13 @@ class PreparedObjects:
         """Return whether only the first process reads a loader."""
         if self._state.num_processes == 1 or self._config.dispatch_batches is False:
             return False
-        if self._config.dispatch_batches:
-            return True
-        data = loader.dataset if isinstance(loader, DataLoader) else None
-        return isinstance(data, IterableDataset) and not is_divided(data)
+        return self._config.dispatch_batches or _is_undivided(loader)
+
+    def _is_cut_into_shards(self, loader: object) -> bool:
+        """Return whether every process reads a whole iterable data set and keeps only its own batches."""
+        if self._state.num_processes == 1 or self._config.dispatch_batches is not False:
+            return False
+        return _is_undivided(loader)
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
         """Return the earlier result for an object. Without an earlier result, create and store it."""
@@ -356,6 +362,12 @@ class PreparedObjects:
             value = value.loader
         raw = prepared_from(value)
         return value if raw is None or self._known.get(id(raw)) is value else raw
+
+
+def _is_undivided(loader: object) -> bool:
+    """Return whether a loader reads an iterable data set that does not declare how it is divided over processes."""
+    data = loader.dataset if isinstance(loader, DataLoader) else None
+    return isinstance(data, IterableDataset) and not is_divided(data)
 
 
 def _text(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:

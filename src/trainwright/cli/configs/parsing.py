@@ -116,6 +116,7 @@ def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> st
         message = f"{unknown[0][2:]}: {group['group']!r} has no argument {group['name']!r}."
     if not unknown:
         return explain(message, short_names)
+    message = message.rstrip(".") + "."
     head, dot, rest = unknown[0].removeprefix("--").partition(".")
     if dot and head not in known:
         close = nearest(head, known)

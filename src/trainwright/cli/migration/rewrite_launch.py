@@ -1,6 +1,6 @@
 """Rewriting of Accelerate's commands in shell files, Makefiles, batch scripts and YAML files.
 
-Trainwright's commands take the same options and configuration files. Commands that Trainwright lacks are reported.
+Trainwright's commands take the same options and configuration files. Options that Trainwright lacks are reported.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from trainwright.core.yaml_text import parse_yaml
 from trainwright.launch.launch_config import LaunchConfig, Option
 from trainwright.launch.reading import check_supported, known_options, options_of
 
-_SAME = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config"
-_ANSWERS = {"test": "use `trainwright check`, which takes the options of `trainwright launch`"}
-_START = r"(?<![\w/.-])(?P<path>(?:[\w.$(){}~-]*/)*)"
-_COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_SAME})\b")
-_MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_SAME})\b")
-_RENAMED_MODULE = re.compile(r"-m([ \t]+)accelerate\.commands\.(?=(?:estimate|merge|test|to_fsdp2|tpu)\b)")
-_LISTED = re.compile(rf"\baccelerate(?P<between>[\"']?(?:,\s*|\s*\n\s*-\s*)[\"']?(?:{_SAME})\b)")
-_OTHER = re.compile(rf"(?<![\w/.-])accelerate(?:[ \t]+|-)(?P<name>{'|'.join(_ANSWERS)})\b")
+_NAMES = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config|test"
+_OTHER_NAMES = {"test": "check"}  # the others are the same
+_START = r"(?<![\w/.-])(?P<before>(?:[\w.$(){}~-]*/)*)"
+_COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_NAMES})\b")
+_MODULE = re.compile(rf"(?P<before>-m[ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_NAMES})\b")
+_RENAMED_MODULE = re.compile(r"-m([ \t]+)accelerate\.commands\.(?=(?:estimate|merge|to_fsdp2|tpu)\b)")
+_LISTED = re.compile(rf"\baccelerate(?P<between>[\"']?(?:,\s*|\s*\n\s*-\s*)[\"']?)(?P<name>{_NAMES})\b")
 _ENDINGS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub", ".job", ".mk", ".yaml", ".yml")
 _CONFIG_KEYS = ("compute_environment", "distributed_type")
 
@@ -38,18 +37,23 @@ def rewrite_launch(code: bytes) -> Rewritten:
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("#"):
             continue
-        lines[number - 1] = line = _MODULE.sub(r"-m\1trainwright \g<name>", line)
-        lines[number - 1] = line = _RENAMED_MODULE.sub(r"-m\1trainwright.commands.", line)
-        lines[number - 1] = line = _COMMAND.sub(r"\g<path>trainwright \g<name>", line)
+        line = _MODULE.sub(_renamed, line)
+        line = _RENAMED_MODULE.sub(r"-m\1trainwright.commands.", line)
+        lines[number - 1] = line = _COMMAND.sub(_renamed, line)
         launches = launches or "trainwright launch" in line
-        for match in _OTHER.finditer(line):
-            unsettled.append(Unsettled(number, f"accelerate {match['name']}: {_ANSWERS[match['name']]}."))
         for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line) if launches else ():
             option = known_options().get(flag.replace("-", "_"))
             if option is not None:
                 unsettled.extend(Unsettled(number, text) for text in _problems(option, flag, value))
-    text = _LISTED.sub(r"trainwright\g<between>", "\n".join(lines))
+    text = _LISTED.sub(_renamed, "\n".join(lines))
     return Rewritten(text.encode(), unsettled)
+
+
+def _renamed(command: re.Match[str]) -> str:
+    """Return Trainwright's command. Words of a list keep what is between them."""
+    found = command.groupdict()
+    name = _OTHER_NAMES.get(found["name"], found["name"])
+    return f"{found.get('before', '')}trainwright{found.get('between', ' ')}{name}"
 
 
 def _problems(option: Option, flag: str, value: str) -> list[str]:
