@@ -202,8 +202,8 @@ class Logger(ABC):
         cells = ([str(cell).replace("|", "\\|") for cell in line] for line in lines)
         self.log_text(key, "\n".join(f"| {' | '.join(line)} |" for line in cells), step or 0)
 
-    def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Record the graph of `task.forward(example_input)`. Default input: `task.example_input_array`."""
+    def log_graph(self, model: torch.nn.Module, input_array: object = None) -> None:
+        """Record the graph of `model.forward(input_array)`. Default input: `model.example_input_array`."""
         _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:

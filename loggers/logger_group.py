@@ -97,11 +97,11 @@ class LoggerGroup:
         """Record the numbers of one evaluation step with every logger; see `Logger.log_evaluation_step`."""
         self._each("log_evaluation_step", metrics, step, stage)
 
-    def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
+    def log_graph(self, model: torch.nn.Module, input_array: object = None) -> None:
         """Record the task's graph with the loggers that request it (`wants_graph`)."""
         for logger in self.active:
             if logger.wants_graph:
-                self._call(logger, "log_graph", task, example_input)
+                self._call(logger, "log_graph", model, input_array)
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = (), saver: object = None) -> None:
         """Pass a published checkpoint to every logger; `saver` is the run's ModelCheckpoint, if any."""

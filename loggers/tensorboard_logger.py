@@ -144,23 +144,24 @@ class TensorBoardLogger(VersionedLogger):
         tag, writer = self._entry(key, step)
         writer.add_text(tag, text, step)
 
-    def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Trace `task` on `example_input` and add the graph. Runs `task.forward` once, in evaluation mode.
+    def log_graph(self, model: torch.nn.Module, input_array: object = None) -> None:
+        """Trace `model` on `input_array` and add the graph. Runs `model.forward` once, in evaluation mode.
 
         Raises:
             ConfigurationError: there is no input to trace with.
         """
-        example_input = getattr(task, "example_input_array", None) if example_input is None else example_input
-        if example_input is None:
+        if input_array is None:
+            input_array = getattr(model, "example_input_array", None)
+        if input_array is None:
             raise ConfigurationError(
                 "TensorBoardLogger(log_graph=True) needs an input: set self.example_input_array in the task."
             )
         writer = self._backend()
-        with evaluating(task), isolate_rng(), warnings.catch_warnings():
+        with evaluating(model), isolate_rng(), warnings.catch_warnings():
             # Tracing is deprecated in torch and warns of every constant; TensorBoard has no other way to a graph.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", vars(torch.jit)["TracerWarning"])  # public, but not in torch's annotations
-            writer.add_graph(task, example_input)
+            writer.add_graph(model, input_array)
 
     def flush(self) -> None:
         for log in self._of_evaluations.values():

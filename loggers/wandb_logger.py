@@ -164,16 +164,37 @@ class WandbLogger(RemoteLogger):
         if step > self._floors[key]:
             self._experiment.log({**values, key: step})
 
-    def log_image(self, key: str, image: object, step: int) -> None:
-        pixels = to_pixels(image)
-        self._log({key: _wandb().Image(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)}, step)
+    def log_image(
+        self, key: str, image: Any = None, step: int | None = None, *, images: list[Any] | None = None, **options: Any
+    ) -> None:
+        """Log an image in a form of `Logger.log_image`, or a list of images.
+
+        Args:
+            key: name of the entry.
+            image: the image, a path or a `wandb.Image`, or a list of them.
+            step: 0-based step. Default: None, the step of the run's next row.
+            images: the list, under Lightning's name.
+            options: arguments of `wandb.Image`, such as `caption=`; for a list of images, lists of the same length.
+        """
+        image = image if images is None else images
+        is_one_image = not isinstance(image, list) or isinstance(next(iter(image), None), list)  # or rows of pixels
+        if is_one_image:
+            self._log({key: _wandb().Image(_for_wandb(image), **options)}, step)
+        else:
+            self._log_several("Image", key, [_for_wandb(each) for each in image], step, options)
 
     def log_figure(self, key: str, figure: object, step: int) -> None:
         self._log({key: _wandb().Image(figure)}, step)
 
-    def log_text(self, key: str, text: str, step: int) -> None:
-        """Log a text, as a table with one cell, which W&B shows unchanged."""
-        self._put_table(key, ["text"], [[text]], step)
+    def log_text(self, key: str, text: str | None = None, step: int | None = None, **table: Any) -> None:
+        """Log a text, as a table with one cell, which W&B shows unchanged.
+
+        With `columns=` and `data=`, or `dataframe=`, instead of a text: see `log_table`.
+        """
+        if text is None:
+            self.log_table(key, step=step, **table)
+        else:
+            self._put_table(key, ["text"], [[text]], step)
 
     def _put_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int | None) -> None:
         self._log({key: _wandb().Table(columns=columns, data=rows)}, step)
@@ -262,6 +283,14 @@ class WandbLogger(RemoteLogger):
         add = artifact.add_dir if path.is_dir() else artifact.add_file
         add(str(path), **({} if self._add_file_policy == "mutable" else {"policy": self._add_file_policy}))
         self._experiment.log_artifact(artifact, aliases=["latest", path.name, *aliases])
+
+
+def _for_wandb(image: Any) -> Any:
+    """Return an image as pixels that W&B accepts. Paths and `wandb.Image` are returned as they are."""
+    if isinstance(image, (str, os.PathLike, _wandb().Image)):
+        return image
+    pixels = to_pixels(image)
+    return pixels[:, :, 0] if pixels.shape[2] == 1 else pixels
 
 
 def _wandb() -> Any:

@@ -230,6 +230,8 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     logger.log_hyperparams({"lr": 0.5, "net": {"sizes": (1, 2)}})
     logger.log_image("im", torch.rand(1, 4, 5), 1)
     logger.log_text("note", "hello", 2)
+    logger.log_image(key="pair", images=[torch.rand(3, 4, 5), torch.rand(3, 4, 5)], caption=["a", "b"], step=3)
+    logger.log_text("rows", columns=["question", "answer"], data=[["1 + 1", "2"]], step=4)
     logger.finish("failed")
     run = read_run(tmp_path)
     assert (run["id"], run["project"], run["name"], run["exit_code"]) == ("abc123", "proj", "night", 1)
@@ -238,6 +240,8 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     image, note = run["history"][0], run["history"][1]
     assert (image["im/height"], image["im/width"], image["trainer/global_step"]) == (4, 5, 1)
     assert note["note/nrows"] == 1
+    assert run["history"][2]["pair/captions"] == ["a", "b"]
+    assert run["history"][3]["rows/ncols"] == 2
 
 
 def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(

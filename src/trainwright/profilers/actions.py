@@ -37,17 +37,17 @@ class SimpleProfiler(Profiler):
         super().setup(stage, rank, world_size, root)
         self.totals, self._open, self._since = {}, [], perf_counter()
 
-    def start(self, name: str) -> None:
-        self._open.append([name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
+    def start(self, action_name: str) -> None:
+        self._open.append([action_name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
 
-    def stop(self, name: str) -> None:
-        now, at = perf_counter(), self._innermost(name)
+    def stop(self, action_name: str) -> None:
+        now, at = perf_counter(), self._innermost(action_name)
         _, since, inside = self._open.pop(at)
         passed = now - since
         if at:
             self._open[at - 1][2] += passed
-        calls, total, own = self.totals.get(name, (0, 0.0, 0.0))
-        self.totals[name] = calls + 1, total + passed, own + max(passed - inside, 0.0)
+        calls, total, own = self.totals.get(action_name, (0, 0.0, 0.0))
+        self.totals[action_name] = calls + 1, total + passed, own + max(passed - inside, 0.0)
 
     def summary(self) -> str:
         """Return a table of the actions, the longest first."""
@@ -93,14 +93,14 @@ class AdvancedProfiler(Profiler):
         super().setup(stage, rank, world_size, root)
         self._profiles, self._open = {}, []
 
-    def start(self, name: str) -> None:
+    def start(self, action_name: str) -> None:
         if self._open:
             self._open[-1][1].disable()
-        self._open.append((name, self._profiles.setdefault(name, cProfile.Profile())))
+        self._open.append((action_name, self._profiles.setdefault(action_name, cProfile.Profile())))
         self._open[-1][1].enable()
 
-    def stop(self, name: str) -> None:
-        at = self._innermost(name)
+    def stop(self, action_name: str) -> None:
+        at = self._innermost(action_name)
         self._open[-1][1].disable()
         del self._open[at]
         if self._open:

@@ -49,20 +49,20 @@ class Profiler:
         """
         self.stage, self.rank, self.world_size, self._root = stage, rank, world_size, Path(root)
 
-    def start(self, name: str) -> None:
-        """Start recording the action `name`."""
+    def start(self, action_name: str) -> None:
+        """Start recording an action."""
 
-    def stop(self, name: str) -> None:
-        """Stop recording the action `name`. Simple and AdvancedProfiler raise ValueError if it was not started."""
+    def stop(self, action_name: str) -> None:
+        """Stop recording an action. Simple and AdvancedProfiler raise ValueError if it was not started."""
 
     @contextmanager
-    def profile(self, name: str) -> Iterator[None]:
-        """Record the actions in a `with` block under `name`."""
-        self.start(name)
+    def profile(self, action_name: str) -> Iterator[None]:
+        """Record the actions in a `with` block under `action_name`."""
+        self.start(action_name)
         try:
             yield
         finally:
-            self.stop(name)
+            self.stop(action_name)
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that records each call of `function` under `name`."""

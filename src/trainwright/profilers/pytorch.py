@@ -233,16 +233,16 @@ class PyTorchProfiler(Profiler):
                 self._resources.callback(before.remove)
                 self._resources.callback(after.remove)
 
-    def start(self, name: str) -> None:
+    def start(self, action_name: str) -> None:
         is_recording = self.emit_nvtx if self.profiler is None else self.profiler.is_recording
         if is_recording:
-            region = record_function(name)
+            region = record_function(action_name)
             region.__enter__()  # type: ignore[no-untyped-call]  # torch has no types here
-            self._open.append((name, region))
+            self._open.append((action_name, region))
 
-    def stop(self, name: str) -> None:
+    def stop(self, action_name: str) -> None:
         with suppress(ValueError):  # it may have started before the first step that is recorded
-            self._open.pop(self._innermost(name))[1].__exit__(None, None, None)
+            self._open.pop(self._innermost(action_name))[1].__exit__(None, None, None)
 
     def end_step(self) -> None:
         if self.profiler is not None:

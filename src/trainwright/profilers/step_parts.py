@@ -51,22 +51,22 @@ class StepPartsProfiler(SimpleProfiler):
         self._regions: list[Any] = []
         self._shares: dict[str, float] = {}
 
-    def start(self, name: str) -> None:
-        if (part := part_of(name)) is None:
+    def start(self, action_name: str) -> None:
+        if (part := part_of(action_name)) is None:
             return
         _wait_for_gpu()
-        super().start(name)
+        super().start(action_name)
         if self._trace is not None:
             self._regions.append(torch.profiler.record_function(f"part:{part}"))
             self._regions[-1].__enter__()
 
-    def stop(self, name: str) -> None:
-        if part_of(name) is None:
+    def stop(self, action_name: str) -> None:
+        if part_of(action_name) is None:
             return
         _wait_for_gpu()
         if self._regions:
             self._regions.pop().__exit__(None, None, None)
-        super().stop(name)
+        super().stop(action_name)
 
     def end_step(self) -> None:
         self._done += 1
