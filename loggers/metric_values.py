@@ -193,7 +193,7 @@ class Flushed:
     """
 
     logged: dict[str, float] = field(default_factory=dict)
-    callback: dict[str, float] = field(default_factory=dict)
+    callback: dict[str, MetricValue] = field(default_factory=dict)
     prog_bar: dict[str, float] = field(default_factory=dict)
     loaders: dict[str, int] = field(default_factory=dict)
     aliases: set[str] = field(default_factory=set)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.roles import ProgressDisplay, Stopper
 from trainwright.core.errors import nearest
-from trainwright.core.metric_value import as_values
+from trainwright.core.metric_value import MetricValue, as_values
 from trainwright.core.run import SchedulerConfig, Stage
 from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
@@ -28,8 +28,6 @@ P = ParamSpec("P")
 
 # Internal attributes of Lightning's Trainer and their replacements.
 INTERNALS = {
-    "fit_loop": "use trainer.state (epoch, batch_in_epoch, step, batches) for the progress, and trainer.max_epochs and "
-    "trainer.max_steps for the limits",
     "validate_loop": "use trainer.num_val_batches, trainer.val_dataloaders and trainer.validating",
     "test_loop": "use trainer.num_test_batches, trainer.test_dataloaders and trainer.testing",
     "predict_loop": "use trainer.num_predict_batches, trainer.predict_dataloaders and the result of predict()",
@@ -328,10 +326,10 @@ class LightningNames:
 
     # Logged values
 
-    callback_metrics = Fact[Mapping[str, float]](
+    callback_metrics = Fact[Mapping[str, MetricValue]](
         lambda run: run.callback_metrics, "The latest value of every logged metric; see `Run.callback_metrics`."
     )
-    logged_metrics = Fact[Mapping[str, float]](
+    logged_metrics = Fact[Mapping[str, MetricValue]](
         lambda run: as_values(run.logs.shown.logged), "The latest value of every metric that went to the loggers."
     )
     progress_bar_metrics = Fact[Mapping[str, float]](

@@ -19,7 +19,7 @@ from trainwright.callbacks.hook_table import HookTable
 from trainwright.callbacks.roles import ProgressDisplay, Saver
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TaskError, TrainwrightWarning
-from trainwright.core.metric_value import as_values
+from trainwright.core.metric_value import MetricValue, as_values
 from trainwright.core.process import try_output
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult, TrainState
@@ -54,7 +54,7 @@ class ShownMetrics:
         callback, logged, progress_bar: the values of `callback_metrics`, `logged_metrics` and `progress_bar_metrics`.
     """
 
-    callback: dict[str, float] = field(default_factory=dict)
+    callback: dict[str, MetricValue] = field(default_factory=dict)
     logged: dict[str, Any] = field(default_factory=dict)
     progress_bar: dict[str, float] = field(default_factory=dict)
 
@@ -274,7 +274,7 @@ class StageRun:
     # Logged values
 
     @property
-    def callback_metrics(self) -> Mapping[str, float]:
+    def callback_metrics(self) -> Mapping[str, MetricValue]:
         """The latest value of every logged metric; see `Run.callback_metrics`."""
         # After an error the device may be unusable.
         if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:

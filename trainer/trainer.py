@@ -34,6 +34,7 @@ from trainwright.trainer.configuration.checks import one_task
 from trainwright.trainer.configuration.settings import configure, refuse_of_verb, refuse_unknown
 from trainwright.trainer.data import Sources
 from trainwright.trainer.evaluation import Evaluation, Prediction
+from trainwright.trainer.fit_loop_view import FitLoopView
 from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.planning.planner import Planner
@@ -102,7 +103,8 @@ class Trainer(Planner, LightningNames):
         use_distributed_sampler: distribute the data over ranks. Set False if your loaders distribute it.
         per_sample_rng: random numbers of a data set depend only on seed, epoch and sample. About 20 µs per sample.
         detect_anomaly: name the operation that caused a NaN in backward. Slow.
-        barebones: disable loggers, checkpoints, progress bar, summary and sanity validation, for benchmarks.
+        barebones: disable loggers, checkpoints, progress bar, summary and validation, for benchmarks. A
+            `limit_val_batches` that is passed enables validation.
         sync_batchnorm: compute BatchNorm statistics over all processes.
         reload_dataloaders_every_n_epochs: request new loaders after this many epochs. 0 disables it.
         default_root_dir: folder for the files of the run. Default: the current folder.
@@ -439,6 +441,11 @@ class Trainer(Planner, LightningNames):
     @max_steps.setter
     def max_steps(self, max_steps: int) -> None:
         self.settings.limits = replace(self.settings.limits, max_steps=max_steps)
+
+    @property
+    def fit_loop(self) -> FitLoopView:
+        """The limits of a fit, which can be set, and its progress, under the names of Lightning's loops."""
+        return FitLoopView(self)
 
     @property
     def count_tokens(self) -> bool:

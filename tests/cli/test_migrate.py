@@ -95,6 +95,12 @@ def test_a_program_is_rewritten_completely_and_runs(
             "try:\n    import trainwright as L\nexcept ImportError:\n    L = None\n",
         ),
         (
+            "from lightning import Callback\nclass A(Callback):\n def on_fit_end(self, trainer, pl_module):\n"
+            "  super().on_fit_end(trainer=trainer, pl_module=pl_module)\n  self.show(pl_module=1)\n",
+            "from trainwright import Callback\nclass A(Callback):\n def on_fit_end(self, trainer, pl_module):\n"
+            "  super().on_fit_end(trainer=trainer, task=pl_module)\n  self.show(pl_module=1)\n",
+        ),
+        (
             "from accelerate import accelerator as A\nA.Accelerator()\n",
             "from trainwright import accelerator as A\nA.Accelerator()\n",
         ),
@@ -311,7 +317,7 @@ accelerator: Accelerator = Accelerator(log_with="wandb")
 trainer = L.Trainer()
 accelerator.init_trackers("run")
 def main(accelerator):
-    accelerator.print(trainer.callback_metrics, trainer.fit_loop)
+    accelerator.print(trainer.callback_metrics, trainer.validate_loop)
     accelerator.profile()  # it exists
 state = torch.load(trainer.checkpoint_callback.best_model_path)
 class Other:
@@ -323,7 +329,7 @@ Other().save
     assert main(["migrate", str(file)]) == 1
     told = [line.partition("program.py:")[2] for line in capsys.readouterr().err.splitlines()]
     assert [line.partition(":")[0] for line in told] == ["8", "10"]
-    for line, says in zip(told, ["fit_loop", "a folder here"], strict=True):
+    for line, says in zip(told, ["validate_loop", "a folder here"], strict=True):
         assert says in line
 
 

@@ -233,7 +233,7 @@ def test_entries_within_are_read_only_and_weights_may_be_changed(tmp_path: Path)
         state_key = "_Looks"
 
         def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-            with pytest.raises(TypeError):
+            with pytest.raises(ConfigurationError, match="hyper_parameters"):
                 checkpoint["hyper_parameters"]["width"] = 5
             checkpoint["state_dict"] = {name: value * 0 for name, value in checkpoint["state_dict"].items()}
 

@@ -245,11 +245,20 @@ def test_barebones_leaves_out_everything_but_training() -> None:
     from trainwright.trainer.trainer import Trainer
 
     tally = Tally()
-    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=tally)
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=tally, val_check_interval=1000)
     trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
     assert trainer.callbacks == [tally]
     assert trainer.loggers == []
     assert trainer.global_step == 4
+    assert "val_loss" not in trainer.callback_metrics
+
+
+def test_barebones_validates_if_the_limit_is_passed() -> None:
+    from trainwright.trainer.trainer import Trainer
+
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, limit_val_batches=1)
+    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    assert "val_loss" in trainer.callback_metrics
 
 
 class _SkipsAfterTwo(RegressionTask):

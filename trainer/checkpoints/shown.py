@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
@@ -36,7 +36,7 @@ class ShownCheckpoint(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name in self._unread:
-            super().__setitem__(name, _frozen(self._unread.pop(name)()))
+            super().__setitem__(name, _frozen(self._unread.pop(name)(), partial(self._refuse, name)))
         return super().__getitem__(name)
 
     @property
@@ -94,10 +94,26 @@ class ShownCheckpoint(dict[str, Any]):
             )
 
 
-def _frozen(tree: object) -> Any:
-    """Return `tree` with read-only containers, because changes to them would have no effect."""
+class _FixedDict(dict[Any, Any]):
+    """A dict that calls `refuse`, which raises an error, if it is to be changed. Its copies are plain dicts."""
+
+    def __init__(self, entries: Mapping[Any, Any], refuse: Callable[[], None]) -> None:
+        super().__init__(entries)
+        self._refuse = refuse
+
+    def _change(self, *args: object, **entries: object) -> Any:
+        self._refuse()
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _change
+
+    def __reduce__(self) -> tuple[type, tuple[dict[Any, Any]]]:
+        return dict, (dict(self),)
+
+
+def _frozen(tree: object, refuse: Callable[[], None]) -> Any:
+    """Return `tree` with containers that cannot be changed, because changes to them would have no effect."""
     if isinstance(tree, Mapping):
-        return MappingProxyType({key: _frozen(value) for key, value in tree.items()})
+        return _FixedDict({key: _frozen(value, refuse) for key, value in tree.items()}, refuse)
     if isinstance(tree, (list, tuple)):
-        return tuple(_frozen(value) for value in tree)
+        return tuple(_frozen(value, refuse) for value in tree)
     return tree

@@ -412,6 +412,7 @@ def _with_barebones(arguments: TrainerArguments) -> TrainerArguments:
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
+        limit_val_batches=0 if arguments.limit_val_batches is None else arguments.limit_val_batches,
     )
 
 

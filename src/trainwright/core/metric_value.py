@@ -66,6 +66,6 @@ def _plain(tree: Any, make: Callable[[float], Any]) -> Any:
     return tree
 
 
-def as_values(metrics: Mapping[str, float]) -> dict[str, float]:
+def as_values(metrics: Mapping[str, float]) -> dict[str, MetricValue]:
     """Return metrics with their values as `MetricValue`s."""
     return {name: MetricValue(value) for name, value in metrics.items()}

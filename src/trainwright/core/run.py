@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
+from trainwright.core.metric_value import MetricValue
 from trainwright.core.state import SkippedData, StepResult, TrainState
 
 Stage = Literal["fit", "validate", "test", "predict"]
@@ -122,6 +123,12 @@ class Run(Protocol):
     sanity_checking: bool
     should_stop: bool
     interrupted: bool
+    training: bool
+    validating: bool
+    testing: bool
+    predicting: bool
+    is_last_batch: bool  # the current or last training micro-batch is the last of its epoch
+    received_sigterm: bool
     epoch_closes: bool  # in `on_train_epoch_end`: False when a bound was reached within an epoch that can be resumed
     skipped_batches: list[SkippedData]  # training data that was consumed and changed no weight
 
@@ -131,12 +138,29 @@ class Run(Protocol):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[SchedulerConfig]
     datamodule: Any
+    train_dataloader: Any
+    val_dataloaders: Any
+    test_dataloaders: Any
+    predict_dataloaders: Any
+    checkpoint_callback: Any
+    early_stopping_callback: Any
+    progress_bar_callback: Any
+    profiler: Any
+    strategy: Any  # the engine
+    log_dir: str | None
+    ckpt_path: str | None
     default_root_dir: str
     accumulate_grad_batches: int  # a callback may change it before an epoch's first group
     count_tokens: bool  # set it in a callback's `setup` to have `state.tokens` counted
     log_every_n_steps: int
     max_epochs: int  # -1: no limit
     max_steps: int
+    min_epochs: int | None
+    min_steps: int | None
+    precision: str
+    num_nodes: int
+    node_rank: int
+    num_devices: int
     fast_dev_run: bool | int
     barebones: bool
 
@@ -192,7 +216,7 @@ class Run(Protocol):
 
     # Numbers
     @property
-    def callback_metrics(self) -> Mapping[str, float]:
+    def callback_metrics(self) -> Mapping[str, MetricValue]:
         """The latest value of every logged metric.
 
         Reading this property fetches values that were logged since the last flush, which waits for the device. Never
@@ -201,7 +225,7 @@ class Run(Protocol):
         """
 
     @property
-    def logged_metrics(self) -> Mapping[str, float]:
+    def logged_metrics(self) -> Mapping[str, MetricValue]:
         """The latest value of every metric sent to the loggers."""
 
     @property

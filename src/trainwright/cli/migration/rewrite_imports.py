@@ -213,6 +213,7 @@ class _Program:
             if isinstance(node, ast.ImportFrom) and star and _roots(node) & set(LIBRARIES):
                 self._report(node, f"from {node.module} import *: name what you use.")
         if uses:
+            self._rename_arguments()
             self._report_old_code()
         self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)})
         self._report_objects(trainers, reads_folders=bool(uses))
@@ -392,6 +393,15 @@ class _Program:
             used = set(re.findall(r"(\w+)\.", text)) & set(modules) if node in annotations else set()
             for local in used:
                 self._report(node, f"the annotation in quotes names {modules[local]}; write the new name in it.")
+
+    def _rename_arguments(self) -> None:
+        """Rename the argument `pl_module=` in calls such as `super().on_train_end(trainer, pl_module=pl_module)`."""
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("super()."):
+                continue
+            for keyword in node.keywords:
+                if keyword.arg == "pl_module":
+                    self._replace(keyword, f"task={ast.unparse(keyword.value)}")
 
     def _report_old_code(self) -> None:
         """Report hooks and arguments of Lightning 1, and saves on the main process alone."""
