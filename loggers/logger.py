@@ -143,7 +143,7 @@ class Logger(ABC):
         if type(self).flush is not Logger.flush:
             self.flush()
 
-    def finalize(self, status: Status) -> None:
+    def finalize(self, status: Status = "success") -> None:
         """Flush and close: Lightning's name for `finish`."""
         if self._run is not None:
             self.finish(status)

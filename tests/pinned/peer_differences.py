@@ -24,11 +24,17 @@ FILE = Path(__file__).parent / "peer_differences.txt"
 # Their class → the name of ours.
 _OTHER_NAMES = {"LightningModule": "TaskModule", "LightningDataModule": "DataModule"}
 # Their argument → ours. Hooks are called by position.
-_OTHER_ARGUMENTS = {"pl_module": "task"}
+_OTHER_ARGUMENTS = {"pl_module": "task", "model": "task"}
 # Classes whose members are read from an object, because some of them are found by `__getattr__`.
 _OBJECTS = {"Accelerator": lambda: Accelerator(cpu=True), "Trainer": quiet_trainer}
 # Of these modules only the arguments of the classes are compared: see the reviewed list.
 _WITHOUT_MEMBERS = ("lightning.pytorch.strategies",)
+
+
+def _own_name(name: str, ours: dict[str, str]) -> str:
+    """Return our name of their argument."""
+    other = _OTHER_ARGUMENTS.get(name, name)
+    return other if other in ours else name
 
 
 def _of_arguments(path: str, theirs: dict[str, str] | None, ours: dict[str, str] | None) -> Iterator[str]:
@@ -37,8 +43,8 @@ def _of_arguments(path: str, theirs: dict[str, str] | None, ours: dict[str, str]
         return
     takes_any = any(name.startswith("**") for name in ours)
     takes_any_there = any(name.startswith("*") for name in theirs)
+    theirs = {_own_name(name, ours): default for name, default in theirs.items()}
     for name, default in theirs.items():
-        name = name if name in ours else _OTHER_ARGUMENTS.get(name, name)
         if name.startswith("*"):
             continue
         if name not in ours:
@@ -47,8 +53,7 @@ def _of_arguments(path: str, theirs: dict[str, str] | None, ours: dict[str, str]
         elif ours[name] != default:
             yield f"{path}({name}={default}): {ours[name]} here"
     for name, default in ours.items():
-        known = name in theirs or name in _OTHER_ARGUMENTS.values() or takes_any_there
-        if default == "required" and not known:
+        if default == "required" and name not in theirs and not takes_any_there:
             yield f"{path}({name}): required here"
     shared = [name for name in theirs if name in ours]
     if [name for name in ours if name in theirs] != shared:

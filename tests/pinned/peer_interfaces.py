@@ -73,7 +73,7 @@ def _shown(value: object) -> str:
         return value.__name__
     if type(value).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
         return "a new object"
-    return _ADDRESS.sub("", repr(value))
+    return _ADDRESS.sub("", repr(value)).replace(str(Path.home()), "~")
 
 
 def _is_frozen(cls: type) -> bool:
