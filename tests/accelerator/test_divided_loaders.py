@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -342,7 +343,11 @@ def _every_shard() -> dict[str, Any]:
         accelerator = Accelerator(dataloader_config=config)
         for name, (splits, make, *_) in SHARDED.items():
             if splits == split:
-                loader = accelerator.prepare_data_loader(make())
+                given = make()
+                kept = weakref.ref(given)
+                loader = accelerator.prepare_data_loader(given)
+                del given
+                assert kept() is not None  # otherwise, another object could have its id
                 found[name] = [_read(accelerator, loader) for _ in range(2)]
     return found
 

@@ -35,6 +35,7 @@ class AcceleratedLoader(SkippableLoader):
     optimizer step are fetched together. Other attributes are those of the user's loader.
 
     Args:
+        given: The user's loader.
         prepared: Loader that returns the same number of micro-batches on every rank.
         accumulation: State of gradient accumulation. The loader stores the position of each pass in it.
         mover: Function that moves a batch to the device. None: batches are not moved.
@@ -42,10 +43,14 @@ class AcceleratedLoader(SkippableLoader):
         continues: Continue at the position of a loaded state. Default: None, which also logs a line.
         models: The prepared models, also later ones. A pass without a model in training mode is an evaluation.
             Default: `()`.
+
+    Attributes:
+        given, prepared: The arguments. `prepared.raw` may be a copy of the user's loader with other data or sizes.
     """
 
     def __init__(
         self,
+        given: object,
         prepared: PreparedLoader,
         accumulation: Accumulation,
         mover: Callable[[Any], Any] | None,
@@ -53,6 +58,7 @@ class AcceleratedLoader(SkippableLoader):
         continues: bool | None = None,
         models: Sequence[nn.Module] = (),
     ) -> None:
+        self.given = given
         self.prepared = prepared
         self._mover, self._rng_types = mover, rng_types
         self._accumulation = accumulation

@@ -328,11 +328,9 @@ class PreparedObjects:
             else:
                 prepared = prepare_loader(used, options)
             continues = self._config.use_stateful_dataloader
-            return AcceleratedLoader(prepared, self._accumulation, mover, self._rng_types, continues, self.models)
+            return AcceleratedLoader(own, prepared, self._accumulation, mover, self._rng_types, continues, self.models)
 
-        found = self._once(own, self.dataloaders, make)
-        self._known[id(found.prepared.raw)] = found
-        return found
+        return self._once(own, self.dataloaders, make)
 
     def _dispatches(self, loader: object) -> bool:
         """Return whether only the first process reads a loader."""
@@ -348,7 +346,7 @@ class PreparedObjects:
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
         """Return the earlier result for an object. Without an earlier result, create and store it."""
-        if id(value) not in self._known:  # an entry keeps its object alive, so that no other object has its id
+        if id(value) not in self._known:  # a result keeps its object alive, so that no other object has its id
             self._known[id(value)] = found = make()
             kept.append(found)
         return cast(T, self._known[id(value)])
@@ -386,7 +384,7 @@ def prepared_from(value: object) -> Any:
         return value.given
     if isinstance(value, AcceleratedScheduler):
         return value.scheduler
-    return value.prepared.raw if isinstance(value, AcceleratedLoader) else None
+    return value.given if isinstance(value, AcceleratedLoader) else None
 
 
 def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
