@@ -127,6 +127,18 @@ class FakeRun:
         self.device = torch.device("cpu")
         self.peers = peers or Peers()
         self.batches_per_group = 1
+        self.training = True
+        self.validating = self.testing = self.predicting = self.received_sigterm = self.is_last_batch = False
+        self.train_dataloader: Any = None
+        self.val_dataloaders = self.test_dataloaders = self.predict_dataloaders = self.train_dataloader
+        self.checkpoint_callback = self.early_stopping_callback = self.progress_bar_callback = self.train_dataloader
+        self.profiler = self.strategy = self.fit_loop = self.train_dataloader
+        self.log_dir: str | None = None
+        self.ckpt_path: str | None = None
+        self.min_epochs = self.min_steps = None
+        self.precision = "32-true"
+        self.num_nodes = self.num_devices = 1
+        self.node_rank = 0
         # What was asked for
         self.requests: list[SaveRequest] = []
         self.written: list[tuple[int, SaveRequest]] = []

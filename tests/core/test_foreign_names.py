@@ -57,6 +57,20 @@ def test_a_lightning_module_is_an_error_with_the_import_to_change(made: type) ->
     )
 
 
+def test_a_librarys_lightning_module_is_an_error_that_does_not_ask_to_change_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "site-packages/some_library/nets.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def net_of(base):\n    class Net(base):\n        pass\n    return Net()\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    with pytest.raises(ConfigurationError) as caught:
+        fit(importlib.import_module("some_library.nets").net_of(LightningModule), regression_loader(2))
+    assert "Net is a LightningModule of Lightning" in str(caught.value)
+    assert "the installed package some_library" in str(caught.value)
+    assert "migrate" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("use", "change"),
     [

@@ -169,6 +169,10 @@ class Run(Protocol):
         """The user's task."""
 
     @property
+    def fit_loop(self) -> Any:
+        """The limits and the progress of a fit under the names of Lightning's loops."""
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Folder for checkpoints whose save request has no folder. The same on every rank during a stage."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 from trainwright.core.errors import ConfigurationError, nearest
@@ -221,6 +222,12 @@ def _foreign_text(given: type, cls: type, library: str) -> str:
     where = getattr(sys.modules.get(given.__module__), "__file__", None)
     file = where if where is not None and given is not cls else None
     target, _, new = own.rpartition(".")
+    if file is not None and "site-packages" in Path(file).parts:
+        package = given.__module__.partition(".")[0]
+        return (
+            f"{text}. It belongs to the installed package {package}, which Trainwright does not change. Define a {new} "
+            f"in your program that has a {given.__name__} as an attribute and calls its methods, or copy its code."
+        )
     return (
         f"{text}. Change `from {home} import {name}` to `from {target} import {new}`"
         f"{f' in {file}' if file else ''}, or run: trainwright migrate {file or 'FILE'}"
