@@ -9,6 +9,8 @@ STAMP := $(VENV)/.installed
 # The oldest torch that pyproject.toml allows, and a torchao for it; the other packages are those of constraints.txt.
 OLDEST_TORCH := 2.9.0
 OLDEST_TORCHAO := 0.17.0
+VENV_DEMO := .venv-demo
+STAMP_DEMO := $(VENV_DEMO)/.installed
 VENV_OLDEST := .venv-oldest
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -31,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench docs format clean
 
 help:
-	@echo "make demo     a digits classifier from an empty folder to a trained checkpoint"
+	@echo "make demo     a digits classifier from an empty folder to a report of its training (two minutes)"
 	@echo "make check    format, lint, types, architecture, fast tests (two minutes)"
 	@echo "make check-oldest  the fast tests on the oldest supported torch, in an environment of its own"
 	@echo "make test     the fast tests, and every feature in real processes (half an hour)"
@@ -53,12 +55,20 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP)
+# The demo has an environment of its own, with the few packages that it needs.
+demo: $(STAMP_DEMO)
 	rm -rf demo
-	$(BIN)/trainwright new demo/digits --template classifier
-	cd demo/digits && ../../$(BIN)/python train.py
+	$(VENV_DEMO)/bin/trainwright new demo/digits --template classifier
+	cd demo/digits && ../../$(VENV_DEMO)/bin/python train.py
+	@$(VENV_DEMO)/bin/trainwright report demo/digits/runs --output demo/digits/report.html > /dev/null
 	@echo
-	@$(BIN)/python tests/helpers/demo_report.py demo/digits
+	@$(VENV_DEMO)/bin/python tests/helpers/demo_report.py demo/digits
+
+$(STAMP_DEMO): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_DEMO)
+	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo]"
+	@touch $@
 
 test: $(STAMP)
 	$(OPERATIONS) CPUAdamBuilder

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import is_present, wait_for_threads
-from tests.helpers.demo_report import report
+from tests.helpers.demo_report import results
 from tests.helpers.sources import ROOT
 
 
@@ -132,7 +132,7 @@ def test_the_demo_report_names_what_is_there_and_what_is_missing(tmp_path: Path)
     checkpoint = tmp_path / "runs/checkpoints/step-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").touch()
-    (tmp_path / "runs/metrics.csv").touch()
-    lines, missing = report(tmp_path)
-    assert lines == [f"checkpoint:       {checkpoint}", f"CSV:              {tmp_path / 'runs/metrics.csv'}"]
-    assert missing == ["TensorBoard log"]
+    (tmp_path / "runs/metrics.csv").write_text("step,train_loss,test_acc\n1,0.5,\n2,,0.75\n")
+    lines, missing = results(tmp_path)
+    assert lines == ["accuracy:   75.0 % of the test images", f"checkpoint: {checkpoint}"]
+    assert missing == ["report"]

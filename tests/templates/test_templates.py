@@ -63,7 +63,7 @@ def test_nothing_is_left_to_be_rendered(project: Path) -> None:
 def test_the_project_file_is_valid_and_names_what_the_code_imports(project: Path) -> None:
     settings = tomllib.loads((project / "pyproject.toml").read_text())
     assert settings["project"]["name"] == "my-project"
-    required = {requirement.split(">")[0] for requirement in settings["project"]["dependencies"]}
+    required = {re.split(r"[>\[]", requirement)[0] for requirement in settings["project"]["dependencies"]}
     modules = {path.stem for path in project.glob("*.py")}
     imported = set()
     for path in project.glob("*.py"):
