@@ -513,7 +513,7 @@ def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
             trainer.fit(Keeping(count=value), datamodule=Numbers(4))
     else:
         trainer.fit(Keeping(count=value), datamodule=Numbers(4))
-    for unlogged in (dict(logger=logger, enable_autolog_hparams=False), dict(logger=False)):
+    for unlogged in ({"logger": logger, "enable_autolog_hparams": False}, {"logger": False}):
         quiet_trainer(max_steps=1, **unlogged).fit(Keeping(count=value), datamodule=Numbers(4))
 
 
