@@ -83,7 +83,7 @@ def _describe(run: StageRun, *, hyperparameters: bool) -> None:
 
     Called after `on_fit_start`, where callbacks such as BatchSizeFinder may set hyper-parameters.
     """
-    if run.logs.group is None:
+    if run.logs.group is None or not run.logs.group.loggers:
         return
     found: dict[str, Any] = {}
     for owner in (run.data.datamodule, run.task):

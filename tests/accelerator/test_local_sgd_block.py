@@ -153,5 +153,7 @@ def test_on_one_process_it_has_no_effect() -> None:
     assert local.num_steps == 4  # every call, as in Accelerate
     with pytest.raises(ConfigurationError, match="local_sgd_steps=0"):
         LocalSGD(accelerator, model, 0)
+    with LocalSGD(accelerator, model, 0, enabled=False) as local:
+        local.step()
     with pytest.raises(ConfigurationError, match="full replicas"):
         LocalSGD(Accelerator(cpu=True, strategy=FSDPStrategy()), model)

@@ -33,6 +33,14 @@ def test_settings_and_files_can_be_written_in_several_ways(text: str, expected: 
     assert [*found.configs, *found.assignments] == expected
 
 
+def test_the_class_after_a_help_option_is_its_value() -> None:
+    assert read_command_line(["--model.help", "project.Net"]).flags == ["--model.help=project.Net"]
+    found = read_command_line(["--trainer.strategy.help", "run.yaml", "--model.help", "seed_everything=1"])
+    assert found.flags == ["--trainer.strategy.help", "--model.help"]
+    assert found.configs == [Path("run.yaml")]
+    assert found.assignments == [("seed_everything", "1")]
+
+
 @pytest.mark.parametrize("words", [["--trainer.max_epochs"], ["--trainer.max_epochs", "--print_config"], ["--config"]])
 def test_an_option_without_its_value_is_an_error_that_names_it(words: list[str]) -> None:
     with pytest.raises(ConfigurationError, match=f"{words[0]} has no value"):

@@ -513,8 +513,8 @@ def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
             trainer.fit(Keeping(count=value), datamodule=Numbers(4))
     else:
         trainer.fit(Keeping(count=value), datamodule=Numbers(4))
-    unlogged = quiet_trainer(max_steps=1, enable_autolog_hparams=False)
-    unlogged.fit(Keeping(count=value), datamodule=Numbers(4))
+    for unlogged in ({"logger": logger, "enable_autolog_hparams": False}, {"logger": False}):
+        quiet_trainer(max_steps=1, **unlogged).fit(Keeping(count=value), datamodule=Numbers(4))
 
 
 def test_a_namespace_of_another_kind_is_an_error_that_names_the_accepted_ones() -> None:

@@ -37,18 +37,18 @@ class LocalSGD:
         accelerator: The Accelerator that has prepared the model.
         model: The prepared model.
         local_sgd_steps: Calls of `step` from one average to the next, ≥ 1. Default: 8.
-        enabled: False: the block has no effect. Default: True.
+        enabled: False: the block has no effect, whatever the other arguments are. Default: True.
 
     Raises:
-        ConfigurationError: `local_sgd_steps` is not a whole number of at least 1, the strategy does not keep a full
-            replica on every rank, or the mixed precision is fp16.
+        ConfigurationError: The block is enabled, and `local_sgd_steps` is not a whole number of at least 1, the
+            strategy does not keep a full replica on every rank, or the mixed precision is fp16.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int = 8, enabled: bool = True
     ) -> None:
-        check_steps("local_sgd_steps", local_sgd_steps)
         if enabled:
+            check_steps("local_sgd_steps", local_sgd_steps)
             _check(accelerator)
         self.enabled = enabled and accelerator.engine.data_ranks.size > 1
         self.num_steps = 0

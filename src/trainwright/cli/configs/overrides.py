@@ -20,6 +20,7 @@ SUFFIXES = (".yaml", ".yml")  # of configuration files
 _CONFIG_OPTIONS = ("--config", "-c")
 # Options without a value; everything else that begins with two dashes takes one.
 _FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*")
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -39,6 +40,9 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     while words:
         word = words.pop(0)
         if _FLAGS.fullmatch(word):
+            # `--model.help project.Net` describes the arguments of a class.
+            if word.endswith(".help") and words and _CLASS_PATH.fullmatch(words[0]) and not words[0].endswith(SUFFIXES):
+                word = f"{word}={words.pop(0)}"
             line.flags.append(word)
             continue
         if word.endswith(SUFFIXES) and not word.startswith("-") and "=" not in word:
@@ -138,7 +142,7 @@ def swap_classes(
     notes: list[str] = []
     for key, value in assignments:
         spec = find_spec(config, key.removesuffix(".class_path").split("."))
-        if spec is None or not re.fullmatch(r"[A-Za-z_][\w.]*", value) or value in ("null", "true", "false"):
+        if spec is None or not _CLASS_PATH.fullmatch(value) or value in ("null", "true", "false"):
             left.append((key, value))
             continue
         if not _same_class(spec["class_path"], value):
