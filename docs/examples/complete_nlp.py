@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from trainwright import Accelerator
 from trainwright.utils import set_seed
 
-WORDS = ["<pad>", *"a the film book was is very quite not so good great fine bad poor dull".split()]
+WORDS = ["<pad>", "the", "a", "film", "book", "was", "is", "very", "so", "good", "great", "fine", "bad", "poor", "dull"]
 GOOD = range(WORDS.index("good"), WORDS.index("bad"))
 BAD = range(WORDS.index("bad"), len(WORDS))
 

@@ -46,9 +46,11 @@ def training_function(
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    accelerator.print(f"last loss: {loss.item():.3f}")
-    accelerator.end_training()
-    return {"converted": [name for name, part in model.named_modules() if "Float8" in type(part).__name__]}
+    inner = accelerator.unwrap_model(model)
+    converted = [name for name, part in inner.named_modules() if type(part).__name__ == "Float8Linear"]
+    accelerator.print(f"last loss: {loss.item():.3f}, layers in fp8: {converted}")
+    accelerator.end_training()  # restores the layers
+    return {"converted": converted}
 
 
 if __name__ == "__main__":
