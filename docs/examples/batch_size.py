@@ -1,7 +1,11 @@
-"""Automatic batch size: half of it after running out of memory, and as many more micro-batches in a step."""
+"""Automatic batch size: half of it after running out of memory, and as many more micro-batches in a step.
+
+The effective batch size stays the same, and the peak memory of each attempt is shown.
+"""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Accelerator
 from trainwright.utils import find_executable_batch_size, set_seed
+
+
+def peak_memory(device: torch.device) -> float:
+    """Return the peak memory in MB: of the device, or of the process without one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3  # in KiB on Linux
 
 
 def training_function(
@@ -24,6 +35,8 @@ def training_function(
     def train(batch_size: int) -> None:
         tried.append(batch_size)
         accelerator.free_memory()
+        if accelerator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         accelerator.gradient_accumulation_steps = wanted // batch_size
         set_seed(config["seed"])
         inputs = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -42,6 +55,7 @@ def training_function(
                     accelerator.backward(loss)
                     optimizer.step()
                     optimizer.zero_grad()
+        accelerator.print(f"batch size {batch_size}: {peak_memory(accelerator.device):.0f} MB")
 
     train()
     accelerator.print(f"batch sizes tried: {tried}")

@@ -7,6 +7,7 @@ micro-batches that the ranks of a program received.
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -23,12 +24,19 @@ from docs.examples import (
     big_model,
     checkpointing,
     comparing_set_ups,
+    complete_cv,
+    complete_nlp,
     cross_validation,
     deepspeed_zero,
+    distributed_inference,
     early_stopping,
+    fp8,
     fsdp,
+    in_a_notebook,
+    megatron_lm,
     multi_process_metrics,
     schedule_free,
+    trackers,
 )
 from torch import nn
 from torch.utils.data import DataLoader
@@ -38,7 +46,7 @@ from tests.accelerator.programs import autoregressive, classification, gan, lang
 from tests.accelerator.programs.synthetic import Record, classifier, rows
 from tests.helpers.distributed import run_distributed
 from tests.helpers.sources import ROOT
-from trainwright import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from trainwright import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, notebook_launcher
 from trainwright.core.errors import ConfigurationError
 from trainwright.utils import set_seed
 
@@ -485,6 +493,75 @@ def test_a_large_model_runs_with_half_of_it_on_the_disk(tmp_path: Path) -> None:
     assert {"cpu", "disk"} == set(found["devices"])
 
 
+@one_and_two_ranks
+def test_trackers_receive_each_value_once(engine: str | None, tmp_path: Path) -> None:
+    found = _find(trackers.training_function, engine, {**_SMALL, "output_dir": str(tmp_path)})
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["config"] == {"lr": 0.02, "seed": 3}
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, found[0]["steps"] + 1))
+    assert [line["epoch"] for line in lines if "epoch_loss" in line] == [0, 1]
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+@one_and_two_ranks
+def test_each_prompt_is_answered_once_and_in_order(engine: str | None) -> None:
+    for rank in _find(distributed_inference.inference_function, engine, {"seed": 3, "num": 5, "new_tokens": 4}):
+        assert [answer[:2] for answer in rank["answers"]] == rank["prompts"]
+        assert {len(answer) for answer in rank["answers"]} == {6}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_notebook_trains_as_two_ranks_do() -> None:
+    found = notebook_launcher(in_a_notebook.training_function, (0.02, 2), num_processes=2)
+    ranks = run_distributed(in_a_notebook.training_function, 2, 0.02, 2, init=False, timeout=120)
+    assert found["num_processes"] == 2
+    assert found["loss"] == ranks[0]["loss"]
+    torch.testing.assert_close(found["weights"], ranks[0]["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("engine", [None, pytest.param("ddp", marks=on_two_ranks)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.filterwarnings("ignore:cpu has no float8")
+def test_fp8_trains_inner_layers_close_to_float32(strategy: str, engine: str | None) -> None:
+    found = _find(fp8.training_function, engine, {**_SMALL, "strategy": strategy})
+    set_seed(3)
+    model = fp8.make_model()
+    by_hand = _by_hand(found, model, torch.optim.AdamW(model.parameters(), lr=0.02), _cross_entropy)
+    for rank, losses in zip(found, by_hand, strict=True):
+        assert rank["converted"] == ["2", "4"]
+        assert rank["losses"] != losses
+        assert rank["losses"] == pytest.approx(losses, abs=0.05)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [{"pp": 2, "tp": 1}, {"pp": 1, "tp": 2}])
+def test_stages_and_split_layers_train_as_one_process_does(degrees: dict[str, int], tmp_path: Path) -> None:
+    config = {**_SMALL, "lr": 0.01, "output_dir": str(tmp_path)}
+    alone = megatron_lm.training_function({**config, "pp": 1, "tp": 1})
+    for rank in run_distributed(megatron_lm.training_function, 2, {**config, **degrees}, init=False, timeout=240):
+        assert rank["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+        assert rank["evals"] == pytest.approx(alone["evals"], rel=1e-4)
+
+
+@one_and_two_ranks
+@pytest.mark.parametrize("example", [complete_cv, complete_nlp], ids=["images", "texts"])
+def test_complete_examples_learn_and_resume(example: Any, engine: str | None, tmp_path: Path) -> None:
+    options = ["--cpu", "--mixed_precision", "bf16", "--output_dir", str(tmp_path), "--checkpointing_steps"]
+    found = _find(example.main, engine, [*options, "epoch", "--with_tracking"])
+    assert found[0]["metric"]["accuracy"] > 0.9
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+    _find(example.main, engine, [*options, "4"])
+    for folder in ("epoch_0", "step_4"):
+        resumed = _find(example.main, engine, [*options, "none", "--resume_from_checkpoint", str(tmp_path / folder)])
+        for rank, again in zip(found, resumed, strict=True):
+            assert again["metric"] == {**rank["metric"], "num": 25}
+            assert again["step"] == rank["step"]
+            assert again["losses"] == rank["losses"][-len(again["losses"]) :]
+            assert 0 < len(again["losses"]) < len(rank["losses"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_as_a_script(path: Path, tmp_path: Path) -> None:
@@ -499,5 +576,6 @@ def test_an_example_runs_as_a_script(path: Path, tmp_path: Path) -> None:
 def test_examples_are_short_and_listed() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     for path in _EXAMPLES:
-        assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 60, path
+        most = 120 if path.stem.startswith("complete") else 60
+        assert len([line for line in path.read_text().splitlines() if line.strip()]) <= most, path
         assert f"(examples/{path.name})" in page

@@ -184,6 +184,7 @@ def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
     terminal.answer("zero_stage: ", f"{_DOWN}{_ENTER}")
     terminal.answer("offload_optimizer_device: ", _ENTER)
     terminal.answer("offload_param_device: ", f"{_DOWN}{_ENTER}")
+    terminal.answer("zero3_init_flag: ", "n")
     terminal.answer("gradient_clipping: ", f"1.5{_ENTER}")
     terminal.answer("dynamo_backend: ", _ENTER)
     terminal.answer("mixed_precision: ", f"{_DOWN}{_DOWN}{_ENTER}")
@@ -199,6 +200,7 @@ def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
         "  gradient_clipping: 1.5\n"
         "  offload_optimizer_device: none\n"
         "  offload_param_device: cpu\n"
+        "  zero3_init_flag: false\n"
         "  zero_stage: 3\n"
         "distributed_type: DEEPSPEED\n"
         "mixed_precision: bf16\n"

@@ -129,8 +129,9 @@ def tpu_config(argv: Sequence[str]) -> int:
     parser.add_argument("--use_alpha", "--use-alpha", action="store_true", help="use `gcloud alpha`")
     parser.add_argument("--command_file", "--command-file", type=Path, help="a file with a command in each line")
     parser.add_argument("--command", action="append", nargs="+", help="a command; may be repeated")
-    parser.add_argument("--install_accelerate", "--install-accelerate", action="store_true", help="install trainwright")
-    parser.add_argument("--accelerate_version", "--accelerate-version", default="latest", help="its version")
+    text = "not supported: pass --command 'pip install PATH'"
+    parser.add_argument("--install_accelerate", "--install-accelerate", action="store_true", help=text)
+    parser.add_argument("--accelerate_version", "--accelerate-version", help=text)
     parser.add_argument("--debug", action="store_true", help="print the command of gcloud instead of running it")
     options = parser.parse_args(argv)
     file = options.config_file or reading.default_file()
@@ -150,6 +151,12 @@ def tpu_config(argv: Sequence[str]) -> int:
 
 
 def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[str]:
+    if options.install_accelerate or options.accelerate_version:
+        # A package of this name on PyPI would be that of somebody else.
+        raise ConfigurationError(
+            "--install_accelerate and --accelerate_version are not supported: trainwright is not on PyPI. Copy a clone "
+            "to the pod and pass --command 'pip install PATH' before the other commands."
+        )
     given = [word for words in options.command or () for word in words]
     file = options.command_file or (None if given else content.get("command_file"))
     commands = given or content.get("commands") or []
@@ -160,17 +167,4 @@ def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[
             raise ConfigurationError(f"--command_file {file} cannot be read: {error}.") from error
     if not commands:
         raise ConfigurationError("no command was given. Pass --command 'pip install .', or --command_file with a file.")
-    install = [_install_command(options.accelerate_version)] if options.install_accelerate else []
-    return ["cd /usr/share", *install, *map(str, commands)]
-
-
-def _install_command(version: str) -> str:
-    """Return the command that installs trainwright, which the pod's scripts import instead of accelerate."""
-    if version == "latest":
-        return "pip install -U trainwright"
-    if version == "dev":
-        raise ConfigurationError(
-            "--accelerate_version dev is not supported: trainwright is installed from releases. Remove it, or install "
-            "your copy by --command 'pip install PATH'."
-        )
-    return f"pip install {shlex.quote(f'trainwright=={version}')}"
+    return ["cd /usr/share", *map(str, commands)]

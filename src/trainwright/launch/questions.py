@@ -138,6 +138,8 @@ def _ask_deepspeed(questions: Questions) -> None:
     for least, name in ((2, "optimizer"), (3, "param")):
         if stage >= least and questions.choose(f"offload_{name}_device", "none", "cpu", "nvme") == "nvme":
             questions.text(f"offload_{name}_nvme_path")
+    if stage == 3:
+        questions.confirm("zero3_init_flag", True)
     questions.number("gradient_clipping", "", least=0)
 
 
