@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.run import StageRun
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class _Loop:
 
     __slots__ = ("_trainer",)
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: LightningNames) -> None:
         self._trainer = trainer
 
     max_steps = _Limit()

@@ -508,3 +508,18 @@ def test_what_a_rewrite_cannot_change_is_reported_once(text: str, line: int, say
 def test_an_unsupported_value_of_a_command_is_reported() -> None:
     (note,) = rewrite_launch(b"accelerate launch --fp8_backend=msamp --mixed_precision $PRECISION t.py\n").unsettled
     assert "fp8_backend='msamp' is unknown" in note.text
+
+
+def test_a_folder_is_rewritten_without_hidden_folders_and_environments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "from lightning import Trainer\n"
+    for name in ("train.py", "nets/net.py", ".git/hook.py", "env/lib/site.py", "notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "env/pyvenv.cfg").touch()
+    (tmp_path / "run.sh").write_text("accelerate launch train.py\n")
+    assert main(["migrate", str(tmp_path)]) == 0
+    rewritten = [line.removesuffix(": rewritten") for line in capsys.readouterr().out.splitlines()]
+    assert rewritten == [str(tmp_path / name) for name in ("nets/net.py", "run.sh", "train.py")]
+    assert (tmp_path / "notes.txt").read_text() == (tmp_path / ".git/hook.py").read_text() == text

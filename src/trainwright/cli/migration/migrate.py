@@ -37,11 +37,19 @@ def migrate(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="a Python, shell or YAML file, or a Makefile"
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="a Python, shell or YAML file, or a Makefile; or a folder, for all of these below it. Folders whose names "
+        "begin with a dot, and virtual environments, are left out",
     )
     parser.add_argument("--diff", action="store_true", help="print what would change, and write nothing")
     arguments = parser.parse_args(list(argv))
-    done = [(path, *_rewritten(path)) for path in dict.fromkeys(arguments.files)]
+    files: list[Path] = []
+    for path in arguments.files:
+        files.extend(_files_below(path) if path.is_dir() else [path])
+    done = [(path, *_rewritten(path)) for path in dict.fromkeys(files)]
     if not arguments.diff:
         _check_writable([path for path, before, after in done if before != after.code])
     for path, before, after in done:
@@ -60,6 +68,21 @@ def migrate(argv: Sequence[str]) -> int:
     for path, each in left:
         print(f"{path}:{each.line}: {each.text}", file=sys.stderr)
     return _UNSETTLED if left else 0
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """Return the Python files and the files with commands below a folder, in the order of their paths."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        above = Path(parent)
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not (above / name / "pyvenv.cfg").exists()
+        ]
+        for name in names:
+            path = above / name
+            if path.suffix == ".py" or (path.is_file() and is_command_file(path, path.read_bytes()[:200])):
+                found.append(path)
+    return sorted(found)
 
 
 def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
