@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -50,24 +49,30 @@ class _Limit:
         self._name = name
 
     def __get__(self, loop: _Loop, owner: type | None = None) -> int:
-        found = getattr(loop._trainer.settings.limits, self._name)
+        found = getattr(loop._settings.limits, self._name)
         return -1 if found is None else int(found)
 
     def __set__(self, loop: _Loop, value: int | None) -> None:
-        if self._name == "max_epochs":
-            value = None if value == -1 else value  # see `Limits.max_epochs`
+        if self._name == "max_epochs" and value == -1:
+            value = None  # see `Limits.max_epochs`
         changed: dict[str, Any] = {self._name: value}
-        settings = loop._trainer.settings
-        settings.limits = replace(settings.limits, **changed)
+        loop._settings.limits = replace(loop._settings.limits, **changed)
 
 
 class _Loop:
-    """What the views of both loops have in common. Attributes that they lack can be neither read nor set."""
+    """Base class of both views. Attributes that they lack can be neither read nor set.
 
-    __slots__ = ("_trainer",)
+    Args:
+        settings: The Trainer's settings, with the limits.
+        find_run: Function that returns the Trainer's current or last run.
+    """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    __slots__ = ("_find_run", "_settings")
+
+    def __init__(self, settings: Settings, find_run: Callable[[], StageRun]) -> None:
+        self._settings = settings
+        # The limits can be read and set before there is a run.
+        self._find_run = find_run
 
     max_steps = _Limit()
     min_steps = _Limit()
@@ -76,7 +81,9 @@ class _Loop:
     def batch_idx(self) -> int:
         """0-based index of the current or last micro-batch in its epoch; -1 before the first."""
         group = self._run.loop.group
-        return self._run.state.batch_in_epoch - 1 if group is None else group.first_idx + group.index
+        if group is None:
+            return self._run.state.batch_in_epoch - 1
+        return group.first_idx + group.index
 
     @property
     def total_batch_idx(self) -> int:
@@ -86,7 +93,7 @@ class _Loop:
 
     @property
     def _run(self) -> StageRun:
-        return self._trainer.run
+        return self._find_run()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -127,7 +134,7 @@ class FitLoopView(_Loop):
     @property
     def epoch_loop(self) -> EpochLoopView:
         """The progress of the batches."""
-        return EpochLoopView(self._trainer)
+        return EpochLoopView(self._settings, self._find_run)
 
     @property
     def epoch_progress(self) -> Progress:

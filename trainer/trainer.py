@@ -445,7 +445,7 @@ class Trainer(Planner, LightningNames):
     @property
     def fit_loop(self) -> FitLoopView:
         """The limits of a fit, which can be set, and its progress, under the names of Lightning's loops."""
-        return FitLoopView(self)
+        return FitLoopView(self.settings, lambda: self.run)
 
     @property
     def count_tokens(self) -> bool:

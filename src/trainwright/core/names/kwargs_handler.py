@@ -68,6 +68,9 @@ class KwargsHandler:
     _elsewhere: ClassVar[Mapping[str, str]] = {}  # attributes of Accelerate's class → what to do instead
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            # A property raised an AttributeError, for which Python calls this method. Show that error.
+            return object.__getattribute__(self, name)
         text = f"{type(self).__name__} has no attribute {name!r}."
         if name in self._elsewhere:
             text += f" {self._elsewhere[name]}"
