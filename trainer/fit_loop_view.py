@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
@@ -12,7 +12,7 @@ from trainwright.trainer.run import StageRun
 
 @dataclass(frozen=True)
 class Counts:
-    """How many epochs or batches a fit has reached. `ready` and `started` include the current one.
+    """Numbers of epochs or batches that a fit has reached. `ready` and `started` include the current one.
 
     `processed` and `completed` count an epoch after its end hooks, and batches after their optimizer step.
     """
@@ -28,8 +28,8 @@ class Progress:
     """Counts of epochs or batches.
 
     Attributes:
-        total: Since the run's first fit.
-        current: Of epochs the same; of batches those of the current epoch, on one rank.
+        total: Counts since the run's first fit.
+        current: For batches, the counts of the current epoch, on one rank. For epochs, the same as `total`.
         is_last_batch: The current or last batch is the last of its epoch.
     """
 
@@ -53,10 +53,7 @@ class _Limit:
         return -1 if found is None else int(found)
 
     def __set__(self, loop: _Loop, value: int | None) -> None:
-        if self._name == "max_epochs" and value == -1:
-            value = None  # see `Limits.max_epochs`
-        changed: dict[str, Any] = {self._name: value}
-        loop._settings.limits = replace(loop._settings.limits, **changed)
+        loop._settings.limits = loop._settings.limits.with_changed(self._name, value)
 
 
 class _Loop:
