@@ -41,7 +41,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launched import DynamoBackend
-from trainwright.utils import TERecipeKwargs
+from trainwright.utils import HfDeepSpeedConfig, TERecipeKwargs
 
 # Engines
 
@@ -365,6 +365,11 @@ def test_fields_and_configuration_of_a_deepspeed_plugin_may_change_after_it_was_
     assert (copied.strategy(1).stage, plugin.strategy(1).stage) == (2, 1)
     plugin.hf_ds_config = {"zero_optimization": {"stage": 0}}
     assert plugin.strategy(1).stage == plugin.deepspeed_config["zero_optimization"]["stage"] == 0
+    # As transformers does:
+    plugin.hf_ds_config = HfDeepSpeedConfig(own.config)
+    plugin.deepspeed_config = plugin.hf_ds_config.config
+    plugin.hf_ds_config.config["zero_optimization"]["stage"] = 2
+    assert plugin.strategy(1).stage == 2
     # The plugin is compared as it was passed.
     assert Accelerator(cpu=True, deepspeed_plugin=equal).deepspeed_plugin is plugin
     other.gradient_clipping = 0.5
