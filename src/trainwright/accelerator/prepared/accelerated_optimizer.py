@@ -175,8 +175,9 @@ class AcceleratedScheduler:
         if self.step_with_optimizer:
             if not self._accumulation.sync_gradients:
                 return
-            if any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers):
-                return
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped:
+                    return
         self.scheduler.step(*args, **kwargs)
         end = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._further):
