@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
 
-from trainwright.trainer.lightning_names import LightningNames
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many epochs or batches a fit has reached. `ready` and `started` include the current one.
+    """Numbers of epochs or batches that a fit has reached. `ready` and `started` include the current one.
 
     `processed` and `completed` count an epoch after its end hooks, and batches after their optimizer step.
     """
@@ -27,8 +28,8 @@ class Progress:
     """Counts of epochs or batches.
 
     Attributes:
-        total: Since the run's first fit.
-        current: Of epochs the same; of batches those of the current epoch, on one rank.
+        total: Counts since the run's first fit.
+        current: For batches, the counts of the current epoch, on one rank. For epochs, the same as `total`.
         is_last_batch: The current or last batch is the last of its epoch.
     """
 
@@ -48,24 +49,27 @@ class _Limit:
         self._name = name
 
     def __get__(self, loop: _Loop, owner: type | None = None) -> int:
-        found = getattr(loop._trainer.settings.limits, self._name)
+        found = getattr(loop._settings.limits, self._name)
         return -1 if found is None else int(found)
 
     def __set__(self, loop: _Loop, value: int | None) -> None:
-        if self._name == "max_epochs":
-            value = None if value == -1 else value  # see `Limits.max_epochs`
-        changed: dict[str, Any] = {self._name: value}
-        settings = loop._trainer.settings
-        settings.limits = replace(settings.limits, **changed)
+        loop._settings.limits = loop._settings.limits.with_changed(self._name, value)
 
 
 class _Loop:
-    """What the views of both loops have in common. Attributes that they lack can be neither read nor set."""
+    """Base class of both views. Attributes that they lack can be neither read nor set.
 
-    __slots__ = ("_trainer",)
+    Args:
+        settings: The Trainer's settings, with the limits.
+        find_run: Function that returns the Trainer's current or last run.
+    """
 
-    def __init__(self, trainer: LightningNames) -> None:
-        self._trainer = trainer
+    __slots__ = ("_find_run", "_settings")
+
+    def __init__(self, settings: Settings, find_run: Callable[[], StageRun]) -> None:
+        self._settings = settings
+        # The limits can be read and set before there is a run.
+        self._find_run = find_run
 
     max_steps = _Limit()
     min_steps = _Limit()
@@ -74,7 +78,9 @@ class _Loop:
     def batch_idx(self) -> int:
         """0-based index of the current or last micro-batch in its epoch; -1 before the first."""
         group = self._run.loop.group
-        return self._run.state.batch_in_epoch - 1 if group is None else group.first_idx + group.index
+        if group is None:
+            return self._run.state.batch_in_epoch - 1
+        return group.first_idx + group.index
 
     @property
     def total_batch_idx(self) -> int:
@@ -84,7 +90,7 @@ class _Loop:
 
     @property
     def _run(self) -> StageRun:
-        return self._trainer.run
+        return self._find_run()
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -125,7 +131,7 @@ class FitLoopView(_Loop):
     @property
     def epoch_loop(self) -> EpochLoopView:
         """The progress of the batches."""
-        return EpochLoopView(self._trainer)
+        return EpochLoopView(self._settings, self._find_run)
 
     @property
     def epoch_progress(self) -> Progress:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -431,7 +430,7 @@ class Trainer(Planner, LightningNames):
 
     @max_epochs.setter
     def max_epochs(self, max_epochs: int | None) -> None:
-        self.settings.limits = replace(self.settings.limits, max_epochs=None if max_epochs == -1 else max_epochs)
+        self.settings.limits = self.settings.limits.with_changed("max_epochs", max_epochs)
 
     @property
     def max_steps(self) -> int:
@@ -440,12 +439,12 @@ class Trainer(Planner, LightningNames):
 
     @max_steps.setter
     def max_steps(self, max_steps: int) -> None:
-        self.settings.limits = replace(self.settings.limits, max_steps=max_steps)
+        self.settings.limits = self.settings.limits.with_changed("max_steps", max_steps)
 
     @property
     def fit_loop(self) -> FitLoopView:
         """The limits of a fit, which can be set, and its progress, under the names of Lightning's loops."""
-        return FitLoopView(self)
+        return FitLoopView(self.settings, lambda: self.run)
 
     @property
     def count_tokens(self) -> bool:

@@ -133,6 +133,9 @@ def on_host(optimizer: Optimizer, config: EngineConfig) -> Optimizer:
     if not _needs_cpu_optimizer(optimizer, config):
         return optimizer
     found = cpu_adam(optimizer.param_groups, adamw_mode=bool(_adamw_mode(optimizer)))
+    # Shared dicts, so that hooks of the user's optimizer are called, also those that are registered later.
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(found)[name] = vars(optimizer)[name]
     # torch's mark of an optimizer that has stepped. Without it, schedules would warn that they step first.
     vars(optimizer)["_opt_called"] = True
     rank_zero_info(

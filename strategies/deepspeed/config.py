@@ -55,6 +55,21 @@ class RunFacts:
     warmup_steps: int
 
 
+class NamedConfig(dict[str, Any]):
+    """A configuration that has been read, with the origin that error messages name."""
+
+    def __init__(self, content: Mapping[str, Any], origin: str) -> None:
+        super().__init__(content)
+        self.origin = origin
+
+
+def origin_of(config: object) -> str:
+    """Return the name of a configuration in error messages."""
+    if isinstance(config, NamedConfig):
+        return config.origin
+    return f"config={str(config)!r}" if isinstance(config, (str, FilePath)) else "config"
+
+
 class EngineConfig:
     """DeepSpeed's configuration. Values that depend on the run remain `"auto"` until `resolved`.
 
@@ -70,7 +85,7 @@ class EngineConfig:
     def __init__(
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
     ) -> None:
-        self.origin = f"config={str(config)!r}" if isinstance(config, (str, FilePath)) else "config"
+        self.origin = origin_of(config)
         self.content = read_config(config)
         self.options = options
         if config is None:
@@ -144,8 +159,8 @@ class EngineConfig:
         if found not in (None, AUTO, accumulate):
             raise ConfigurationError(
                 f"{self.origin} has gradient_accumulation_steps={found!r}, which differs from "
-                f"Trainer(accumulate_grad_batches={accumulate}). Use accumulate_grad_batches={found!r}, or write "
-                '"auto" in the configuration.'
+                f"Trainer(accumulate_grad_batches={accumulate}). Use accumulate_grad_batches={found!r} (in an "
+                f'Accelerator, gradient_accumulation_steps={found!r}), or write "auto" in the configuration.'
             )
         found = look_up(self.content, ("gradient_clipping",))
         if clip is not None and found not in (None, AUTO) and (clip.algorithm, clip.value) != ("norm", float(found)):
@@ -200,9 +215,12 @@ class EngineConfig:
             wanted = name.startswith(prefix) and not autocast
             found = look_up(self.content, (part, "enabled"))
             if found not in (None, AUTO, wanted):
+                fitting = f"{prefix}-mixed" if found else "32-true"
+                of_accelerator = part if found else "no"
                 raise ConfigurationError(
                     f"{self.origin} has {part}.enabled={found!r}, which differs from Trainer(precision={name!r}). Use "
-                    f'precision={f"{prefix}-mixed" if found else "32-true"!r}, or write "auto" in the configuration.'
+                    f"precision={fitting!r} (in an Accelerator, mixed_precision={of_accelerator!r}), or write "
+                    '"auto" in the configuration.'
                 )
             if wanted or part in self.content:
                 set_value(self.content, (part, "enabled"), wanted)

@@ -34,6 +34,9 @@ class HfDeepSpeedConfig:
             connect(library, state.topology)
             weakref.finalize(self, disconnect, library)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the innermost dict of a dotted key (None if there is no such dict), and the key's last part."""
         *path, last = ds_key_long.split(".")

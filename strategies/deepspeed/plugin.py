@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.core.names.packages import is_transformers_available, load_transformers
-from trainwright.strategies.deepspeed.config import AUTO, autos, for_building, read_config
+from trainwright.strategies.deepspeed.config import AUTO, NamedConfig, autos, for_building, origin_of, read_config
 from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
 from trainwright.strategies.deepspeed.options import Path as KeyPath
 from trainwright.strategies.deepspeed.options import look_up, set_value
@@ -34,17 +34,19 @@ _PATHS = {
 _WRITTEN_BEFORE = 'Write the values to deepspeed_config before prepare(), which replaces "auto".'
 
 
-@dataclass
+@dataclass(eq=False)
 class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). The
-    fields are read when the Accelerator is constructed, and those of a `deepspeed_config` until the model is prepared.
+    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). The first
+    read of `deepspeed_config`, or the Accelerator's constructor, combines the fields and `hf_ds_config`. After that, a
+    field that is set is also written to `deepspeed_config`, and the values in `deepspeed_config` are used. Values may
+    change until the model is prepared.
 
     Attributes:
-        hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
-            values may change until the model is prepared. The other fields fill in `"auto"` and missing values. A field
-            that differs from the configuration is an error.
+        hf_ds_config: DeepSpeed's own configuration: a dict, the path of a JSON file or a `HfDeepSpeedConfig`. The other
+            fields fill in `"auto"` and missing values. A field that differs from the configuration is an error. Once
+            the fields are combined, a `HfDeepSpeedConfig` with all values; fields that were None have its values.
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the value of the Accelerator.
         gradient_clipping: Maximum norm of the gradients. Default: None, which disables clipping.
         zero_stage: ZeRO stage, 0 to 3. Default: the stage in `hf_ds_config`, or else 2.
@@ -90,14 +92,50 @@ class DeepSpeedPlugin(KwargsHandler):
             self.zero_stage = 2
         self._filled: dict[KeyPath, Any] = {}  # values in `deepspeed_config` that replace "auto"
         self._registered: HfDeepSpeedConfig | None = None  # transformers holds a weak reference to it
+        self._passed: dict[str, Any] | None = None  # the fields before they were combined
+        self._origin = origin_of(self.hf_ds_config)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeepSpeedPlugin):
+            return NotImplemented
+        return (self._passed or self.to_dict()) == (other._passed or other.to_dict())
+
+    @property
+    def _is_combined(self) -> bool:
+        """True after the first read of `deepspeed_config`, which the fields are part of from then on."""
+        return "deepspeed_config" in vars(self)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if not self._is_combined:
+            return
+        if name in _PATHS:
+            set_value(self.deepspeed_config, _PATHS[name], value)
+            self._filled.pop(_PATHS[name], None)
+        elif name == "hf_ds_config":
+            self._origin = origin_of(value)
+            self._hold(self._as_object())
+
+    def _as_object(self) -> HfDeepSpeedConfig:
+        """Return `hf_ds_config`, or an object with a copy of its content."""
+        own = self.hf_ds_config
+        if isinstance(own, HfDeepSpeedConfig):
+            return own
+        found = HfDeepSpeedConfig({})  # Without a stage: at stage 3, the constructor connects DeepSpeed.
+        found.config = read_config(own)
+        return found
+
+    def _hold(self, found: HfDeepSpeedConfig) -> None:
+        # Not by assignment, which would call `_hold` again.
+        vars(self)["hf_ds_config"] = found
+        vars(self)["deepspeed_config"] = found.config
 
     @property
     def _given(self) -> str | Path | Mapping[str, Any] | None:
-        own = self.hf_ds_config
-        given = own.config if isinstance(own, HfDeepSpeedConfig) else vars(self).get("deepspeed_config", own)
-        if not self._filled:
-            return given
-        content = read_config(given)
+        if not self._is_combined:
+            own = self.hf_ds_config
+            return own.config if isinstance(own, HfDeepSpeedConfig) else own
+        content = NamedConfig(read_config(self.deepspeed_config), self._origin)
         for path, value in self._filled.items():
             if look_up(content, path) == value:  # the user has not changed it since
                 set_value(content, path, AUTO)
@@ -110,10 +148,15 @@ class DeepSpeedPlugin(KwargsHandler):
         `prepare` replaces each `"auto"` by the value that it infers from the model and the data.
         """
         content = self.strategy(1).config.content
-        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
-            return content
-        self.hf_ds_config.config.update(content)
-        return self.hf_ds_config.config
+        self._passed = self.to_dict()
+        for name, path in _PATHS.items():
+            found = look_up(content, path)
+            if getattr(self, name) is None and found != AUTO:
+                setattr(self, name, found)
+        combined = self._as_object()
+        combined.config.update(content)
+        self._hold(combined)
+        return combined.config
 
     @property
     def config(self) -> dict[str, Any]:
@@ -211,19 +254,28 @@ class DeepSpeedPlugin(KwargsHandler):
             ConfigurationError: An option is unknown, the strategy does not support it, or it differs from
                 `hf_ds_config`.
         """
+        config = self.to_dict()
+        if self._is_combined:
+            for name in _PATHS:
+                del config[name]  # the values in `deepspeed_config` count
+        else:
+            self._check_fields()
+        config["hf_ds_config"] = self._given
+        if not self.enable_msamp:
+            del config["enable_msamp"], config["msamp_opt_level"]
+        return DeepSpeedStrategy.from_config(config)
+
+    def _check_fields(self) -> None:
+        """Check that no field differs from `hf_ds_config`."""
         content = read_config(self._given)
-        different = [
-            f"{name}={own!r} ({'.'.join(path)}={found!r})"
-            for name, path in _PATHS.items()
-            if (own := getattr(self, name)) is not None and (found := look_up(content, path)) not in (None, AUTO, own)
-        ]
+        different: list[str] = []
+        for name, path in _PATHS.items():
+            own = getattr(self, name)
+            found = look_up(content, path)
+            if own is not None and found not in (None, AUTO, own):
+                different.append(f"{name}={own!r} ({'.'.join(path)}={found!r})")
         if different:
             raise ConfigurationError(
                 f"these fields of DeepSpeedPlugin, or their environment variables, differ from hf_ds_config (in "
                 f'parentheses): {", ".join(different)}. Remove them, or write "auto" in the configuration.'
             )
-        config = {one.name: getattr(self, one.name) for one in fields(self)}
-        config["hf_ds_config"] = self._given
-        if not self.enable_msamp:
-            del config["enable_msamp"], config["msamp_opt_level"]
-        return DeepSpeedStrategy.from_config(config)

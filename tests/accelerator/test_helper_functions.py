@@ -39,6 +39,7 @@ def test_helpers_look_into_nested_tensors() -> None:
     padded = utils.pad_input_tensors({"x": torch.tensor([1, 2, 3, 4, 5, 6])}, 6, 4)
     assert padded["x"].tolist() == [1, 2, 3, 4, 5, 6, 6, 6]
     assert utils.pad_input_tensors(torch.ones(2, 4), 4, 2, dim=1).shape == (2, 4)
+    assert utils.pad_input_tensors(torch.ones(0, 4), 0, 2).shape == (0, 4)
 
 
 def test_helpers_read_texts_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:

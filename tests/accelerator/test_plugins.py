@@ -41,7 +41,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launched import DynamoBackend
-from trainwright.utils import TERecipeKwargs
+from trainwright.utils import HfDeepSpeedConfig, TERecipeKwargs
 
 # Engines
 
@@ -230,7 +230,7 @@ def test_the_configuration_determines_accumulation_and_precision() -> None:
     assert "optimizer" not in plugin.deepspeed_config
     accelerator.end_training()
     assert Accelerator(cpu=True, strategy=DeepSpeedStrategy(config)).gradient_accumulation_steps == 10
-    with pytest.raises(ConfigurationError, match=r"config has bf16\.enabled=True"):
+    with pytest.raises(ConfigurationError, match=r"config has bf16\.enabled=True.*mixed_precision='bf16'"):
         Accelerator(cpu=True, mixed_precision="no", deepspeed_plugin=plugin)
 
 
@@ -346,6 +346,44 @@ def test_a_deepspeed_plugin_writes_a_precision_to_its_configuration() -> None:
     plugin.deepspeed_config["bf16"]["enabled"] = True
     with pytest.raises(ConfigurationError, match=r"has bf16\.enabled=True"):
         plugin.set_mixed_precision("fp16")
+
+
+@pytest.mark.parametrize("fields", [{"zero_stage": 2}, {"hf_ds_config": {"zero_optimization": {"stage": 2}}}])
+def test_fields_and_configuration_of_a_deepspeed_plugin_may_change_after_it_was_read(fields: dict[str, Any]) -> None:
+    plugin, equal, other = DeepSpeedPlugin(**fields), DeepSpeedPlugin(**fields), DeepSpeedPlugin(**fields)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    assert accelerator.deepspeed_plugin is plugin
+    assert plugin.zero_stage == 2
+    plugin.zero_stage = 3
+    assert plugin.deepspeed_config["zero_optimization"]["stage"] == plugin.strategy(1).stage == 3
+    own: Any = plugin.hf_ds_config
+    assert own.is_zero3()
+    own.config["zero_optimization"]["stage"] = 1
+    assert (plugin.get_value("zero_optimization.stage"), plugin.strategy(1).stage) == (1, 1)
+    copied = pickle.loads(pickle.dumps(plugin))
+    copied.zero_stage = 2
+    assert (copied.strategy(1).stage, plugin.strategy(1).stage) == (2, 1)
+    plugin.hf_ds_config = {"zero_optimization": {"stage": 0}}
+    assert plugin.strategy(1).stage == plugin.deepspeed_config["zero_optimization"]["stage"] == 0
+    # As transformers does:
+    plugin.hf_ds_config = HfDeepSpeedConfig(own.config)
+    plugin.deepspeed_config = plugin.hf_ds_config.config
+    plugin.hf_ds_config.config["zero_optimization"]["stage"] = 2
+    assert plugin.strategy(1).stage == 2
+    # The plugin is compared as it was passed.
+    assert Accelerator(cpu=True, deepspeed_plugin=equal).deepspeed_plugin is plugin
+    other.gradient_clipping = 0.5
+    with pytest.raises(ConfigurationError, match="an earlier one has others"):
+        Accelerator(cpu=True, deepspeed_plugin=other)
+    accelerator.end_training()
+
+
+def test_an_error_names_the_file_of_a_deepspeed_plugin_that_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
+    plugin = DeepSpeedPlugin(hf_ds_config=file)
+    assert plugin.deepspeed_config["gradient_clipping"] == "auto"
+    assert str(file) in plugin.strategy(1).config.origin
 
 
 def test_another_accelerator_has_the_plugins_of_the_first() -> None:
@@ -473,6 +511,17 @@ class _Options(KwargsHandler):
 @dataclass
 class _HalvedScale(GradScalerKwargs):
     backoff_factor: float = 0.25
+
+
+class _Broken(KwargsHandler):
+    @property
+    def value(self) -> Any:
+        return Path().no_such  # type: ignore[attr-defined]  # the mistake
+
+
+def test_an_error_within_a_property_of_a_handler_is_not_hidden() -> None:
+    with pytest.raises(AttributeError, match="no_such"):
+        assert _Broken().value
 
 
 def test_configurations_are_read_when_an_accelerator_is_made() -> None:

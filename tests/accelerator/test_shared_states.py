@@ -90,6 +90,11 @@ def test_a_gradient_state_shows_the_newest_accelerator() -> None:
         assert (shown.num_steps, shown.sync_gradients) == (2, False)
     with pytest.raises(ConfigurationError, match=r"Accelerator\(gradient_accumulation_plugin=…\)"):
         GradientState(GradientAccumulationPlugin(num_steps=4))
+    newer = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    assert GradientState().num_steps == 4
+    del newer
+    gc.collect()
+    assert GradientState().num_steps == 2
     del accelerator, shown
     gc.collect()
     assert GradientState().num_steps == 1
@@ -128,6 +133,28 @@ def test_an_optimizer_with_a_scaler_skips_steps_and_updates_the_scale() -> None:
     scaler.scale(weight.sum()).backward()
     optimizer.step()
     assert (optimizer.step_was_skipped, weight.item()) == (False, 0.0)
+
+
+class _OwnSchedule:
+    num_calls = 0
+
+    def step(self) -> None:
+        self.num_calls += 1
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_schedule_may_be_of_a_users_class_or_have_an_optimizer_that_is_not_prepared() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    accelerator = Accelerator(cpu=True)
+    for optimizers in (inner, [inner]):
+        own = _OwnSchedule()
+        AcceleratedScheduler(own, optimizers, further=2).step()
+        assert own.num_calls == 3
+    cycle = torch.optim.lr_scheduler.OneCycleLR(inner, 1.0, total_steps=3)
+    scheduler = AcceleratedScheduler(cycle, inner, further=4)
+    scheduler.step()
+    assert cycle.last_epoch == 2
+    accelerator.end_training()
 
 
 def test_a_schedule_prints_a_rate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -360,6 +360,12 @@ Other().save
         ("accelerate tpu-config --debug", "trainwright tpu-config --debug"),
         ("accelerate test --config_file c.yaml", "trainwright check --config_file c.yaml"),
         ("accelerate-test", "trainwright check"),
+        ("cp c/accelerate-config.yaml c/accelerate-test-suite", "cp c/accelerate-config.yaml c/accelerate-test-suite"),
+        ("- accelerate\n- test-tube\n", "- accelerate\n- test-tube\n"),
+        (
+            "accelerate launch --config_file accelerate-config.yaml t.py",
+            "trainwright launch --config_file accelerate-config.yaml t.py",
+        ),
         ("python -m accelerate.commands.accelerate_cli test", "python -m trainwright check"),
         ('command: ["accelerate", "test"]', 'command: ["trainwright", "check"]'),
         ("accelerate launch --deepspeed_hostfile h t.py", "trainwright launch --deepspeed_hostfile h t.py"),

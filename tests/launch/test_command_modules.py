@@ -58,9 +58,13 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ]
     args = parser.parse_args(["script.py"])
     args.training_script_args = ["--y"]
+    args.fsdp_transformer_layer_cls_to_wrap = ("A", "B")
     with pytest.raises(SystemExit) as ended:
         launch_command(args)
-    assert (found[1], ended.value.code) == (["--", "script.py", "--y"], 1)
+    assert (found[1], ended.value.code) == (
+        ["--fsdp_transformer_layer_cls_to_wrap=A\nB", "--", "script.py", "--y"],
+        1,
+    )
 
 
 def test_a_wrong_option_of_a_program_is_an_error(tmp_path: Path) -> None:

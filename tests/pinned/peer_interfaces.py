@@ -48,7 +48,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def parameters(function: Any) -> dict[str, str] | None:
-    """Return the parameters of a function or class with their kinds and defaults, or None if they are unknown."""
+    """Return the parameters of a function or class with their defaults, or None if they are unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

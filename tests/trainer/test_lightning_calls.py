@@ -158,7 +158,12 @@ def test_the_limits_of_fit_loop_continue_a_fit() -> None:
     assert trainer.global_step == 10
     trainer.fit_loop.max_epochs = -1
     assert trainer.fit_loop.max_epochs == trainer.max_epochs == -1
+    trainer.fit_loop.max_steps = trainer.fit_loop.min_epochs = trainer.fit_loop.min_steps = None
+    assert trainer.max_steps == -1
     assert (trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps) == (0, 0)
+    for limits in (trainer, trainer.fit_loop):
+        with pytest.raises(ConfigurationError, match="max_epochs='3': write a whole number"):
+            limits.max_epochs = "3"
 
 
 def test_what_fit_loop_lacks_is_answered() -> None:

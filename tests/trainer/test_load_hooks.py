@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weig
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 
 
 class _Growing(RegressionTask):
@@ -240,6 +243,48 @@ def test_entries_within_are_read_only_and_weights_may_be_changed(tmp_path: Path)
     task = _Scheduled()
     quiet_trainer(max_steps=3, callbacks=Changes()).fit(task, regression_loader(8), ckpt_path=_saved(tmp_path))
     assert not any(bool(value.any()) for value in weights_of(task).values())
+
+
+def _shown() -> ShownCheckpoint:
+    read = {"epoch": lambda: 3, "loops": lambda: {"fit": [{"done": 1}]}}
+    return ShownCheckpoint("on_save_checkpoint", {"own": 1}, {"w": 2}, read, advice="do not")
+
+
+_PLAIN = {"epoch": 3, "loops": {"fit": ({"done": 1},)}, "own": 1, "state_dict": {"w": 2}}
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda shown: pickle.loads(pickle.dumps(shown))])
+def test_a_copy_of_the_checkpoint_is_a_dict_that_can_be_changed(copied: Any) -> None:
+    found = copied(_shown())
+    assert found == _PLAIN
+    found["epoch"] = 4
+    assert type(found) is dict
+
+
+def test_every_way_to_read_the_checkpoint_shows_its_values() -> None:
+    assert _shown() == _PLAIN
+    assert repr(_shown()) == repr(_PLAIN)
+    assert _shown().setdefault("epoch", 5) == 3
+    assert _shown() | {} == {} | _shown() == _PLAIN
+
+
+def _update_in_place(shown: Any) -> None:
+    shown |= {"epoch": 4}
+
+
+@pytest.mark.parametrize("change", [ShownCheckpoint.clear, ShownCheckpoint.popitem, _update_in_place])
+def test_every_way_to_change_a_read_only_entry_is_an_error(change: Any) -> None:
+    shown = _shown()
+    del shown["own"], shown["state_dict"]
+    with pytest.raises(ConfigurationError, match="cannot change checkpoint"):
+        change(shown)
+
+
+def test_entries_may_be_added_in_every_way() -> None:
+    shown = _shown()
+    shown |= {"a": 1}
+    assert shown.setdefault("b", 2) == 2
+    assert shown.own == {"own": 1, "a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("how", ["resumed", "continued"])

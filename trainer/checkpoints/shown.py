@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from trainwright.core.errors import ConfigurationError
 
@@ -29,7 +29,8 @@ class ShownCheckpoint(dict[str, Any]):
         *,
         advice: str,
     ) -> None:
-        self._hook, self._advice = hook, advice
+        self._hook = hook
+        self._advice = advice
         self._unread = {name: make for name, make in read.items() if name not in own}
         self._fixed = frozenset(self._unread)
         super().__init__({**dict.fromkeys(self._unread), **own, "state_dict": weights})
@@ -67,10 +68,44 @@ class ShownCheckpoint(dict[str, Any]):
         self._refuse(name)
         return super().pop(name, *default)
 
+    def popitem(self) -> tuple[str, Any]:
+        """Remove the last entry and return it with its name. An empty dict raises a KeyError."""
+        name = next(reversed(self), "")
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        """Remove all entries. Raise a ConfigurationError if one is read-only."""
+        for name in list(self):
+            del self[name]
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Return the value of `name`. If it is missing, add it with the value `default`."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
     def update(self, *others: object, **entries: object) -> None:
         """Change added entries or `"state_dict"`."""
         for name, value in dict(*others, **entries).items():
             self[name] = value
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]  # typeshed has overloads
+        self.update(other)
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        self._read_all()
+        return super().__eq__(other)
+
+    __hash__ = None  # as of dict
+
+    def __repr__(self) -> str:
+        self._read_all()
+        return super().__repr__()
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        """Copies and pickles are plain dicts, which can be changed."""
+        return dict, (dict(self),)
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as for `values`
         """Return all entries with their values."""

@@ -68,6 +68,18 @@ class Limits:
     min_epochs: int
     min_steps: int
 
+    def with_changed(self, name: str, value: int | None) -> Limits:
+        """Return the limits with another value of `name`. None, and -1 for a maximum, mean no limit.
+
+        Raises:
+            ConfigurationError: The value is not a whole number, or is too small.
+        """
+        is_maximum = name in ("max_epochs", "max_steps")
+        _whole(name, value, -1 if is_maximum else 0, "None for no bound")
+        none = {"max_epochs": None, "max_steps": -1, "min_epochs": 0, "min_steps": 0}[name]
+        changed: dict[str, Any] = {name: none if value in (None, -1) else value}
+        return replace(self, **changed)
+
 
 def parse_limits(
     *,

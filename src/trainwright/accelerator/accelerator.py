@@ -228,7 +228,8 @@ class Accelerator:
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
-        self.state.mixed_precision, self.state._engine_type = self.mixed_precision, self.strategy.distributed_type
+        self.state.mixed_precision = self.mixed_precision
+        self.state._engine_type = self.strategy.distributed_type
         self.state.fsdp_plugin = self.fsdp_plugin
         self.state.torch_tp_plugin = self.torch_tp_plugin
         self.state.megatron_lm_plugin = self.megatron_lm_plugin
@@ -310,7 +311,8 @@ class Accelerator:
     @contextmanager
     def _use_selected_plugin(self, models: Sequence[nn.Module] = ()) -> Iterator[None]:
         """Return a context in which the engine prepares `models` with the present options of the plugin."""
-        if (plugin := self.deepspeed_plugin) is not None:
+        plugin = self.deepspeed_plugin
+        if plugin is not None:
             engine: Any = self.engine
             engine.use(self._settings.strategy_of(self.state.selected_plugin, self.state.num_processes))
             before = engine.resolved_config

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.megatron.parallelism_config import ParallelismConfig
     from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
+# Arguments of Accelerate's AcceleratorState that only an Accelerator sets here.
 _OF_ACCELERATOR = (
     "dynamo_plugin",
     "deepspeed_plugin",
@@ -147,7 +148,8 @@ class AcceleratorState(PartialState):
                 "call its end_training() first."
             )
         if not stored:
-            self._plugins, self.selected_plugin = dict(plugins), next(iter(plugins))
+            self._plugins = dict(plugins)
+            self.selected_plugin = next(iter(plugins))
 
     def remove_deepspeed_plugins(self) -> None:
         """Remove all plugins. Not collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -152,21 +153,22 @@ class Accumulation:
         gradients: The engine's gradient operations.
     """
 
-    _newest: ClassVar[weakref.ref[Accumulation] | None] = None
+    # From oldest to newest, by number. Weak, so that an Accelerator that the script has dropped is freed.
+    _living: ClassVar[weakref.WeakValueDictionary[int, Accumulation]] = weakref.WeakValueDictionary()
+    _numbers: ClassVar[itertools.count[int]] = itertools.count()
 
     @staticmethod
     def newest() -> Accumulation:
-        """Return the accumulation of the newest Accelerator, or a new one without an Accelerator."""
-        found = None if Accumulation._newest is None else Accumulation._newest()
-        if found is not None:
-            return found
+        """Return the accumulation of the newest Accelerator that exists, or a new one without an Accelerator."""
+        living = list(Accumulation._living.values())
+        if living:
+            return living[-1]
         return Accumulation(1, GradientAccumulationPlugin(), warns=False, gradients=Gradients(torch.device("cpu")))
 
     def __init__(
         self, num_steps: int, plugin: GradientAccumulationPlugin, *, warns: bool, gradients: Gradients
     ) -> None:
-        # Weak, so that an Accelerator that the script has dropped is freed.
-        Accumulation._newest = weakref.ref(self)
+        Accumulation._living[next(Accumulation._numbers)] = self
         self.num_steps = num_steps
         self.plugin = plugin
         self.sync_with_dataloader, self.short_group = plugin.sync_with_dataloader, plugin.short_group
@@ -360,7 +362,7 @@ class GradientState:
     @staticmethod
     def _reset_state() -> None:
         """Let the next `GradientState()` start a new state."""
-        Accumulation._newest = None
+        Accumulation._living.clear()
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from trainwright.launch.reading import SHORT, known_options
 
 __all__ = ["launch_command", "launch_command_parser"]
 
-_FURTHER = ("module", "no_python")
+_FURTHER = ("module", "no_python")  # of the launcher's command line, but not of its configuration
 
 
 def launch_command_parser() -> argparse.ArgumentParser:
@@ -52,7 +52,7 @@ def launch_command(args: argparse.Namespace) -> None:
     words: list[str] = []
     for name in (*known_options(), "config_file"):
         value = getattr(args, name, None)
-        if isinstance(value, list):
+        if isinstance(value, (list, tuple)):
             value = "\n".join(map(str, value))
         if isinstance(value, dict):
             value = json.dumps(value)

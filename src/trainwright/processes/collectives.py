@@ -386,6 +386,8 @@ def pad_input_tensors(tensor: object, batch_size: int, num_processes: int, dim: 
     num_missing = -batch_size % num_processes
 
     def pad_one(leaf: torch.Tensor) -> torch.Tensor:
+        if num_missing == 0:
+            return leaf  # may be empty
         last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
         return torch.cat([leaf, *[last] * num_missing], dim)
 

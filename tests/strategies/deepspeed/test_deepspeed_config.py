@@ -12,6 +12,7 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES
+from trainwright.strategies.deepspeed import checks
 from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_building, for_engine
 from trainwright.strategies.deepspeed.options import NAMES, ZeroOptions
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
@@ -216,3 +217,20 @@ def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
     _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
     with pytest.raises(ConfigurationError, match="needs a 'scheduler'"):
         _take(DummyScheduler(optimizer))
+
+
+def test_a_converted_optimizer_has_the_groups_and_hooks_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The class of DeepSpeed is compiled at its first use. torch's has the same groups.
+    monkeypatch.setattr(checks, "cpu_adam", lambda groups, adamw_mode: torch.optim.AdamW(groups))
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    given = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second]}], lr=0.2)
+    called: list[str] = []
+    given.register_step_pre_hook(lambda *_: called.append("before"))
+    found = checks.on_host(given, EngineConfig(config, ZeroOptions(), {}))
+    given.register_step_post_hook(lambda *_: called.append("after"))
+    torch.optim.lr_scheduler.ConstantLR(given, factor=0.5)
+    assert found is not given
+    assert [group["lr"] for group in found.param_groups] == [0.05, 0.1]
+    found.step()
+    assert called == ["before", "after"]

@@ -70,18 +70,24 @@ def _two_models(stage: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def _clipped_by_config(stage: int, written_later: bool = False) -> dict[str, torch.Tensor]:
-    """Train with the configuration's clipping and micro-batches; the loop itself does not clip."""
+def _clipped_by_config(stage: int, written_later: str | None = None) -> dict[str, torch.Tensor]:
+    """Train with the configuration's clipping and micro-batches; the loop itself does not clip.
+
+    `written_later`: After the Accelerator's construction, write to the `"configuration"` or to the `"field"`.
+    """
     config = {
         "zero_optimization": {"stage": stage}, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    if written_later:
+    if written_later is not None:
         config["gradient_clipping"] = "auto"
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
         plugin = AcceleratorState().deepspeed_plugin
         assert plugin is not None
-        plugin.deepspeed_config["gradient_clipping"] = 0.1
+        if written_later == "field":
+            plugin.gradient_clipping = 0.1
+        else:
+            plugin.deepspeed_config["gradient_clipping"] = 0.1
     else:
         accelerator = Accelerator(strategy=DeepSpeedStrategy(config), gradient_accumulation_steps=2, seed=0)
     net = _net(1)
@@ -150,7 +156,9 @@ def _train_all() -> dict[Any, Any]:
     found |= {("clipped", stage): _clipped_by_config(stage) for stage in (0, 1, 3)}
     found |= {("bf16", stage): _narrow(stage) for stage in (1, 2, 3)}
     found |= {("dropped", stage): _dropped(stage) for stage in (0, 1, 2, 3)}
-    return found | {"written later": _clipped_by_config(1, True), "dummies": _dummies()}
+    for name in ("configuration", "field"):
+        found["written later", name] = _clipped_by_config(1, name)
+    return found | {"dummies": _dummies()}
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +173,17 @@ def test_each_of_two_models_has_its_engine(stage: int, trained: list[dict[Any, A
         torch.testing.assert_close(trained[0]["two models", stage][seed - 1], wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [("clipped", 0), ("clipped", 1), ("clipped", 3), "written later"], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("clipped", 0),
+        ("clipped", 1),
+        ("clipped", 3),
+        ("written later", "configuration"),
+        ("written later", "field"),
+    ],
+    ids=str,
+)
 def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(case: Any, trained: list[Any]) -> None:
     wanted = _alone(1, sign=1.0, rates=[0.5, 0.5], clip=0.1)
     torch.testing.assert_close(trained[0][case], wanted, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,7 +133,8 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: The user's schedule.
-        optimizers: One or several prepared optimizers. A step that any of these optimizers skipped is not counted.
+        optimizers: One or several optimizers. A step that any of these optimizers skipped is not counted. An optimizer
+            that is not prepared skips no step.
         step_with_optimizer: False: each `step` call advances the schedule. Default: True.
         split_batches: The batch size is the total over all processes. Default: False, with which each optimizer step
             advances the schedule by the number of processes, as in Accelerate.
@@ -147,7 +147,7 @@ class AcceleratedScheduler:
     def __init__(
         self,
         scheduler: Any,
-        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        optimizers: Optimizer | Sequence[Optimizer],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
         *,
@@ -156,7 +156,7 @@ class AcceleratedScheduler:
     ) -> None:
         self.scheduler = scheduler
         # Not a copy: the list of `prepare` grows with optimizers that are prepared later.
-        self.optimizers = [optimizers] if isinstance(optimizers, AcceleratedOptimizer) else optimizers
+        self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self._accumulation = accumulation or Accumulation.newest()
@@ -173,13 +173,18 @@ class AcceleratedScheduler:
     def step(self, *args: object, **kwargs: object) -> None:
         """Advance the schedule if an optimizer step is due at this micro-batch and was not skipped."""
         if self.step_with_optimizer:
-            due = self._accumulation.sync_gradients
-            if not due or any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            if not self._accumulation.sync_gradients:
                 return
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped:
+                    return
         self.scheduler.step(*args, **kwargs)
+        end = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._further):
-            if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", math.inf) - 1:
-                self.scheduler.step(*args, **kwargs)
+            # OneCycleLR raises an error beyond its end. A user's own class may have neither attribute.
+            if end is not None and self.scheduler.last_epoch >= end - 1:
+                return
+            self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state."""

@@ -17,10 +17,12 @@ from trainwright.launch.reading import check_supported, known_options, options_o
 _NAMES = "launch|config|to-fsdp2|env|estimate-memory|merge-weights|tpu-config|test"
 _OTHER_NAMES = {"test": "check"}  # the others are the same
 _START = r"(?<![\w/.-])(?P<before>(?:[\w.$(){}~-]*/)*)"
-_COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_NAMES})\b")
-_MODULE = re.compile(rf"(?P<before>-m[ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_NAMES})\b")
-_RENAMED_MODULE = re.compile(r"-m([ \t]+)accelerate\.commands\.(?=(?:estimate|merge|to_fsdp2|tpu)\b)")
-_LISTED = re.compile(rf"\baccelerate(?P<between>[\"']?(?:,\s*|\s*\n\s*-\s*)[\"']?)(?P<name>{_NAMES})\b")
+# The name ends here: not so in `accelerate-config.yaml`, `accelerate-test-suite` and the package `test-tube`.
+_END = r"(?![\w/-]|\.\w)"
+_COMMAND = re.compile(rf"{_START}accelerate(?:-|[ \t]+)(?P<name>{_NAMES}){_END}")
+_MODULE = re.compile(rf"(?P<before>-m[ \t]+)accelerate\.commands\.(?:accelerate_cli[ \t]+)?(?P<name>{_NAMES}){_END}")
+_RENAMED_MODULE = re.compile(rf"-m([ \t]+)accelerate\.commands\.(?=(?:estimate|merge|to_fsdp2|tpu){_END})")
+_LISTED = re.compile(rf"\baccelerate(?P<between>[\"']?(?:,\s*|\s*\n\s*-\s*)[\"']?)(?P<name>{_NAMES}){_END}")
 _ENDINGS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub", ".job", ".mk", ".yaml", ".yml")
 _CONFIG_KEYS = ("compute_environment", "distributed_type")
 
@@ -39,9 +41,13 @@ def rewrite_launch(code: bytes) -> Rewritten:
             continue
         line = _MODULE.sub(_renamed, line)
         line = _RENAMED_MODULE.sub(r"-m\1trainwright.commands.", line)
-        lines[number - 1] = line = _COMMAND.sub(_renamed, line)
+        line = _COMMAND.sub(_renamed, line)
+        lines[number - 1] = line
         launches = launches or "trainwright launch" in line
-        for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line) if launches else ():
+        if not launches:
+            continue
+        # Options may be on the lines after the command.
+        for flag, value in re.findall(r"--([\w-]+)(?:[ =]+([^\s-]\S*))?", line):
             option = known_options().get(flag.replace("-", "_"))
             if option is not None:
                 unsettled.extend(Unsettled(number, text) for text in _problems(option, flag, value))

@@ -68,6 +68,9 @@ class KwargsHandler:
     _elsewhere: ClassVar[Mapping[str, str]] = {}  # attributes of Accelerate's class → what to do instead
 
     def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):
+            # A property raised an AttributeError, for which Python calls this method. Show that error.
+            return object.__getattribute__(self, name)
         text = f"{type(self).__name__} has no attribute {name!r}."
         if name in self._elsewhere:
             text += f" {self._elsewhere[name]}"
@@ -84,20 +87,24 @@ class KwargsHandler:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose values differ from their defaults, by name."""
-        defaults = {
-            one.name: one.default_factory() if one.default_factory is not MISSING else one.default
-            for one in _fields(self)
-        }
-        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+        found: dict[str, Any] = {}
+        for one in _fields(self):
+            default = one.default if one.default_factory is MISSING else one.default_factory()
+            value = getattr(self, one.name)
+            if value != default:
+                found[one.name] = value
+        return found
 
     def overridden(self, origin: str) -> Iterator[str]:
         """Yield a text for each variable that this object, passed as `origin`, overrides with another value."""
         for one in _fields(self):
-            if "variable" in one.metadata:
-                name, own = _variable_of(one), getattr(self, one.name)
-                said = read_variable(name, one.metadata["read"])
-                if said is not None and own is not None and _text(said) != _text(own):
-                    yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
+            if "variable" not in one.metadata:
+                continue
+            name = _variable_of(one)
+            said = read_variable(name, one.metadata["read"])
+            own = getattr(self, one.name)
+            if said is not None and own is not None and _text(said) != _text(own):
+                yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
