@@ -31,7 +31,8 @@ _HOMES = {
     "callbacks.model_summary": "LayerSummary summarize",
     "core.names.kwargs_handler": "parse_choice_from_env parse_flag_from_env str_to_bool",
     "core.names.lightning_types": (
-        "EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerTypeUnion OptimizerLRScheduler STEP_OUTPUT TRAIN_DATALOADERS"
+        "EVAL_DATALOADERS LRSchedulerConfigType LRSchedulerTypeUnion OptimizerConfig "
+        "OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"
     ),
     "strategies.units": "has_compiled_regions is_compiled_module",
     "trainer.search.tuner": "Tuner",

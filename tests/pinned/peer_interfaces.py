@@ -39,10 +39,10 @@ MODULES = {
     "lightning.pytorch.profilers": "trainwright.profilers",
     "lightning.pytorch.strategies": "trainwright.strategies",
     "lightning.pytorch.utilities": "trainwright.utilities",
-    # "lightning.pytorch.utilities.types": "trainwright.utilities.types",
-    # "lightning.pytorch.utilities.model_summary": "trainwright.utilities.model_summary",
-    # "lightning.pytorch.tuner": "trainwright.tuner",
-    # "accelerate.inference": "trainwright.inference",
+    "lightning.pytorch.utilities.types": "trainwright.utilities.types",
+    "lightning.pytorch.utilities.model_summary": "trainwright.utilities.model_summary",
+    "lightning.pytorch.tuner": "trainwright.tuner",
+    "accelerate.inference": "trainwright.inference",
 }
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 

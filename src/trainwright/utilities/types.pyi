@@ -3,4 +3,6 @@ from trainwright.core.names.lightning_types import STEP_OUTPUT as STEP_OUTPUT
 from trainwright.core.names.lightning_types import TRAIN_DATALOADERS as TRAIN_DATALOADERS
 from trainwright.core.names.lightning_types import LRSchedulerConfigType as LRSchedulerConfigType
 from trainwright.core.names.lightning_types import LRSchedulerTypeUnion as LRSchedulerTypeUnion
+from trainwright.core.names.lightning_types import OptimizerConfig as OptimizerConfig
 from trainwright.core.names.lightning_types import OptimizerLRScheduler as OptimizerLRScheduler
+from trainwright.core.names.lightning_types import OptimizerLRSchedulerConfig as OptimizerLRSchedulerConfig

@@ -77,7 +77,9 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "seed_everything": "trainwright.seed_everything",
         "ThroughputMonitor": "trainwright.callbacks.Throughput",
         **_each(
-            "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType", "typing.Any"
+            "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerConfig "
+            "OptimizerLRSchedulerConfig LRSchedulerConfigType",
+            "typing.Any",
         ),
     },
     "Accelerate": {

@@ -8,5 +8,7 @@ STEP_OUTPUT: TypeAlias = Any
 EVAL_DATALOADERS: TypeAlias = Any
 TRAIN_DATALOADERS: TypeAlias = Any
 OptimizerLRScheduler: TypeAlias = Any
+OptimizerConfig: TypeAlias = Any
+OptimizerLRSchedulerConfig: TypeAlias = Any
 LRSchedulerConfigType: TypeAlias = Any
 LRSchedulerTypeUnion: TypeAlias = Any
