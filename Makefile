@@ -30,7 +30,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench docs format clean
+.PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench docs pictures format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a report of its training (two minutes)"
@@ -117,6 +117,10 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m docs.site.build
+
+# The pictures of README.md; needs chromium.
+pictures: $(STAMP)
+	$(BIN)/python -m docs.site.pictures
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -179,7 +179,7 @@ def test_the_readmes_script_trains_tests_and_resumes(tmp_path: Path) -> None:
 
 
 def test_the_readmes_script_has_at_most_forty_lines() -> None:
-    (block,) = _blocks(README, "python")
+    block = _blocks(README, "python")[0]
     assert len(block.text.splitlines()) <= 40
 
 
@@ -368,10 +368,14 @@ def test_the_table_of_trainwright_profile_has_the_parts() -> None:
 # Facts of README.md
 
 
-def test_the_readme_begins_with_the_two_commands() -> None:
-    title, *rest = _read(README).split("\n\n")
-    assert title == "# Trainwright"
-    assert [line.split("#")[0].strip() for line in rest[0].splitlines()] == ["make demo", "make test"]
+def test_the_readme_names_the_two_commands_and_shows_pictures_that_exist() -> None:
+    text = _read(README)
+    assert text.startswith("# Trainwright\n")
+    assert re.findall(r"^    (make \w+)", text, re.MULTILINE) == ["make demo", "make test"]
+    assert len(text.splitlines()) <= 150
+    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
+    assert pictures
+    assert all((ROOT / path).is_file() for path in pictures)
 
 
 def test_the_readme_names_the_supported_versions_of_the_project() -> None:
@@ -383,23 +387,18 @@ def test_the_readme_names_the_supported_versions_of_the_project() -> None:
     assert project["requires-python"] == f">={versions[0]}"
 
 
-def test_the_readme_lists_the_extras_of_the_project() -> None:
+def test_the_first_page_lists_the_extras_of_the_project() -> None:
     extras = tomllib.loads(_read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    assert [_code(row[0])[0] for row in _table(README, "extra", "brings")] == list(extras)
+    assert [_code(row[0])[0] for row in _table(_page("start"), "extra", "brings")] == list(extras)
 
 
-def test_the_readme_shows_every_room_of_the_tree() -> None:
-    shown = {name for row in _table(README, "folder", "what it holds") for name in _code(row[0])}
+def test_every_room_of_the_tree_is_described() -> None:
+    shown = {name for row in _table(ROOT / "CONTRIBUTING.md", "folder", "what it holds") for name in _code(row[0])}
     assert {f"{folder}/" for folder in PARTS.values()} <= shown
 
 
 def test_the_readme_names_the_templates() -> None:
     assert set(template_names()) <= set(_code(_prose(README)))
-
-
-def test_the_readme_has_a_place_for_the_figures_of_the_benchmarks() -> None:
-    begin, end = (_read(README).find(f"<!-- benchmarks:{mark} -->") for mark in ("begin", "end"))
-    assert 0 < begin < end
 
 
 def test_the_arguments_that_stay_and_the_new_ones_are_all_there_are() -> None:
@@ -536,7 +535,7 @@ def test_the_strategy_that_is_written_has_at_most_sixty_lines() -> None:
 
 
 def test_the_table_of_strategies_says_what_each_can_do() -> None:
-    rows = _table(README, "strategy", "processes")
+    rows = _table(_page("strategies"), "strategy", "processes")
     assert {_code(row[0])[0] for row in rows} == {"single", "ddp", "local_sgd", "fsdp", "tp", "deepspeed", "offload"}
     for name, processes, manual, closures, averages, _, trials, _ in rows:
         strategy = STRATEGIES.get(_code(name)[0])()

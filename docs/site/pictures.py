@@ -1,13 +1,22 @@
-"""The page that shows what the tools print and draw, made by running them on a small project."""
+"""What the tools print and draw, made by running them on small projects: a page of the site, and README.md's pictures.
+
+    python -m docs.site.pictures
+
+writes the pictures of README.md into docs/pictures. It needs chromium.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import termios
 from pathlib import Path
 
 _LLAMA_8B = {
@@ -90,3 +99,61 @@ def shown_page(folder: Path, *, pictures: bool) -> str:
         _run(digits, "-c", _FIND_RATE)
         shutil.copy(digits / "lr_find.png", folder)
         return text + "## The search for a learning rate\n\n![The loss over the learning rate](lr_find.png)\n"
+
+
+def _in_terminal(project: Path, script: str) -> str:
+    """Run a script in a terminal of 100 columns, and return what it has printed, with the last state of each bar."""
+    from rich.text import Text
+
+    parent, child = pty.openpty()
+    termios.tcsetwinsize(child, (40, 100))
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "COLUMNS": "100", "TERM": "xterm-256color"}
+    running = subprocess.Popen([sys.executable, script], cwd=project, env=environment, stdout=child, stderr=child)
+    os.close(child)
+    printed = b""
+    while True:
+        try:
+            printed += os.read(parent, 65536)
+        except OSError:  # the script has ended, and the terminal with it
+            break
+    if running.wait():
+        sys.exit(printed.decode())
+    lines: list[str] = []
+    for line in printed.decode().replace("\r\n", "\n").split("\n"):
+        states = [state for state in line.split("\r") if Text.from_ansi(state).plain.strip()]
+        shown = Text.from_ansi(states[-1]).plain if states else ""
+        if lines and lines[-1].startswith("Epoch") and shown.startswith(("Epoch", "Validation")):
+            lines.pop()  # the terminal overwrites the bar
+        if not shown.startswith("Validation"):
+            lines.append(shown)
+    return re.sub(r"\n\n+", "\n", "\n".join(lines))
+
+
+def readme_pictures(folder: Path) -> None:
+    """Write a terminal and a report of the classifier that `trainwright new` writes, as pictures."""
+    from playwright.sync_api import sync_playwright
+    from rich.console import Console
+    from rich.text import Text
+
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as made:
+        _run(Path(made), "-m", "trainwright", "new", "digits")
+        project = Path(made).resolve() / "digits"
+        screen = _in_terminal(project, "train.py").replace(f"{project}/", "")
+        console = Console(record=True, width=100, file=io.StringIO())
+        console.print(Text.from_ansi(screen))
+        drawn = console.export_svg(title="python train.py")
+        drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # these fonts would come from the network
+        (folder / "terminal.svg").write_text(drawn, encoding="utf-8")
+        report = project / _run(project, "-m", "trainwright", "report", "runs").strip()
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+            tab = browser.new_page(viewport={"width": 1200, "height": 820})
+            tab.goto(report.as_uri())
+            tab.wait_for_selector(".uplot")
+            tab.screenshot(path=folder / "report.png")
+            browser.close()
+
+
+if __name__ == "__main__":
+    readme_pictures(Path(__file__).parents[1] / "pictures")
