@@ -90,8 +90,8 @@ class TaskSummary:
         """Return the lines below the table."""
         lines = [
             f"{readable(self.num_trainable):>8} trainable parameters",
-            f"{readable(self.num_params - self.num_trainable):>8} other parameters",
-            f"{readable(self.num_params):>8} parameters in all, {self.param_bytes / 1e6:,.3f} MB"
+            f"{readable(self.num_params - self.num_trainable):>8} non-trainable parameters",
+            f"{readable(self.num_params):>8} parameters in total, {self.param_bytes / 1e6:,.3f} MB"
             + (f", and {self.buffer_bytes / 1e6:,.3f} MB of buffers" if self.buffer_bytes else ""),
             f"{self.num_modules_training:>8} modules in training mode, {self.num_modules_eval} in evaluation mode",
         ]

@@ -138,7 +138,7 @@ def test_auto_takes_what_arguments_model_and_data_say() -> None:
     assert found["zero_optimization"] == {
         "stage": 3, "offload_optimizer": {"device": "cpu", "nvme_path": "/local_nvme"}, "reduce_bucket_size": 100,
         "stage3_prefetch_bucket_size": 90, "stage3_param_persistence_threshold": 100,
-        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_gather_16bit_weights_on_model_save": True, "stage3_max_live_parameters": 10**9,
     }  # fmt: skip
     assert found["optimizer"]["params"] == {**values, "betas": [0.9, 0.99]}
     assert found["scheduler"]["params"] == {

@@ -326,7 +326,8 @@ def _dummies() -> Any:
     rise = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
     config = {
         "zero_optimization": {"stage": 2},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        # torch's AdamW: DeepSpeed's would be compiled first.
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": rise}, "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "zero_allow_untested_optimizer": True,
     }  # fmt: skip
