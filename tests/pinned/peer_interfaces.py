@@ -2,8 +2,8 @@
 
     python -m tests.pinned.peer_interfaces
 
-writes `peer_interfaces.json` anew where both are installed (`pip install -e ".[bench]"`). The list is facts about their
-names only, so that the tests need neither of them.
+writes `peer_interfaces.json` anew where both are installed (`pip install -e ".[bench]"`). The list contains
+only names, arguments and defaults, so that the tests need neither of them.
 """
 
 from __future__ import annotations

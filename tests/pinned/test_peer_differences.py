@@ -47,7 +47,7 @@ class _Text:
 
 @pytest.mark.requires("lightning", "its interface is what the list is about")
 def test_the_lists_of_the_peers_are_theirs() -> None:
-    # In a process of its own: other tests put Trainwright in the place of accelerate.
+    # In a separate process, because other tests of this process replace accelerate by Trainwright.
     code = "import json; from tests.pinned.peer_interfaces import peer_interfaces; print(json.dumps(peer_interfaces()))"
     printed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert json.loads(printed.splitlines()[-1]) == json.loads(peer_interfaces.FILE.read_text())

@@ -152,7 +152,7 @@ def tpu_config(argv: Sequence[str]) -> int:
 
 def _tpu_commands(options: argparse.Namespace, content: dict[str, Any]) -> list[str]:
     if options.install_accelerate or options.accelerate_version:
-        # A package of this name on PyPI would be that of somebody else.
+        # Trainwright is not on PyPI: a package of this name there would belong to other people.
         raise ConfigurationError(
             "--install_accelerate and --accelerate_version are not supported: trainwright is not on PyPI. Copy a clone "
             "to the pod and pass --command 'pip install PATH' before the other commands."
