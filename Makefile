@@ -11,6 +11,8 @@ OLDEST_TORCH := 2.9.0
 OLDEST_TORCHAO := 0.17.0
 VENV_DEMO := .venv-demo
 STAMP_DEMO := $(VENV_DEMO)/.installed
+VENV_DOCS := .venv-docs
+STAMP_DOCS := $(VENV_DOCS)/.installed
 VENV_OLDEST := .venv-oldest
 STAMP_OLDEST := $(VENV_OLDEST)/.installed
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -41,7 +43,8 @@ help:
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (ten minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make bench    the benchmarks"
-	@echo "make docs     the documentation as a site in build/site, with the API reference (a minute)"
+	@echo "make docs     the documentation as a site in build/site, with the API reference (three minutes)"
+	@echo "make pictures the pictures of README.md and of the documentation's start page, with chromium"
 	@echo "make format   rewrite the sources in the house format"
 	@echo "make clean    remove what the other targets made (the environments stay)"
 
@@ -115,12 +118,19 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	$(BIN)/python -m benchmarks
 
-docs: $(STAMP)
-	$(BIN)/python -m docs.site.build
+# The documentation has an environment of its own, with the few packages that it needs.
+docs: $(STAMP_DOCS)
+	$(VENV_DOCS)/bin/python -m docs.site.build
 
-# The pictures of README.md; needs chromium.
-pictures: $(STAMP)
-	$(BIN)/python -m docs.site.pictures
+$(STAMP_DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(VENV_DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@touch $@
+
+# The pictures of README.md and of the start page; needs chromium.
+pictures: $(STAMP_DOCS)
+	$(VENV_DOCS)/bin/python -m docs.site.pictures
 
 format: $(STAMP)
 	$(BIN)/ruff format .

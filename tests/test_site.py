@@ -75,6 +75,15 @@ def test_the_search_index_has_the_reference(built: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_page_of_the_reference_shows_its_neighbours_and_its_place(built: Path) -> None:
+    page = (built / "trainwright.callbacks.Timer.html").read_text()
+    place = re.search(r'<nav class="md-path".*?</nav>', page, re.DOTALL)
+    assert place is not None
+    assert "trainwright.callbacks" in place[0]
+    assert "trainwright.callbacks.BackboneFinetuning.html" in page
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["absent.md", "training.md#absent"])
 def test_a_broken_link_is_an_error(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {**dict.fromkeys(("reference", "settings"), "# Page\n"), "broken": f"# Broken\n\n[x]({target})\n"}
@@ -99,6 +108,12 @@ def test_a_browser_searches_the_site_from_the_disk(built: Path) -> None:
         tab.get_by_role("combobox").press_sequentially("ModelCheckpoint")
         tab.locator("a", has_text="ModelCheckpoint").first.click()
         tab.wait_for_url("**/trainwright.ModelCheckpoint.html*")
+        tab.goto((built / "index.html").as_uri())
+        tab.get_by_role("button", name="Search").first.click()
+        tab.get_by_role("combobox").press_sequentially("resume")
+        tab.locator("a[href*='h=resume']").first.wait_for()
+        first = [link.get_attribute("href") or "" for link in tab.locator("a[href*='h=resume']").all()[:3]]
+        assert not any("trainwright." in link for link in first)  # guides come before attributes such as check_resume
         tab.goto((built / "settings.html").as_uri())
         tab.locator("input.filter").fill("save_top_k")
         assert [row.split()[:2] for row in tab.locator("tbody tr:visible").all_inner_texts()] == [

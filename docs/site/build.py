@@ -8,11 +8,13 @@ writes OUTPUT/site. Nothing is loaded from the network, neither here nor by the 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from docs.site.pictures import shown_page
 from docs.site.reference import reference_pages
@@ -24,8 +26,8 @@ ROOT = DOCS.parent
 _WORKER = re.compile(r'https://unpkg\.com/iframe-worker/shim"')
 
 
-def write_pages(folder: Path) -> None:
-    """Write the Markdown of every page but that of the pictures."""
+def write_pages(folder: Path) -> list[str]:
+    """Write the Markdown of every page but that of the pictures. Return the names of the API's pages."""
     (folder / "examples").mkdir(parents=True)
     pages = [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
     titles = {path.name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for path in pages}
@@ -37,10 +39,57 @@ def write_pages(folder: Path) -> None:
     for path in (DOCS / "examples").glob("*.py"):
         text = f"# {path.name}\n\n```python\n{path.read_text(encoding='utf-8')}```\n"
         (folder / "examples" / f"{path.stem}.md").write_text(text, encoding="utf-8")
-    for name, text in reference_pages().items():
+    reference = reference_pages()
+    for name, text in reference.items():
         (folder / f"{name}.md").write_text(text, encoding="utf-8")
     for name in ("site.css", "worker.js"):
         shutil.copy(SITE / name, folder)
+    shutil.copytree(DOCS / "pictures", folder / "pictures")
+    return [name for name in reference if name.startswith("trainwright.")]
+
+
+def _with_api(configuration: str, names: list[str]) -> str:
+    """Return the configuration with the pages of the public names in its navigation, by package."""
+    packages: dict[str, list[str]] = {}
+    for name in names:
+        package, _, short = name.rpartition(".")
+        packages.setdefault(package, []).append(f'{{ "{short}" = "{name}.md" }}')
+    sections = [f'{{ "{package}" = [{", ".join(pages)}] }}' for package, pages in packages.items()]
+    return configuration.replace('"API" = ["reference.md"]', f'"API" = ["reference.md", {", ".join(sections)}]')
+
+
+def _order(item: dict[str, Any]) -> int:
+    """Return the place of a page among results that match equally well: guides, examples, classes, changes."""
+    location = item["location"]
+    if location.startswith("examples/"):
+        return 1
+    if location.startswith("trainwright."):
+        return 2
+    return 3 if location.startswith("CHANGELOG") else 0
+
+
+def rank_search(site: Path) -> None:
+    """Rewrite the index of the search so that guides come before attributes.
+
+    Each member of a class has an item of its own in Zensical's index, whose title outranks the text of every guide: a
+    search for "resume" would list `check_resume` of three classes first. The text of members becomes a part of the item
+    of their class. Among equal matches the search keeps the order of the index.
+    """
+    index = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    items: list[dict[str, Any]] = []
+    classes: dict[str, dict[str, Any]] = {}
+    for item in index["items"]:
+        page, _, member = item["location"].partition("#")
+        if page.startswith("trainwright.") and member:
+            classes[page]["text"] += f" {item['title']} {item['text']}"
+            continue
+        if page.startswith("trainwright."):
+            classes[page] = item
+        items.append(item)
+    index["items"] = sorted(items, key=_order)
+    text = json.dumps(index)
+    (site / "search.json").write_text(text, encoding="utf-8")
+    (site / "search.js").write_text(f"var __index = {text};", encoding="utf-8")  # for pages opened from the disk
 
 
 def build(output: Path, *, pictures: bool = True) -> Path:
@@ -58,13 +107,15 @@ def build(output: Path, *, pictures: bool = True) -> Path:
     """
     for name in ("pages", "site", ".cache"):
         shutil.rmtree(output / name, ignore_errors=True)
-    write_pages(output / "pages")
+    names = write_pages(output / "pages")
     (output / "pages" / "shown.md").write_text(shown_page(output / "pages", pictures=pictures), encoding="utf-8")
-    shutil.copy(SITE / "zensical.toml", output)
+    configuration = (SITE / "zensical.toml").read_text(encoding="utf-8")
+    (output / "zensical.toml").write_text(_with_api(configuration, names), encoding="utf-8")
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(output / "zensical.toml")]
     done = subprocess.run(command, cwd=output, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
+    rank_search(output / "site")
     for page in (output / "site").rglob("*.html"):
         up = "../" * (len(page.relative_to(output / "site").parts) - 1)
         page.write_text(_WORKER.sub(f'{up}worker.js"', page.read_text(encoding="utf-8")), encoding="utf-8")

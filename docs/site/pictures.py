@@ -1,8 +1,8 @@
-"""What the tools print and draw, made by running them on small projects: a page of the site, and README.md's pictures.
+"""What the tools print and draw, made by running them on small projects: a page of the site, and docs/pictures.
 
     python -m docs.site.pictures
 
-writes the pictures of README.md into docs/pictures. It needs chromium.
+writes the pictures of README.md and of the start page into docs/pictures. It needs chromium.
 """
 
 from __future__ import annotations
@@ -131,11 +131,9 @@ def _in_terminal(project: Path, script: str) -> str:
 
 def readme_pictures(folder: Path) -> None:
     """Write a terminal and a report of the classifier that `trainwright new` writes, as pictures."""
-    from playwright.sync_api import sync_playwright
     from rich.console import Console
     from rich.text import Text
 
-    folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
         _run(Path(made), "-m", "trainwright", "new", "digits")
         project = Path(made).resolve() / "digits"
@@ -146,14 +144,27 @@ def readme_pictures(folder: Path) -> None:
         drawn = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # these fonts would come from the network
         (folder / "terminal.svg").write_text(drawn, encoding="utf-8")
         report = project / _run(project, "-m", "trainwright", "report", "runs").strip()
-        with sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
-            tab = browser.new_page(viewport={"width": 1200, "height": 820})
-            tab.goto(report.as_uri())
-            tab.wait_for_selector(".uplot")
-            tab.screenshot(path=folder / "report.png")
-            browser.close()
+        _screenshot(report, folder / "report.png", wait_for=".uplot")
+
+
+def _screenshot(page: Path, picture: Path, *, wait_for: str) -> None:
+    """Take a picture of the top of a page, once an element is on it."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1200, "height": 820})
+        tab.goto(page.as_uri())
+        tab.wait_for_selector(wait_for)
+        tab.screenshot(path=picture)
+        browser.close()
 
 
 if __name__ == "__main__":
-    readme_pictures(Path(__file__).parents[1] / "pictures")
+    from docs.site.build import build
+
+    pictures = Path(__file__).parents[1] / "pictures"
+    readme_pictures(pictures)
+    with tempfile.TemporaryDirectory() as made:  # the site shows the two pictures that were just made
+        site = build(Path(made), pictures=False)
+        _screenshot(site / "index.html", pictures / "start-page.png", wait_for="h1")

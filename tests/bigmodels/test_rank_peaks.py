@@ -341,6 +341,19 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @of_transformers
+def test_the_command_counts_a_language_head_that_ranks_split(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = _model("llama")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    arguments = ["--batch-size", "1", "--sequence-length", "16", "--devices", "2", "--json"]
+    assert main(["estimate", str(tmp_path), *arguments]) == 0
+    peaks = json.loads(capsys.readouterr().out)["peaks_float32_adam"]
+    assert peaks["tp"] < peaks["ddp"]
+
+
+@of_transformers
 def test_the_command_leaves_out_what_a_model_does_not_allow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _model("llama").config.save_pretrained(tmp_path / "llama")
     _model("t5").config.save_pretrained(tmp_path / "t5")

@@ -147,11 +147,12 @@ def ready_plan(
         layouts = Shard(1)
         styles |= family.along_sequence
         names += [name for name, _ in model.named_modules() if name.endswith("layers.0")]
-    styles[family.head] = (
-        LossParallel(input_layouts=layouts)
-        if loss_parallel
-        else ColwiseParallel(input_layouts=layouts, output_layouts=Replicate())
-    )
+    if loss_parallel:
+        styles[family.head] = LossParallel(input_layouts=layouts)
+    elif layouts is None:
+        styles[family.head] = "colwise_gathered"
+    else:
+        styles[family.head] = ColwiseParallel(input_layouts=layouts, output_layouts=Replicate())
     return {
         f"{prefix}.{name}" if prefix else name: style
         for name in names
