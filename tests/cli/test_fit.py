@@ -387,6 +387,30 @@ def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[st
     assert text.startswith("usage: trainwright fit [--config FILE] [KEY=VALUE …]\n\nFit the task of --config")
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "argument"),
+    [
+        ("strategy", "FSDPStrategy", "sharding_strategy"),
+        ("callbacks", "EarlyStopping", "monitor"),
+        ("callbacks", "early_stopping", "monitor"),
+        ("logger", "CSVLogger", "save_dir"),
+        ("profiler", "SimpleProfiler", "filename"),
+    ],
+)
+def test_the_help_of_a_class_takes_its_short_name(
+    key: str, name: str, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", f"--trainer.{key}.help", name]) == 0
+    assert f"--trainer.{key}.{argument}" in capsys.readouterr().out
+
+
+def test_the_help_of_an_unknown_class_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--trainer.strategy.help", "FSDPStrateg"]) == 2
+    assert "FSDPStrateg: no such class is known. Did you mean 'FSDPStrategy'?" in capsys.readouterr().err
+    assert main(["fit", "--task.help", "Nowhere"]) == 2
+    assert "--task.help Nowhere: no such class is known. Write a path" in capsys.readouterr().err
+
+
 def test_each_option_has_a_sentence() -> None:
     assert [action.dest for action in build_parser("fit")._actions if not action.help] == []
 
