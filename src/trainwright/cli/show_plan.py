@@ -25,6 +25,9 @@ def plan(argv: Sequence[str]) -> int:
     from trainwright.trainer.planning.run_plan import PlannedSetting
 
     wanted, rest = _parser().parse_known_args(argv)
+    if wanted.help:
+        _print_help()
+        return 0
     line = read_command_line(rest)
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
         parser, settings = read_settings("fit", line)
@@ -72,8 +75,18 @@ def _parser() -> argparse.ArgumentParser:
         usage="trainwright plan CONFIG [--json] [KEY=VALUE …]",
         description="Print what `trainwright fit` will do: settings and where they come from, processes, precision, "
         "parameters, memory and steps. Nothing is trained or written.",
-        epilog="CONFIG, or --config CONFIG, and all other options are those of `trainwright fit`.",
+        add_help=False,
         allow_abbrev=False,
     )
+    parser.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
+
+
+def _print_help() -> None:
+    from trainwright.cli.fit import build_parser
+
+    options = build_parser("fit")
+    options.usage = argparse.SUPPRESS
+    options.description = "CONFIG, or --config CONFIG, and all other options are those of `trainwright fit`:"
+    print(f"{_parser().format_help()}\n{options.format_help()}", end="")
