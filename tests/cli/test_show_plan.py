@@ -87,6 +87,16 @@ def test_the_text_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> Non
     assert ["global_batch", "4"] in lines
 
 
+def test_setup_data_counts_the_batches_of_the_data_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    project = tmp_path / "planned_project.py"
+    project.write_text(f"{_PROJECT}\n    def setup(self, stage):\n        pass\n")
+    assert main(["plan", "config.yaml"]) == 0
+    assert "trainwright plan --setup-data" in capsys.readouterr().out
+    assert main(["plan", "config.yaml", "--setup-data", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["data"]
+    assert (found["batches_per_epoch"], found["samples_per_epoch"], found["total_steps"]) == (5, 20, 15)
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_strategy_may_be_named_by_its_class(
     in_file: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path

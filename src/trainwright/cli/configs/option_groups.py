@@ -58,9 +58,9 @@ TRAINER_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def group_trainer_options(parser: Any) -> None:
-    """Divide the options of the Trainer in jsonargparse's parser into `TRAINER_GROUPS`. Options that no group lists are not moved.
+    """Divide the options of the Trainer in jsonargparse's parser into `TRAINER_GROUPS`.
 
-    Call this function after `add_class_arguments(Trainer, "trainer")`.
+    Options that no group lists are not moved. Call this function after `add_class_arguments(Trainer, "trainer")`.
     """
     trainer = parser.groups["trainer"]
     actions = list(trainer._group_actions)
