@@ -28,6 +28,7 @@ from trainwright.core.tree import Batch
 
 if TYPE_CHECKING:
     from jsonargparse import Namespace
+    from jsonargparse._core import ArgumentGroup  # not exported
 
     from trainwright.core.run import Stage
 
@@ -143,7 +144,7 @@ def build_parser(stage: Stage) -> Any:
     return parser
 
 
-def _add_loading(group: Any) -> None:
+def _add_loading(group: ArgumentGroup) -> None:
     """Add the options of `Trainer.fit` for `ckpt_path`."""
     group.add_argument(
         "--on_damaged",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
 
 # Title → a sentence, and the arguments of the Trainer in the order of the help.
 TRAINER_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -57,12 +60,12 @@ TRAINER_GROUPS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def group_trainer_options(parser: Any) -> None:
-    """Divide the options of the Trainer in jsonargparse's parser into `TRAINER_GROUPS`.
+def group_trainer_options(parser: ArgumentParser) -> None:
+    """Divide the options of the Trainer in a parser into `TRAINER_GROUPS`.
 
     Options that no group lists are not moved. Call this function after `add_class_arguments(Trainer, "trainer")`.
     """
-    trainer = parser.groups["trainer"]
+    trainer = (parser.groups or {})["trainer"]
     actions = list(trainer._group_actions)
     for title, (text, names) in TRAINER_GROUPS.items():
         group = parser.add_argument_group(title, text)
