@@ -191,16 +191,30 @@ def test_verify_of_whole_checkpoints_exits_with_0(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.splitlines() == [f"{path}: intact" for path in paths]
 
 
-def test_verify_skips_the_index_that_a_pattern_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_skips_the_files_that_a_pattern_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_small(tmp_path, 1)
-    (tmp_path / "index.json").touch()
+    for name in ("index.json", "notes.txt"):
+        (tmp_path / name).touch()
     assert _run("verify", *sorted(tmp_path.iterdir())) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{path}: intact"]
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == [f"{path}: intact"]
+    assert f"{tmp_path / 'notes.txt'} is a file, not a checkpoint, and is skipped" in printed.err
 
 
-def test_an_unknown_command_is_an_error_that_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("verfiy") == 2
-    assert "no command 'verfiy'. Did you mean 'verify'?" in capsys.readouterr().err
+def test_verify_of_a_file_alone_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.ckpt").touch()
+    assert _run("verify", tmp_path / "model.ckpt") == 2
+    assert "a checkpoint is a folder" in capsys.readouterr().err
+
+
+def test_verify_finds_every_checkpoint_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best = write_small(tmp_path / "run" / "best", 1)
+    last = write_small(tmp_path / "run" / "checkpoints", 2)
+    (tmp_path / "run" / "checkpoints" / "index.json").touch()
+    _damage(last)
+    assert _run("verify", tmp_path / "run") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"{best}: intact", f"{last}: damaged"]
 
 
 def test_verify_exits_with_1_and_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import trainwright
 from trainwright.callbacks import Callback
+from trainwright.cli.configs.option_groups import TRAINER_GROUPS
 from trainwright.cli.fit import build_parser, save_config, write_predictions
 from trainwright.cli.main import main
 from trainwright.core.errors import TaskError
@@ -387,8 +388,50 @@ def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[st
     assert text.startswith("usage: trainwright fit [--config FILE] [KEY=VALUE …]\n\nFit the task of --config")
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "argument"),
+    [
+        ("strategy", "FSDPStrategy", "sharding_strategy"),
+        ("callbacks", "EarlyStopping", "monitor"),
+        ("callbacks", "early_stopping", "monitor"),
+        ("logger", "CSVLogger", "save_dir"),
+        ("profiler", "SimpleProfiler", "filename"),
+    ],
+)
+def test_the_help_of_a_class_takes_its_short_name(
+    key: str, name: str, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", f"--trainer.{key}.help", name]) == 0
+    assert f"--trainer.{key}.{argument}" in capsys.readouterr().out
+
+
+def test_the_help_of_an_unknown_class_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--trainer.strategy.help", "FSDPStrateg"]) == 2
+    assert "FSDPStrateg: no such class is known. Did you mean 'FSDPStrategy'?" in capsys.readouterr().err
+    assert main(["fit", "--task.help", "Nowhere"]) == 2
+    assert "--task.help Nowhere: no such class is known. Write a path" in capsys.readouterr().err
+
+
 def test_each_option_has_a_sentence() -> None:
     assert [action.dest for action in build_parser("fit")._actions if not action.help] == []
+
+
+def test_each_argument_of_the_trainer_is_in_one_group_of_the_help() -> None:
+    grouped = [name for _, names in TRAINER_GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(inspect.signature(trainwright.Trainer).parameters)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict", "plan"])
+def test_the_help_has_groups_with_a_sentence_each(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = stage if stage != "test" else "test --task=project.Net"
+    assert main([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: trainwright {stage} ")
+    assert "\nCheckpoint:\n  The checkpoint that the stage starts from.\n\n  --ckpt_path " in text
+    for title, (sentence, names) in TRAINER_GROUPS.items():
+        _, _, group = text.partition(f"\n{title}:\n  {sentence}\n\n")
+        first = group.partition("\n\n")[0]
+        assert [name for name in names if f"  --trainer.{name} " not in first] == []
 
 
 @pytest.mark.parametrize("cls", [trainwright.Trainer, trainwright.TaskModule, trainwright.DataModule])

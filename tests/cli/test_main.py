@@ -84,6 +84,17 @@ def test_an_unknown_command_or_option_is_an_error(word: str, says: str, capsys: 
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "word", "meant"), [("checkpoint", "verfiy", "verify"), ("data", "shwo", "show")])
+def test_an_unknown_sub_command_is_one_line_with_the_nearest_name(
+    command: str, word: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, word]) == 2
+    start = f"trainwright: error: {command} has no command {word!r}. Did you mean {meant!r}? Known: "
+    assert capsys.readouterr().err.startswith(start)
+    assert main([command, "frob"]) == 2
+    assert "has no command 'frob'. Known: " in capsys.readouterr().err
+
+
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"trainwright {__version__}\n"

@@ -61,6 +61,29 @@ def test_without_a_task_the_best_weights_are_used_and_one_line_says_so(
     assert lines == [f"trainwright: {used}. Pass ckpt_path=None to use the task's current weights."]
 
 
+@pytest.mark.parametrize("name", ["last", "best"])
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_one_line_says_which_checkpoint_last_and_best_are(
+    stage: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, task, _ = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss", save_last=True))
+    saver = trainer.checkpoint_callback
+    capsys.readouterr()
+    loaders = [regression_loader(4), regression_loader(2)] if stage == "fit" else [regression_loader(2)]
+    getattr(trainer, stage)(task, *loaders, ckpt_path=name)
+    path = saver.best_model_path if name == "best" else saver.last_model_path
+    named = [line for line in capsys.readouterr().out.splitlines() if "ckpt_path" in line]
+    assert named == [f'trainwright: ckpt_path="{name}" is {path}.']
+
+
+def test_a_start_from_the_last_weights_alone_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, task, _ = _fitted(tmp_path)
+    capsys.readouterr()
+    trainer.fit(task, regression_loader(4), regression_loader(2), ckpt_path="last", load_weights_only=True)
+    lines = [line for line in capsys.readouterr().out.splitlines() if str(tmp_path) in line]
+    assert [line.partition(" of ")[0] for line in lines] == ["trainwright: a new run begins at step 0 from the weights"]
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 @pytest.mark.parametrize("given", ["ckpt_path", "task"])
 def test_an_explicit_none_or_a_task_keeps_the_current_weights(

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -44,6 +45,29 @@ class _WithSetup(DataModule):
         raise AssertionError("a plan reads no data before its setup")
 
 
+class _Documents(DataModule):
+    """20 documents of 3 tokens, which `setup` creates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+        self.documents: list[dict[str, torch.Tensor]] = []
+
+    def prepare_data(self) -> None:
+        self.called.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        self.called.append(f"setup {stage}")
+        self.documents = [{"input_ids": torch.arange(3)} for _ in range(20)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.documents, batch_size=2)  # type: ignore[arg-type]  # a list is a map-style data set
+
+    def teardown(self, stage: str) -> None:
+        self.called.append(f"teardown {stage}")
+
+
 def _source(plan: Plan, name: str) -> tuple[Any, str]:
     return plan.settings[name].value, plan.settings[name].source
 
@@ -63,6 +87,9 @@ def test_a_plan_of_one_process() -> None:
         "micro_batch": 4,
         "accumulate_grad_batches": 1,
         "global_batch": 4,
+        "tokens_per_step": None,
+        "batches_per_epoch": 5,
+        "samples_per_epoch": 18,
         "steps_per_epoch": 5,
         "total_steps": 15,
         "other_limits": [],
@@ -175,6 +202,37 @@ def test_what_is_not_known_has_a_reason() -> None:
     assert any("data: _WithSetup.setup runs only in the fit, because it may" in note for note in plan.notes)
     assert any("_NeedsValues.configure_model failed on the device 'meta'" in note for note in plan.notes)
     assert ["total", "not", "known"] in [line.split() for line in str(plan).splitlines()]
+
+
+def test_a_data_module_that_is_set_up_is_counted() -> None:
+    data = _Documents()
+    trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=3, accumulate_grad_batches=2)
+    plan = trainer.plan(RegressionTask(), datamodule=data, setup_data=True)
+    assert data.called == ["prepare_data", "setup fit", "teardown fit"]
+    assert data.trainer is None
+    assert (plan.data["batches_per_epoch"], plan.data["samples_per_epoch"]) == (5, 20)
+    assert (plan.data["steps_per_epoch"], plan.data["total_steps"], plan.data["tokens_per_step"]) == (3, 9, 24)
+    assert not any(note.startswith("data:") for note in plan.notes)
+
+
+def test_without_setup_the_data_is_not_known_and_the_plan_says_how_to_know_it() -> None:
+    data = _Documents()
+    plan = quiet_trainer(max_epochs=3).plan(RegressionTask(), datamodule=data)
+    assert data.called == []
+    assert (plan.data["batches_per_epoch"], plan.data["tokens_per_step"]) == (None, None)
+    assert any("pass setup_data=True (`trainwright plan --setup-data`)" in note for note in plan.notes)
+
+
+def test_a_short_last_batch_and_a_limit_count_as_in_the_fit() -> None:
+    loader = DataLoader(TensorDataset(torch.ones(21, 4), torch.ones(21, 1)), batch_size=4)
+    assert quiet_trainer().plan(RegressionTask(), loader).data["samples_per_epoch"] == 21
+    limited = quiet_trainer(limit_train_batches=2).plan(RegressionTask(), loader)
+    assert (limited.data["batches_per_epoch"], limited.data["samples_per_epoch"]) == (2, 8)
+
+
+def test_setup_data_without_a_data_module_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="there is none"):
+        quiet_trainer().plan(RegressionTask(), regression_loader(), setup_data=True)
 
 
 def test_errors_are_those_of_fit() -> None:

@@ -151,8 +151,8 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
     """Return the requested checkpoint after verifying its files. Called on one process.
 
     `hash_files` hashes the files of the parts that the stage needs. Remote checkpoints are downloaded into
-    `default_root_dir/downloaded` first. Returns None to use the current weights: none is requested, or `fit` with
-    `"last"` or an implied request finds none.
+    `default_root_dir/downloaded` first. The path of `"last"` or `"best"` is printed. Returns None to use the current
+    weights: none is requested, or `fit` with `"last"` or an implied request finds none.
 
     Raises:
         FileNotFoundError: there is no such checkpoint.
@@ -160,6 +160,15 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
             checkpoint.
         CheckpointError: the checkpoint is damaged, lacks a part, or holds weights only but a resume was requested.
     """
+    found = _choose(run, request, stage, hash_files)
+    # An implied request and a start from weights alone print the path elsewhere.
+    is_named = request.ckpt_path in ("last", "best") and not (request.implied or request.weights_only)
+    if found is not None and is_named:
+        run.print(f'trainwright: ckpt_path="{request.ckpt_path}" is {found.path}.')
+    return found
+
+
+def _choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
     if request.ckpt_path is None:
         return None
     kind: Kind | None = "full" if request.resumes(stage) else None

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule, LoaderOptions, prepare_loader, resolve_limit
+from trainwright.data import DataModule, LoaderOptions, PreparedLoader, prepare_loader, resolve_limit
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.configuration.settings import Settings
@@ -138,15 +138,16 @@ def forecast_bytes(
 
 
 def batch_counts(
-    settings: Settings, task: TaskModule, sources: Sources, num_readers: int, notes: list[str]
+    settings: Settings, task: TaskModule, sources: Sources, num_readers: int, notes: list[str], *, is_set_up: bool
 ) -> dict[str, Any]:
     """Return the sizes of batches and the numbers of steps.
 
-    Unknown values are None. If the data needs `prepare_data` or `setup`, it is not read, and `notes` says so.
+    Unknown values are None. If the data needs `prepare_data` or `setup`, it is not read, and `notes` says so. From a
+    data module that is set up, a batch is read to count its tokens.
     """
     accumulate, limits = settings.accumulate_grad_batches, settings.limits
-    micro = num_batches = per_epoch = None
-    if (reason := _why_not_read(sources, task)) is None:
+    micro = num_batches = per_epoch = samples = tokens = None
+    if (reason := _why_not_read(sources, task, is_set_up=is_set_up)) is None:
         options = LoaderOptions(
             world=num_readers,
             seed=settings.arguments.seed or 0,
@@ -160,6 +161,8 @@ def batch_counts(
         loader = prepare_loader(sources.make("train", task), options)
         micro = loader.batch_size
         num_batches = resolve_limit(limit, loader.num_batches, name)
+        samples = None if loader.num_batches is None else _samples(loader, num_batches or 0)
+        tokens = _tokens_of_first_batch(loader, task) if is_set_up else None
         loader.close()
         if micro is None:
             notes.append("micro_batch: the loader has no batch_size")
@@ -173,24 +176,55 @@ def batch_counts(
         "micro_batch": micro,
         "accumulate_grad_batches": accumulate,
         "global_batch": None if micro is None else micro * num_readers * accumulate,
+        "tokens_per_step": None if tokens is None else tokens * num_readers * accumulate,
+        "batches_per_epoch": num_batches,
+        "samples_per_epoch": samples,
         "steps_per_epoch": per_epoch,
         "total_steps": _total(per_epoch, limits.max_epochs, limits.max_steps),
         "other_limits": [str(limit) for limit in limits.others],
     }
 
 
-_WHY = "because it may download or write files; `trainer.plan` counts the batches of a loader that is passed to it"
+def _samples(loader: PreparedLoader, num_rounds: int) -> int | None:
+    """Return the number of samples of all ranks in the first rounds of an epoch, or None if unknown."""
+    # All full rounds but the last one have equal sizes, so that nothing is computed for them.
+    num_equal = max(0, min(num_rounds, loader.num_full_rounds) - 1)
+    sizes = [loader.samples_in_round(i) for i in range(num_equal, num_rounds)]
+    of_first = loader.samples_in_round(0)
+    known = [size for size in sizes if size is not None]
+    if of_first is None or len(known) < len(sizes):
+        return None
+    return num_equal * of_first + sum(known)
 
 
-def _why_not_read(sources: Sources, task: TaskModule) -> str | None:
+def _tokens_of_first_batch(loader: PreparedLoader, task: TaskModule) -> int | None:
+    """Return the number of tokens in the first micro-batch of rank 0, or None if the task cannot count them."""
+    loader.set_epoch(0)
+    for batch in loader.iterate():
+        try:
+            return task.num_tokens(batch)
+        except TaskError:  # the batch has no `input_ids`, and the task does not define num_tokens
+            return None
+    return None
+
+
+def _why_not_read(sources: Sources, task: TaskModule, *, is_set_up: bool) -> str | None:
     """Return the reason why the training data cannot be read before the fit, or None."""
     if "train" in sources.given:
         return None
     data = sources.datamodule
     from_data = data is not None and overrides(data, "train_dataloader", DataModule)
+    if from_data and is_set_up:
+        return None
     owner, base = (data, DataModule) if from_data else (task, TaskModule)
     hook = next((name for name in ("prepare_data", "setup") if overrides(owner, name, base)), None)
-    return None if hook is None else f"{type(owner).__name__}.{hook} runs only in the fit, {_WHY}"
+    if hook is None:
+        return None
+    advice = "pass setup_data=True (`trainwright plan --setup-data`)" if from_data else "pass loaders to `trainer.plan`"
+    return (
+        f"{type(owner).__name__}.{hook} runs only in the fit, because it may download or write files; {advice} to "
+        "count the batches"
+    )
 
 
 def _total(per_epoch: int | None, max_epochs: int | None, max_steps: int) -> int | str | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainwright.checkpoint.run_folder import OnDamaged
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.rng import isolate_rng
+from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.processes.devices import peak_memory
@@ -52,15 +55,22 @@ class Planner:
         strict: bool | None = None,
         allow_missing: Iterable[str] = (),
         on_damaged: OnDamaged | None = None,
+        setup_data: bool = False,
     ) -> Plan:
         """Return what `fit` with the same arguments will do, without training. Not collective.
 
         No process is started, no file is written, and the task is not changed: a task with `configure_model` is built
         as a copy on the device `meta`. The methods `setup` and `prepare_data` of the task and the data module are not
-        called. If one of them is defined, the data is known only for loaders that are passed as arguments.
+        called. If one of them is defined, the data is known only for loaders that are passed as arguments, or with
+        `setup_data=True`.
+
+        Args:
+            setup_data: call `prepare_data`, `setup` and `teardown` of the data module, which may download and write
+                files, and read one batch. Default: False.
 
         Raises:
             ConfigurationError, FileNotFoundError, CheckpointError: as in `fit`, before devices are used.
+            ConfigurationError: `setup_data=True` without a data module.
         """
         task = one_task("fit", task, model)
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
@@ -69,10 +79,32 @@ class Planner:
         )
         with isolate_rng():
             check_stage(self.settings, "fit", task, sources, load)
-            return _plan(self, task, sources)
+            if not setup_data:
+                return _plan(self, task, sources, is_set_up=False)
+            if sources.datamodule is None:
+                raise ConfigurationError(
+                    "plan(setup_data=True) sets up a data module, and there is none. Pass a data module, or remove "
+                    "setup_data."
+                )
+            with _set_up(sources.datamodule, self):
+                return _plan(self, task, sources, is_set_up=True)
 
 
-def _plan(planner: Planner, task: TaskModule, sources: Sources) -> Plan:
+@contextmanager
+def _set_up(data: DataModule, trainer: object) -> Iterator[None]:
+    """Set up a data module for a fit, and tear it down at the end."""
+    former = data.trainer
+    data.trainer = trainer
+    try:
+        method_of(data, "prepare_data")()
+        method_of(data, "setup")("fit")
+        yield
+    finally:
+        method_of(data, "teardown")("fit")
+        data.trainer = former
+
+
+def _plan(planner: Planner, task: TaskModule, sources: Sources, *, is_set_up: bool) -> Plan:
     from trainwright.trainer.trainer import Trainer
 
     settings, notes = planner.settings, list[str]()
@@ -102,7 +134,7 @@ def _plan(planner: Planner, task: TaskModule, sources: Sources) -> Plan:
         precision=data_types(built, engine.precision, outline, num_data_ranks),
         parameters=parameter_counts(built, outline.shards),
         memory=memory | _peak(planner.run, task),
-        data=batch_counts(settings, task, sources, num_readers, notes),
+        data=batch_counts(settings, task, sources, num_readers, notes, is_set_up=is_set_up),
         callbacks=[type(each).__name__ for each in callbacks],
         loggers=[type(each).__name__ for each in settings.loggers],
         notes=notes,

@@ -43,8 +43,9 @@ class Plan:
         parameters: `total`, `trainable` and `frozen`, and the same on one device: `total_per_device`, ….
         memory: `forecast_bytes`, of one device in a step of Adam without activations. After a fit of this Trainer also
             `peak_bytes` of this process, measured as in `peak_of`.
-        data: `micro_batch`, `accumulate_grad_batches`, `global_batch`, `steps_per_epoch`, `total_steps`, and further
-            limits of the fit in `other_limits`.
+        data: `micro_batch`, `accumulate_grad_batches`, `global_batch`, `tokens_per_step` (with `setup_data=True`,
+            estimated from the first batch), `batches_per_epoch` of one rank, `samples_per_epoch` of all ranks,
+            `steps_per_epoch`, `total_steps`, and further limits of the fit in `other_limits`.
         callbacks: classes of the callbacks, in the order of their calls.
         loggers: classes of the loggers.
         notes: reasons why values are not known.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainwright.cli.main import table_lines
-from trainwright.core.errors import CheckpointError, ConfigurationError, nearest, visible
+from trainwright.cli.main import check_subcommand, table_lines
+from trainwright.core.errors import CheckpointError, ConfigurationError, visible
 from trainwright.core.host.folders import is_url
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from trainwright.checkpoint.interop.export import Exported
 
 _COMMANDS = ("ls", "show", "verify", "diff", "merge", "export", "convert")
-_KNOWN = f"Known: {', '.join(_COMMANDS)}."
 _FOUND = 1  # verify: damage; diff: differences
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _SHOWN = 20  # maximal number of printed lines of one kind
@@ -33,8 +32,7 @@ _SHOWN = 20  # maximal number of printed lines of one kind
 def checkpoint(argv: Sequence[str]) -> int:
     """Run `trainwright checkpoint`; see `trainwright checkpoint --help`."""
     parser = _parser()
-    if argv and not argv[0].startswith("-") and argv[0] not in _COMMANDS:
-        raise ConfigurationError(f"checkpoint has no command {argv[0]!r}.{nearest(argv[0], _COMMANDS)} {_KNOWN}")
+    check_subcommand("checkpoint", argv, _COMMANDS)
     wanted = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = wanted.command
     try:
@@ -75,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     one = add("show", _show, "print what a resume from a checkpoint restores", as_json=True)
     one.add_argument("path", type=Path, help="a checkpoint")
     one = add("verify", _verify, "compare checkpoints with their manifests, hashes included", as_json=True)
-    one.add_argument("paths", type=Path, nargs="+", help="checkpoints, or folders of checkpoints")
+    one.add_argument("paths", type=Path, nargs="+", help="checkpoints, or folders with checkpoints at any depth")
     one = add("diff", _diff, "compare two checkpoints, bit by bit", as_json=True)
     one.add_argument("left", type=Path)
     one.add_argument("right", type=Path)
@@ -171,12 +169,17 @@ def _show(wanted: argparse.Namespace) -> int:
 
 def _verify(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint import verify
-    from trainwright.checkpoint.format.layout import RUN_INDEX
     from trainwright.cli.checkpoint_facts import checkpoints_at
 
-    # A pattern such as `runs/checkpoints/*` also matches the index beside the checkpoints.
-    given = [path for path in wanted.paths if path.name != RUN_INDEX] or wanted.paths
-    found = {str(path): verify(path) for folder in given for path in checkpoints_at(folder)}
+    # A pattern such as `runs/checkpoints/*` also matches the index and other files beside the checkpoints.
+    folders = [path for path in wanted.paths if not path.is_file()]
+    found: dict[str, list[str]] = {}
+    for given in folders or wanted.paths:
+        for path in checkpoints_at(given):
+            found[str(path)] = verify(path)
+    for path in wanted.paths:
+        if path not in folders:
+            _print(f"note: {path} is a file, not a checkpoint, and is skipped", file=sys.stderr)
     damaged = any(found.values())
     if wanted.json:
         _print_json({"damaged": damaged, "checkpoints": found})

@@ -48,10 +48,20 @@ class Row:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return `path` if it is a checkpoint, else all checkpoints in `path` or `path/checkpoints`."""
-    found = _folders(path)
+    """Return `path` if it is a checkpoint, else all checkpoints below `path`, at any depth."""
+    found = _folders(path) if _looks_ours(path) or not path.is_dir() else _below(path)
     if not found:
         raise CheckpointError(f"{path} is not a checkpoint and contains none. Pass a checkpoint or a run's folder.")
+    return found
+
+
+def _below(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for entry in sorted(folder.iterdir()):
+        if _looks_ours(entry):
+            found.append(entry)
+        elif entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            found += _below(entry)
     return found
 
 

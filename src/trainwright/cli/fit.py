@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, parse
 from trainwright.cli.configs.save_config_callback import resolved_yaml, save_config
@@ -26,7 +27,8 @@ from trainwright.core.process import detect
 from trainwright.core.tree import Batch
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser, Namespace
+    from jsonargparse import Namespace
+    from jsonargparse._core import ArgumentGroup  # not exported
 
     from trainwright.core.run import Stage
 
@@ -122,11 +124,12 @@ def build_parser(stage: Stage) -> Any:
     )
     parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, later ones win")
     parser.add_argument("--seed_everything", type=int | None, default=None, help="seed every generator before building")
-    parser.add_argument(
+    loading = parser.add_argument_group("Checkpoint", "The checkpoint that the stage starts from.")
+    loading.add_argument(
         "--ckpt_path", type=str | None, default=None, help='checkpoint to start from: a folder, a URL, "best" or "last"'
     )
     if stage == "fit":
-        _add_loading(parser)
+        _add_loading(loading)
     if stage == "predict":
         parser.add_argument(
             "--output",
@@ -135,22 +138,23 @@ def build_parser(stage: Stage) -> Any:
             help=f"safetensors file to write (default: {PREDICTIONS_NAME} in trainer.default_root_dir); none: no file",
         )
     parser.add_class_arguments(Trainer, "trainer")
+    group_trainer_options(parser)
     parser.add_subclass_arguments(TaskModule, "task", required=False)
     parser.add_subclass_arguments(DataModule, "data", required=False)
     return parser
 
 
-def _add_loading(parser: ArgumentParser) -> None:
+def _add_loading(group: ArgumentGroup) -> None:
     """Add the options of `Trainer.fit` for `ckpt_path`."""
-    parser.add_argument(
+    group.add_argument(
         "--on_damaged",
         type=Literal["error", "fall_back"] | None,
         default=None,
         help='a damaged checkpoint is an error, or is replaced by the newest valid one (default: only for "last")',
     )
-    parser.add_argument("--allow_missing", type=list[str], default=[], help="parts that may be missing: [optimizer]")
-    parser.add_argument("--strict", type=bool | None, default=None, help="whether all weights must fit by name")
-    parser.add_argument("--load_weights_only", type=bool, default=False, help="start at step 0 from the weights alone")
+    group.add_argument("--allow_missing", type=list[str], default=[], help="parts that may be missing: [optimizer]")
+    group.add_argument("--strict", type=bool | None, default=None, help="whether all weights must fit by name")
+    group.add_argument("--load_weights_only", type=bool, default=False, help="start at step 0 from the weights alone")
 
 
 def check_checkpoint(ckpt_path: str | None) -> None:

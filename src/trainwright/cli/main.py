@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainwright import __version__
-from trainwright.core.errors import TrainwrightError, nearest, visible
+from trainwright.core.errors import ConfigurationError, TrainwrightError, nearest, visible
 from trainwright.core.registry import import_object
 
 _PROG = "trainwright"
@@ -114,6 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return parser
+
+
+def check_subcommand(command: str, argv: Sequence[str], known: Sequence[str]) -> None:
+    """Raise a ConfigurationError, which names the most similar one, for an unknown sub-command of `command`."""
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
+        raise ConfigurationError(
+            f"{command} has no command {argv[0]!r}.{nearest(argv[0], known)} Known: {', '.join(known)}."
+        )
 
 
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:

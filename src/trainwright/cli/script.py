@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from trainwright import DataModule, TaskModule, Trainer, seed_everything
 from trainwright.cli.configs.cli_parser import ReduceLROnPlateau, class_of
 from trainwright.cli.configs.cli_parser import _parser_class as parser_class
+from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, listed, parse, plain
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
@@ -236,6 +237,7 @@ class CLI:
 
     def _add_core(self, parser: CLIParser) -> None:
         parser.add_class_arguments(class_of(self.trainer_class), "trainer", instantiate=False, fail_untyped=False)
+        group_trainer_options(parser)
         defaults = {f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks" and _is_plain(v)}
         parser.set_defaults(defaults)
         model, data = self.model_class or TaskModule, self.datamodule_class or DataModule

@@ -25,6 +25,9 @@ def plan(argv: Sequence[str]) -> int:
     from trainwright.trainer.planning.run_plan import PlannedSetting
 
     wanted, rest = _parser().parse_known_args(argv)
+    if wanted.help:
+        _print_help()
+        return 0
     line = read_command_line(rest)
     with redirect_stdout(sys.stderr if wanted.json else sys.stdout):  # a reader of the JSON gets nothing else
         parser, settings = read_settings("fit", line)
@@ -33,7 +36,9 @@ def plan(argv: Sequence[str]) -> int:
             seed_everything(settings.seed_everything)
         built = build(parser, settings)
         loading = {name: settings[name] for name in LOADING}
-        found = built.trainer.plan(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **loading)
+        found = built.trainer.plan(
+            built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, setup_data=wanted.setup_data, **loading
+        )
     sources = _sources(line)
     named = {
         name: replace(each, source=sources[name])
@@ -69,11 +74,27 @@ def _sources(line: CommandLine) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright plan",
-        usage="trainwright plan CONFIG [--json] [KEY=VALUE …]",
+        usage="trainwright plan CONFIG [--setup-data] [--json] [KEY=VALUE …]",
         description="Print what `trainwright fit` will do: settings and where they come from, processes, precision, "
-        "parameters, memory and steps. Nothing is trained or written.",
-        epilog="CONFIG, or --config CONFIG, and all other options are those of `trainwright fit`.",
+        "parameters, memory and steps. Nothing is trained. Nothing is written, except by the data module with "
+        "--setup-data.",
+        add_help=False,
         allow_abbrev=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
+    parser.add_argument(
+        "--setup-data",
+        action="store_true",
+        help="set up the data module, which may download and write files, to count its batches, samples and tokens",
     )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser
+
+
+def _print_help() -> None:
+    from trainwright.cli.fit import build_parser
+
+    options = build_parser("fit")
+    options.usage = argparse.SUPPRESS
+    options.description = "CONFIG, or --config CONFIG, and all other options are those of `trainwright fit`:"
+    print(f"{_parser().format_help()}\n{options.format_help()}", end="")

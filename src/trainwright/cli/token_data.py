@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from trainwright.cli.main import check_subcommand
+
 
 def data(argv: Sequence[str]) -> int:
     """Run `trainwright data tokenize` or `trainwright data show`."""
@@ -34,6 +36,7 @@ def data(argv: Sequence[str]) -> int:
     show = commands.add_parser("show", help="print what a file of tokens holds", allow_abbrev=False)
     show.add_argument("file", metavar="NAME", help="with or without its ending")
     show.add_argument("--document", type=int, metavar="N", help="print the tokens of this document, from 0")
+    check_subcommand("data", argv, ("tokenize", "show"))
     options = parser.parse_args(argv)
     return _tokenize(options) if options.command == "tokenize" else _show(options)
 

@@ -13,10 +13,13 @@ from trainwright.core.names.foreign_names import LIBRARIES, RENAMED, answer, own
 
 # Arguments of Lightning's Trainer that a saved configuration holds, with the default that means "not used".
 UNUSED = {"plugins": None, "model_registry": None, "enable_autolog_hparams": True}
-# Key of `trainer:` → the package of its classes, and the name of that package's registry.
-_PACKAGES = {
+# Key of `trainer:` → the package of its classes, and the name of that package's registry. The Trainer itself reads
+# registered names of strategies and profilers, so their registries are not used here.
+_PACKAGES: dict[str, tuple[str, str | None]] = {
     "callbacks": ("trainwright.callbacks", "CALLBACKS"),
     "logger": ("trainwright.loggers", "LOGGERS"),
+    "strategy": ("trainwright.strategies", None),
+    "profiler": ("trainwright.profilers", None),
 }
 
 
@@ -76,7 +79,7 @@ def _translate(node: object, place: str) -> None:
 
 
 def expand_config(config: dict[str, Any]) -> None:
-    """Replace short names in `trainer.callbacks` and `trainer.logger` by class paths, in place.
+    """Replace short names of callbacks, loggers, strategies and profilers in `trainer` by class paths, in place.
 
     An item is a name, or a mapping whose `class_path` is a name. Unknown names are not changed.
     """
@@ -94,15 +97,28 @@ def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str
     for key, text in assignments:
         match = re.fullmatch(r"trainer\.(\w+)\+?(\.class_path)?", key)
         path = class_path(match[1], text) if match is not None and match[1] in _PACKAGES else None
-        expanded.append((key, text if path is None else path))
+        if path is None:
+            expanded.append((key, text))
+        elif key == "trainer.strategy":  # may also be text, which the parser would take a path for
+            expanded.append(("trainer.strategy.class_path", path))
+        else:
+            expanded.append((key, path))
+    return expanded
+
+
+def expand_help(flags: Sequence[str]) -> list[str]:
+    """Replace short names in flags such as `--trainer.callbacks.help=EarlyStopping`. Unknown names are not changed."""
+    expanded = []
+    for flag in flags:
+        match = re.fullmatch(r"(--trainer\.(\w+)\.help)=(\w+)", flag)
+        path = class_path(match[2], match[3]) if match is not None and match[2] in _PACKAGES else None
+        expanded.append(flag if match is None or path is None else f"{match[1]}={path}")
     return expanded
 
 
 def class_path(key: str, name: str) -> str | None:
     """Return the class path for a short name under `trainer.<key>`, or None for an unknown name."""
-    module, registry_name = _PACKAGES[key]
-    package = import_module(module)
-    registry = getattr(package, registry_name)
+    package, registry = _package(key)
     if name in registry:
         found = registry.get(name)
     elif name in package.__all__:
@@ -112,16 +128,29 @@ def class_path(key: str, name: str) -> str | None:
     return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
 
 
+def class_names(key: str) -> list[str]:
+    """Return the public classes of the package of `trainer.<key>`. Empty for other keys."""
+    if key not in _PACKAGES:
+        return []
+    package, _ = _package(key)
+    return [name for name in package.__all__ if isinstance(getattr(package, name), type)]
+
+
 def short_names(key: str) -> list[str]:
     """Return the short names for the key `trainer.callbacks` or `trainer.logger`. Empty for other keys."""
     _, _, name = key.rpartition("trainer.")
     if name not in _PACKAGES:
         return []
-    module, registry_name = _PACKAGES[name]
+    package, registry = _package(name)
+    known = {registry.get(short) for short in registry}
+    return sorted(name for name in class_names(name) if getattr(package, name) in known)
+
+
+def _package(key: str) -> tuple[Any, Any]:
+    """Return the package and the registry of a key. The registry is empty if it is not used here."""
+    module, registry_name = _PACKAGES[key]
     package = import_module(module)
-    classes = {public for public in package.__all__ if isinstance(getattr(package, public), type)}
-    known = {getattr(package, registry_name).get(short) for short in getattr(package, registry_name)}
-    return sorted(name for name in classes if getattr(package, name) in known)
+    return package, {} if registry_name is None else getattr(package, registry_name)
 
 
 def _expand(key: str, item: object) -> Any:

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainwright.cli.configs.class_defaults import fill_nested_defaults, name_torch_classes, place_classes
-from trainwright.cli.configs.class_names import expand_assignments, expand_config, short_names, translate_config
+from trainwright.cli.configs.class_names import (
+    class_names,
+    expand_assignments,
+    expand_config,
+    expand_help,
+    short_names,
+    translate_config,
+)
 from trainwright.cli.configs.explain_errors import explain
 from trainwright.cli.configs.overrides import CommandLine, swap_classes
 from trainwright.core.errors import ConfigurationError, nearest
@@ -18,6 +25,9 @@ if TYPE_CHECKING:
 
 _CLASS_KEYS = ("task", "model", "data", "optimizer", "lr_scheduler")
 _GROUP = re.compile(r"Group '(?P<group>[^']*)' does not accept option '(?P<name>[^']*)'")
+_NO_CLASS = re.compile(
+    r"(?P<option>--(trainer\.)?(?P<key>\w+)\.help): Expected a dot import path string: (?P<name>\w+)"
+)
 _MODEL_KEYS = {"task": "model", "model": "task"}  # names of the same setting in this project and in Lightning
 
 
@@ -59,7 +69,7 @@ def parse(
     try:
         # As one text, so that defaults, files and words are read in one go: links and required arguments see them all.
         arguments = [f"--config={yaml.safe_dump(config)}"] if config else []
-        arguments += [*line.flags, *(f"--{key}={value}" for key, value in assignments)]
+        arguments += [*expand_help(line.flags), *(f"--{key}={value}" for key, value in assignments)]
         settings = parser.parse_args(arguments)
     except yaml.YAMLError as error:
         raise ConfigurationError(f"the configuration has a value that YAML cannot represent: {error}") from None
@@ -108,6 +118,9 @@ def _check_top_level(config: dict[str, Any], known: Sequence[str]) -> None:
 
 def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> str:
     """Return a parser's message as one line, with the most similar key."""
+    if match := _NO_CLASS.match(message):
+        close = nearest(match["name"], class_names(match["key"]))
+        return f"{match['option']} {match['name']}: no such class is known.{close} Write a path such as module.Class."
     options = {option for action in parser._actions for option in action.option_strings}
     words = [word.partition("=")[0].strip("'\",") for word in message.split()]
     unknown = [word for word in words if word.startswith("--") and word not in options]
