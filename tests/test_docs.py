@@ -196,8 +196,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "words"
 
 
+STRATEGY_PAGES = ("strategies", "ddp", "fsdp", "deepspeed", "tensor-parallel")
+
+
 def _strategy_commands() -> list[str]:
-    return [block.text for block in _blocks(_page("strategies"), "sh")]
+    """Return the shell blocks of the pages on strategies. The first one generates the project of the others."""
+    return [block.text for name in STRATEGY_PAGES for block in _blocks(_page(name), "sh")]
 
 
 @pytest.mark.slow
@@ -210,7 +214,7 @@ def test_the_command_lines_of_the_strategies_run(number: int, project: Path) -> 
     assert number > 1 or "918.7 K trainable parameters" in printed
 
 
-def test_the_page_on_strategies_shows_a_command_line_for_each_kind() -> None:
+def test_the_pages_on_strategies_show_a_command_line_for_each_kind() -> None:
     assert len(_strategy_commands()) >= 8
 
 
@@ -576,11 +580,11 @@ def test_the_strategies_are_listed_with_what_their_names_stand_for() -> None:
     assert not listed
 
 
-@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy], ids=lambda strategy: strategy.__name__)
-def test_the_options_of_a_strategy_are_listed_with_their_defaults(strategy: type) -> None:
+@pytest.mark.parametrize(("page", "strategy"), [("ddp", DDPStrategy), ("fsdp", FSDPStrategy)])
+def test_the_options_of_a_strategy_are_listed_with_their_defaults(page: str, strategy: type) -> None:
     calls = [
         {keyword.arg: keyword.value for keyword in node.keywords}
-        for node in ast.walk(ast.parse(_program(_page("strategies"))))
+        for node in ast.walk(ast.parse(_program(_page(page))))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == strategy.__name__
     ]
     shown = {name: ast.literal_eval(value) for name, value in max(calls, key=len).items() if name is not None}

@@ -1,4 +1,4 @@
-"""The strategy that docs/strategies.md writes, taken from the page."""
+"""The strategy that docs/extending.md writes, taken from the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tests.helpers.sources import ROOT
 from trainwright.strategies import Strategy
 
-_PAGE = ROOT / "docs" / "strategies.md"
+_PAGE = ROOT / "docs" / "extending.md"
 
 
 def block() -> str:

@@ -84,7 +84,7 @@ def test_metric_objects_count_each_sample_once(name: str) -> None:
     of_ranks = [_count(name)] if processes == 1 else run_distributed(lambda: _count(name), processes, timeout=120)
     numbers = [float(i + 1) for i in range(_SAMPLES)]
     for found, metrics in of_ranks:
-        if not name.startswith("pp"):  # refused, see docs/strategies.md
+        if not name.startswith("pp"):  # refused, see docs/pipelines.md
             assert found == [(_SAMPLES, numbers, [max(numbers), sum(numbers)])] * _EPOCHS
         assert metrics["validated"] == _SAMPLES
         assert metrics["callback"] == _SAMPLES

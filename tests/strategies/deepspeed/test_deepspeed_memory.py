@@ -1,4 +1,4 @@
-"""What a rank holds under DeepSpeed at each stage: bytes against the formula of docs/strategies.md."""
+"""What a rank holds under DeepSpeed at each stage: bytes against the formula of docs/deepspeed.md."""
 
 from __future__ import annotations
 

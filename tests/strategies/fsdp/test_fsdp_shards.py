@@ -173,7 +173,7 @@ def seen() -> list[dict[str, Any]]:
 
 
 def _shard_bytes(parameters: list[torch.Tensor], num_shards: int) -> int:
-    """The formula of docs/strategies.md: the first dimension is filled up to a multiple of the number of pieces."""
+    """The formula of docs/fsdp.md: the first dimension is filled up to a multiple of the number of pieces."""
     return sum(-(-p.shape[0] // num_shards) * p[0].numel() * p.element_size() for p in parameters)
 
 

@@ -2,7 +2,7 @@
 
 The peak is at one of two moments of a step: at the start of the backward, with all activations and the last layer's
 gradient, or in the optimizer's step, with all gradients and temporary tensors. The formulas follow the memory tables
-in docs/strategies.md, which tests compare with measured bytes.
+in docs/meshes.md, which tests compare with measured bytes.
 """
 
 from __future__ import annotations
