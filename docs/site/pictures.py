@@ -89,7 +89,7 @@ def shown_page(folder: Path, *, pictures: bool) -> str:
         text += _screenshots(report, folder) if _CHROMIUM else note
         text += "\n## The difference of two runs\n\n"
         _run(project, *fit, "trainer.max_epochs=1", "trainer.default_root_dir=other", "task.lr=0.01")
-        text += _shown(project, "diff", "runs/tensorboard/version_0", "runs/tensorboard/version_1", fails=True)
+        text += _shown(project, "diff", "runs/csv/version_0", "runs/csv/version_1", fails=True)
         replayed = ("runs/checkpoints/first", "--step", "80", "--config", "runs/config.yaml")
         text += "## A step again\n\n" + _shown(project, "replay", *replayed)
         text += "## A forecast of memory\n\nA language model with 8 billion parameters. Nothing is allocated.\n\n"

@@ -23,15 +23,28 @@ def test_the_files_that_were_written_are_returned(template: str, tmp_path: Path)
     assert {"config.yaml", "data.py", "task.py", "train.py", "tests/test_project.py"} <= {str(path) for path in written}
 
 
-def test_the_command_says_where_the_project_is_and_what_to_do_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("template", template_names())
+def test_the_command_ends_with_three_commands_to_paste(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "my-digits"
-    assert main(["new", str(target), "--template", "classifier"]) == 0
+    target = tmp_path / "my digits"
+    assert main(["new", str(target), "--template", template, "--name", "my-digits"]) == 0
     printed = capsys.readouterr().out
     assert 'name = "my-digits"' in (target / "pyproject.toml").read_text()
-    assert f"cd {target}" in printed
-    assert "python train.py" in printed
+    assert [line.strip() for line in printed.splitlines()[-3:]] == [
+        f"cd '{target}' && trainwright fit --config config.yaml",
+        "trainwright test --config config.yaml --ckpt_path best",
+        "trainwright report runs",
+    ]
+    assert printed.count("\n  ") == 3
+
+
+def test_no_command_changes_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "."]) == 0
+    assert "cd " not in capsys.readouterr().out
 
 
 def test_another_name_can_be_given(tmp_path: Path) -> None:

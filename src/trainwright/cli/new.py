@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,12 +40,12 @@ def new(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv)
     files = write_project(wanted.path, template=wanted.template, name=wanted.name)
     print(f"Wrote {len(files)} files to {wanted.path}. Next:\n")
+    fit = "trainwright fit --config config.yaml"
     if wanted.path.resolve() != Path.cwd():
-        print(f"  cd {wanted.path}")
-    print("  pip install -e '.[dev]'")
-    print("  python train.py                          # train, then test the best checkpoint")
-    print("  trainwright fit --config config.yaml     # the same from the configuration file")
-    print("  pytest")
+        fit = f"cd {shlex.quote(str(wanted.path))} && {fit}"
+    print(f"  {fit}")
+    print("  trainwright test --config config.yaml --ckpt_path best")
+    print("  trainwright report runs")
     return 0
 
 
