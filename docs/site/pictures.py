@@ -24,9 +24,10 @@ _LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
 _FIND_RATE = """
+import sys; sys.path.insert(0, "src")
 import matplotlib; matplotlib.use("agg")
-from data import DigitsData
-from task import DigitsClassifier
+from digits.data import DigitsData
+from digits.task import DigitsClassifier
 from trainwright import Trainer, Tuner, seed_everything
 seed_everything(0)
 tuner = Tuner(Trainer(max_epochs=1, enable_progress_bar=False))

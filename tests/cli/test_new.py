@@ -20,7 +20,14 @@ def _files_below(folder: Path) -> list[str]:
 def test_the_files_that_were_written_are_returned(template: str, tmp_path: Path) -> None:
     written = write_project(tmp_path / "above" / "project", template=template)
     assert [path.as_posix() for path in written] == _files_below(tmp_path / "above" / "project")
-    assert {"config.yaml", "data.py", "task.py", "train.py", "tests/test_project.py"} <= {str(path) for path in written}
+    assert {
+        "config.yaml",
+        "train.py",
+        "export.py",
+        "src/project/data.py",
+        "src/project/task.py",
+        "tests/test_project.py",
+    } <= {str(path) for path in written}
 
 
 @pytest.mark.parametrize("template", template_names())
@@ -111,7 +118,14 @@ def test_what_cannot_name_a_distribution_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("My-Digits.v2", "my_digits_v2"), ("3d", "project_3d"), ("class", "project_class"), ("digits", "digits")],
+    [
+        ("My-Digits.v2", "my_digits_v2"),
+        ("3d", "project_3d"),
+        ("class", "project_class"),
+        ("digits", "digits"),
+        ("torch", "project_torch"),
+        ("json", "project_json"),
+    ],
 )
 def test_the_package_s_name_is_an_identifier(name: str, package: str) -> None:
     assert project_names(name)["package"] == package

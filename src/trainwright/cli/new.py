@@ -11,6 +11,7 @@ import keyword
 import re
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
@@ -24,6 +25,11 @@ _SUFFIX = ".jinja"
 _DEFAULT_TEMPLATE = "classifier"
 # Packagers and version control treat files whose name begins with a dot specially, so templates spell it out.
 _DOTFILES = {"gitignore": ".gitignore"}
+# A project's package comes first in the import path: with one of these names it would hide what the project imports.
+_IMPORTED_NAMES = {
+    *sys.stdlib_module_names, "numpy", "optuna", "peft", "pytest", "safetensors", "sklearn", "tests", "tokenizers",
+    "torch", "torchmetrics", "trainwright", "transformers", "export", "sweep", "train",
+}  # fmt: skip
 
 
 def new(argv: Sequence[str]) -> int:
@@ -106,7 +112,7 @@ def project_names(name: str) -> dict[str, str]:
             "letter or digit at both ends."
         )
     package = re.sub(r"[^a-z0-9]+", "_", name.lower())
-    if package[0].isdigit() or keyword.iskeyword(package):
+    if package[0].isdigit() or keyword.iskeyword(package) or package in _IMPORTED_NAMES:
         package = f"project_{package}"
     return {"name": name, "package": package, "version": __version__}
 
