@@ -20,14 +20,9 @@ def _files_below(folder: Path) -> list[str]:
 def test_the_files_that_were_written_are_returned(template: str, tmp_path: Path) -> None:
     written = write_project(tmp_path / "above" / "project", template=template)
     assert [path.as_posix() for path in written] == _files_below(tmp_path / "above" / "project")
-    assert {
-        "config.yaml",
-        "train.py",
-        "export.py",
-        "src/project/data.py",
-        "src/project/task.py",
-        "tests/test_project.py",
-    } <= {str(path) for path in written}
+    names = {path.as_posix() for path in written}
+    assert {"config.yaml", "train.py", "export.py", "sweep.py", "slurm/train.sbatch"} <= names
+    assert {"src/project/__init__.py", "src/project/data.py", "src/project/task.py", "tests/test_project.py"} <= names
 
 
 @pytest.mark.parametrize("template", template_names())
