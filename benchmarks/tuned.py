@@ -117,7 +117,9 @@ def hand_gpt() -> float:
 def hand_classifier() -> float:
     """Train the classifier of the template by hand; return the seconds of a step."""
     seed_everything(0)
-    project, data, clock = importlib.import_module("task"), importlib.import_module("data").DigitsData(), Clock()
+    project = importlib.import_module("digits.task")
+    data = importlib.import_module("digits.data").DigitsData()
+    clock = Clock()
     data.prepare_data()
     data.setup("fit")
     model = project.DigitsClassifier()
@@ -173,9 +175,11 @@ def main() -> None:
             [sys.executable, "-m", "trainwright", "new", "digits"], cwd=made, check=True, capture_output=True
         )
         digits = Path(made, "digits")
-        sys.path.insert(0, str(digits))
+        sys.path.insert(0, str(digits / "src"))
         classifier = partial(
-            fit, importlib.import_module("task").DigitsClassifier, importlib.import_module("data").DigitsData
+            fit,
+            importlib.import_module("digits.task").DigitsClassifier,
+            importlib.import_module("digits.data").DigitsData,
         )
         options = {"max_epochs": EPOCHS}
         model = partial(fit, Net, Characters)

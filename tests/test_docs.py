@@ -229,7 +229,7 @@ def test_the_commands_from_texts_to_a_chat_model_run(tmp_path: Path) -> None:
     assert float(test[1]) < 0.6 * float(test[2])
     assert printed.count("The statement") > 8  # after each epoch, and at the end
     assert (tmp_path / "writer" / "exported" / "model.safetensors").is_file()
-    answers = re.search(r"validation loss: (\d\.\d+) nats per token of an answer", printed)
+    answers = re.search(r"test loss: +(\d\.\d+) nats per token of an answer", printed)
     assert answers is not None, printed
     assert float(answers[1]) < 4
 

@@ -24,9 +24,10 @@ _LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
 }  # fmt: skip
 _FIND_RATE = """
+import sys; sys.path.insert(0, "src")
 import matplotlib; matplotlib.use("agg")
-from data import DigitsData
-from task import DigitsClassifier
+from digits.data import DigitsData
+from digits.task import DigitsClassifier
 from trainwright import Trainer, Tuner, seed_everything
 seed_everything(0)
 tuner = Tuner(Trainer(max_epochs=1, enable_progress_bar=False))
@@ -89,7 +90,7 @@ def shown_page(folder: Path, *, pictures: bool) -> str:
         text += _screenshots(report, folder) if _CHROMIUM else note
         text += "\n## The difference of two runs\n\n"
         _run(project, *fit, "trainer.max_epochs=1", "trainer.default_root_dir=other", "task.lr=0.01")
-        text += _shown(project, "diff", "runs/tensorboard/version_0", "runs/tensorboard/version_1", fails=True)
+        text += _shown(project, "diff", "runs/csv/version_0", "runs/csv/version_1", fails=True)
         replayed = ("runs/checkpoints/first", "--step", "80", "--config", "runs/config.yaml")
         text += "## A step again\n\n" + _shown(project, "replay", *replayed)
         text += "## A forecast of memory\n\nA language model with 8 billion parameters. Nothing is allocated.\n\n"

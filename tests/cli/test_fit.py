@@ -154,6 +154,15 @@ def optimizer_of(task: Any) -> Any:
     return task.optimizer(list(task.layer.parameters()))
 
 
+def test_a_package_in_src_is_imported_without_an_installation(project: Path) -> None:
+    (project / "src" / "cli_package").mkdir(parents=True)
+    (project / "cli_project.py").rename(project / "src" / "cli_package" / "in_src.py")
+    config = (project / "config.yaml").read_text()
+    (project / "config.yaml").write_text(config.replace("cli_project.", "cli_package.in_src."))
+    _, asked = run("--config", "config.yaml")
+    assert type(asked["task"]).__module__ == "cli_package.in_src"
+
+
 @pytest.mark.usefixtures("project")
 def test_a_configuration_builds_trainer_task_and_data() -> None:
     trainer, asked = run("--config", "config.yaml")

@@ -20,18 +20,33 @@ def _files_below(folder: Path) -> list[str]:
 def test_the_files_that_were_written_are_returned(template: str, tmp_path: Path) -> None:
     written = write_project(tmp_path / "above" / "project", template=template)
     assert [path.as_posix() for path in written] == _files_below(tmp_path / "above" / "project")
-    assert {"config.yaml", "data.py", "task.py", "train.py", "tests/test_project.py"} <= {str(path) for path in written}
+    names = {path.as_posix() for path in written}
+    assert {"config.yaml", "train.py", "export.py", "sweep.py", "slurm/train.sbatch"} <= names
+    assert {"src/project/__init__.py", "src/project/data.py", "src/project/task.py", "tests/test_project.py"} <= names
 
 
-def test_the_command_says_where_the_project_is_and_what_to_do_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("template", template_names())
+def test_the_command_ends_with_three_commands_to_paste(
+    template: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / "my-digits"
-    assert main(["new", str(target), "--template", "classifier"]) == 0
+    target = tmp_path / "my digits"
+    assert main(["new", str(target), "--template", template, "--name", "my-digits"]) == 0
     printed = capsys.readouterr().out
     assert 'name = "my-digits"' in (target / "pyproject.toml").read_text()
-    assert f"cd {target}" in printed
-    assert "python train.py" in printed
+    assert [line.strip() for line in printed.splitlines()[-3:]] == [
+        f"cd '{target}' && trainwright fit --config config.yaml",
+        "trainwright test --config config.yaml --ckpt_path best",
+        "trainwright report runs",
+    ]
+    assert printed.count("\n  ") == 3
+
+
+def test_no_command_changes_to_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "."]) == 0
+    assert "cd " not in capsys.readouterr().out
 
 
 def test_another_name_can_be_given(tmp_path: Path) -> None:
@@ -98,7 +113,14 @@ def test_what_cannot_name_a_distribution_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "package"),
-    [("My-Digits.v2", "my_digits_v2"), ("3d", "project_3d"), ("class", "project_class"), ("digits", "digits")],
+    [
+        ("My-Digits.v2", "my_digits_v2"),
+        ("3d", "project_3d"),
+        ("class", "project_class"),
+        ("digits", "digits"),
+        ("torch", "project_torch"),
+        ("json", "project_json"),
+    ],
 )
 def test_the_package_s_name_is_an_identifier(name: str, package: str) -> None:
     assert project_names(name)["package"] == package

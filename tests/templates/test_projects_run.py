@@ -18,6 +18,8 @@ from tests.helpers.selection import mostly_exhaustive
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 TEMPLATES = ["classifier", "finetune", "language-model"]
+# peft 0.21 reads a property that transformers 5.23 deprecates.
+STRICT = ("-W", "error", "-W", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 _SOURCES = str(Path(trainwright.__file__).parents[1])
 
 
@@ -82,6 +84,69 @@ def test_the_configuration_trains_overrides_apply_and_the_checkpoint_can_be_test
     words = ("trainer.logger=false", "trainer.limit_test_batches=2", f"ckpt_path={checkpoint}")
     printed = run(project, "-m", "trainwright", "test", "--config", "config.yaml", *words)
     assert "test_loss" in printed
+
+
+def learning_rates(project: Path) -> list[float]:
+    """Return the learning rates of the newest run, which a resumed run continues."""
+    newest = max((project / "runs" / "csv").glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    with (newest / "metrics.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    column = next(name for name in rows[0] if name.startswith("lr"))
+    return [float(row[column]) for row in rows if row[column]]
+
+
+FIT = (*STRICT, "-m", "trainwright", "fit", "--config", "config.yaml", "trainer.log_every_n_steps=1")
+TEST = (*STRICT, "-m", "trainwright", "test", "--config", "config.yaml", "--ckpt_path", "best")
+
+
+def test_the_classifier_trains_longer_is_exported_and_searched_without_a_warning(tmp_path: Path) -> None:
+    project = write(tmp_path, "classifier")
+    run(project, *FIT, "trainer.max_epochs=1")
+    run(project, *FIT, "trainer.max_epochs=4", "--ckpt_path", "last")
+    rates = learning_rates(project)
+    assert rates[0] == pytest.approx(3e-4)
+    assert rates[39] < rates[40] == pytest.approx(3e-3)  # the warm-up of 40 steps continued over the resume
+    assert rates[40:] == [rates[40]] * 40
+    assert "test_acc" in run(project, *TEST)
+    assert (project / run(project, *STRICT, "-m", "trainwright", "report", "runs").strip()).is_file()
+    assert "10 logits" in run(project, *STRICT, "export.py", "runs/checkpoints/last", "digits.pt2")
+    searched = run(project, *STRICT, "sweep.py", "--trials", "2", "--epochs", "1")
+    assert "trainwright fit --config config.yaml task.lr=" in searched
+
+
+def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path: Path) -> None:
+    project = write(tmp_path, "classifier")
+    hidden = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_path('sweep.py', run_name='__main__')"
+    lines = run(project, *STRICT, "-c", hidden, "--trials", "2", "--epochs", "1").splitlines()
+    assert [line for line in lines if "ptuna" in line] == [lines[0]]
+    assert lines[-1].startswith(
+        "trainwright fit --config config.yaml task.lr=0.003 task.weight_decay=0.01 task.dropout="
+    )
+
+
+@pytest.mark.exhaustive
+def test_language_models_train_longer_and_are_exported_finetuned_and_tested_without_a_warning(tmp_path: Path) -> None:
+    few = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1")
+    writer = write(tmp_path, "language-model")
+    run(writer, *FIT, *few, "trainer.max_epochs=1")
+    run(writer, *FIT, *few, "trainer.max_epochs=2", "--ckpt_path", "last")
+    rates = learning_rates(writer)
+    assert rates == sorted(rates)
+    assert rates[-1] == pytest.approx(3e-3 * 8 / 50)  # step 8 of a warm-up of 50 steps
+    run(writer, "export.py", "runs/checkpoints/last", "exported")
+
+    chat = write(tmp_path, "finetune")
+    model = str(writer / "exported")
+    models = (f"task.model={model}", f"data.model={model}")
+    run(chat, *FIT, *few, *models, "trainer.max_epochs=1")
+    run(chat, *FIT, *few, *models, "trainer.max_epochs=4", "--ckpt_path", "last")
+    assert learning_rates(chat)[-1] == pytest.approx(1e-3)
+    assert "test_loss" in run(chat, *TEST, *models)
+    searched = run(chat, *STRICT, "sweep.py", "--trials", "2", "--model", model)
+    assert f"task.model={model} data.model={model} task.lr=" in searched
+    printed = run(chat, *STRICT, "train.py", "--model", model, "--epochs", "1")
+    assert re.search(r"test loss: +\d\.\d+ nats per token of an answer", printed)
+    assert (chat / "runs" / "checkpoints" / "last").is_symlink()
 
 
 def losses(project: Path, strategy: str, devices: int) -> list[float]:

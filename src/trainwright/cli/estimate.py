@@ -6,12 +6,12 @@ import argparse
 import copy
 import inspect
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainwright.cli.project_folder import import_from_here
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
 from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
 from trainwright.core.host.hub import local_files_only
@@ -418,8 +418,7 @@ def _make_task(name: str) -> nn.Module:
     from trainwright.bigmodels.weights.empty import init_empty_weights
     from trainwright.core.task import TaskModule
 
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a class in the current folder, as `python -m` would find it
+    import_from_here()
     try:
         kind = import_object(name)
     except (ImportError, AttributeError) as error:

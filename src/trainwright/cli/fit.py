@@ -6,8 +6,6 @@ A configuration file holds `seed_everything`, `trainer:` (the arguments of `Trai
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from trainwright.cli.configs.overrides import CommandLine, read_command_line, re
 from trainwright.cli.configs.parsing import build, parse
 from trainwright.cli.configs.save_config_callback import resolved_yaml, save_config
 from trainwright.cli.main import INTERRUPTED
+from trainwright.cli.project_folder import import_from_here
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.host.folders import is_url
 from trainwright.core.process import detect
@@ -81,9 +80,7 @@ def test(argv: Sequence[str]) -> int:
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the parser, and the settings of a command line and its files, which override `defaults`."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    import_from_here()
     config = {**(defaults or {}), **read_configs(line.configs)}
     if stage != "fit":  # the same file serves every stage
         for name in LOADING:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources.abc import Traversable
@@ -23,6 +25,11 @@ _SUFFIX = ".jinja"
 _DEFAULT_TEMPLATE = "classifier"
 # Packagers and version control treat files whose name begins with a dot specially, so templates spell it out.
 _DOTFILES = {"gitignore": ".gitignore"}
+# A project's package comes first in the import path: with one of these names it would hide what the project imports.
+_IMPORTED_NAMES = {
+    *sys.stdlib_module_names, "numpy", "optuna", "peft", "pytest", "safetensors", "sklearn", "tests", "tokenizers",
+    "torch", "torchmetrics", "trainwright", "transformers", "export", "sweep", "train",
+}  # fmt: skip
 
 
 def new(argv: Sequence[str]) -> int:
@@ -39,12 +46,12 @@ def new(argv: Sequence[str]) -> int:
     wanted = parser.parse_args(argv)
     files = write_project(wanted.path, template=wanted.template, name=wanted.name)
     print(f"Wrote {len(files)} files to {wanted.path}. Next:\n")
+    fit = "trainwright fit --config config.yaml"
     if wanted.path.resolve() != Path.cwd():
-        print(f"  cd {wanted.path}")
-    print("  pip install -e '.[dev]'")
-    print("  python train.py                          # train, then test the best checkpoint")
-    print("  trainwright fit --config config.yaml     # the same from the configuration file")
-    print("  pytest")
+        fit = f"cd {shlex.quote(str(wanted.path))} && {fit}"
+    print(f"  {fit}")
+    print("  trainwright test --config config.yaml --ckpt_path best")
+    print("  trainwright report runs")
     return 0
 
 
@@ -105,7 +112,7 @@ def project_names(name: str) -> dict[str, str]:
             "letter or digit at both ends."
         )
     package = re.sub(r"[^a-z0-9]+", "_", name.lower())
-    if package[0].isdigit() or keyword.iskeyword(package):
+    if package[0].isdigit() or keyword.iskeyword(package) or package in _IMPORTED_NAMES:
         package = f"project_{package}"
     return {"name": name, "package": package, "version": __version__}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import random
 import sys
 import types
@@ -22,6 +21,7 @@ from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, listed, parse, plain
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
+from trainwright.cli.project_folder import import_from_here
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
 
@@ -168,9 +168,7 @@ class CLI:
     # Reading
 
     def _read(self, args: Sequence[str] | Mapping[str, Any] | None, run: bool) -> None:
-        here = os.getcwd()
-        if here not in sys.path:
-            sys.path.insert(0, here)
+        import_from_here()
         given: dict[str, Any] = {}
         words: list[str] = []
         if isinstance(args, Mapping):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from trainwright.cli.main import check_subcommand
+from trainwright.cli.project_folder import import_from_here
 
 
 def data(argv: Sequence[str]) -> int:
@@ -44,8 +43,7 @@ def data(argv: Sequence[str]) -> int:
 def _tokenize(options: argparse.Namespace) -> int:
     from trainwright.data.tokens.tokenize import load_tokenizer, tokenize_files
 
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.insert(0, here)  # the module of a function
+    import_from_here()
     tokenizer = load_tokenizer(options.tokenizer, vocab_size=options.vocab_size, eod=options.eod)
     found = tokenize_files(
         options.inputs,
