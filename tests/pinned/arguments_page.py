@@ -1,8 +1,8 @@
-"""The page docs/arguments.md, from the docstrings.
+"""The pages of arguments in docs/, from the docstrings.
 
     python -m tests.pinned.arguments_page
 
-writes it.
+writes them.
 """
 
 from __future__ import annotations
@@ -14,31 +14,126 @@ from pathlib import Path
 from typing import Any
 
 from trainwright import Accelerator, TaskModule, Trainer
-from trainwright.callbacks import BackboneFinetuning, GarbageCollection, ModelPruning, SlowRankDetector
+from trainwright.callbacks import CALLBACKS
+from trainwright.core.registry import Registry
+from trainwright.loggers import LOGGERS
 from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+from trainwright.strategies import STRATEGIES
+from trainwright.strategies.deepspeed.options import ZeroOptions
 from trainwright.utils import ProfileKwargs
 
-FILE = Path(__file__).parents[2] / "docs" / "arguments.md"
-_HEAD = """# Arguments
+FOLDER = Path(__file__).parents[2] / "docs"
+_MADE = "The page is made from the docstrings (`python -m tests.pinned.arguments_page`)."
+_ARGUMENTS = f"""# Arguments
 
-The arguments of the classes and methods that every program uses, of profilers and some callbacks, and what a task may
-define. The page is made from the docstrings (`python -m tests.pinned.arguments_page`). `help(…)` shows the same for
-every public name, with the errors that each raises.
+The arguments of the classes and methods that every program uses, of profilers, and what a task may define. Pages of
+their own list those of [callbacks](callback-arguments.md), [loggers](logger-arguments.md) and
+[strategies](strategy-arguments.md). {_MADE}
+`help(…)` shows the same for every public name, with the errors that each
+raises.
 """
-_ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8,}.*)*)", re.MULTILINE)
+_CALLBACKS = f"""# Arguments of callbacks
+
+Every callback with a short name, and all of its arguments.
+{_MADE}
+
+A script creates them: `Trainer(callbacks=[EarlyStopping("val_loss", patience=5)])`. A configuration file names them by
+the class or by the short name, and `null` or no `init_args` means the defaults:
+
+```yaml
+trainer:
+  callbacks:
+    - {{class_path: ModelCheckpoint, init_args: {{monitor: val_loss, save_last: link}}}}
+    - {{class_path: early_stopping, init_args: {{monitor: val_loss, patience: 5}}}}
+    - learning_rate_monitor
+```
+
+On the command line, `--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitor=val_loss` adds one, and
+`trainwright fit --trainer.callbacks.help EarlyStopping` lists its arguments. [Callbacks](callbacks.md) explains them,
+and how to write one.
+"""
+_LOGGERS = f"""# Arguments of loggers
+
+Every logger with a short name, and all of its arguments.
+{_MADE}
+
+A script creates one or several: `Trainer(logger=["csv", WandbLogger(project="digits")])`. The same in a configuration
+file:
+
+```yaml
+trainer:
+  logger:
+    - csv
+    - {{class_path: WandbLogger, init_args: {{project: digits}}}}
+```
+
+On the command line, `--trainer.logger=csv` chooses one, and `trainwright fit --trainer.logger.help WandbLogger` lists
+its arguments. [Logging](logging.md) explains what loggers receive and when, and how to write one.
+"""
+_STRATEGIES = f"""# Arguments of strategies
+
+Every strategy with a short name, and all of its arguments.
+{_MADE}
+
+A script names a strategy with its options, or creates it: `Trainer(strategy="megatron:pp=2:tp=2")`,
+`Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))`. The same in a configuration file:
+
+```yaml
+trainer:
+  devices: 2
+  strategy: {{class_path: FSDPStrategy, init_args: {{sharding_strategy: SHARD_GRAD_OP}}}}
+```
+
+On the command line, `--trainer.strategy=fsdp` chooses one, and `trainwright fit --trainer.strategy.help FSDPStrategy`
+lists its arguments. [Strategies](strategies.md) says which one to choose.
+"""
+_ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*):(?P<text>.*(?:\n {8,}.*)*)", re.MULTILINE)
+# Classes that document arguments of others which are not their sub-classes.
+_DOCUMENTED_BY: dict[str, list[type]] = {"DeepSpeedStrategy": [ZeroOptions]}
+
+
+def _entries(function: Callable[..., Any]) -> dict[str, tuple[list[str], str]]:
+    """Return the names and the text of the entry in a docstring that documents each argument."""
+    found = {}
+    args = re.search(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", inspect.getdoc(function) or "", re.MULTILINE)
+    for entry in _ENTRY.finditer(args[1] if args else ""):
+        names = entry["names"].split(", ")
+        text = " ".join(entry["text"].split()).replace("|", "\\|")
+        found.update(dict.fromkeys(names, (names, text)))
+    return found
+
+
+def _documented(function: Callable[..., Any]) -> dict[str, tuple[list[str], str]]:
+    """Return the entries of all arguments. An entry that only names another class is replaced by that class's entry."""
+    sources: list[Any] = [function]
+    if inspect.isclass(function):
+        sources += [*function.__mro__[1:], *_DOCUMENTED_BY.get(function.__name__, [])]
+    found: dict[str, tuple[list[str], str]] = {}
+    for source in reversed(sources):
+        if source is object:
+            continue
+        for name, (names, text) in _entries(source).items():
+            refers = any(text.startswith(f"{see} `{one.__name__}`") for one in sources[1:] for see in ("see", "See"))
+            if not (refers and name in found):
+                found[name] = (names, text)
+    return found
 
 
 def arguments_table(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield a table row for each documented argument."""
-    args = re.search(r"^(?:Args|Attributes):\n((?: {4}.*\n?|\n)*)", inspect.getdoc(function) or "", re.MULTILINE)
+    """Yield a table row for each documented argument, in the order of the signature."""
+    documented, shown = _documented(function), set()
     parameters = inspect.signature(function).parameters
     yield "| argument | default | meaning |\n|---|---|---|"
-    for entry in _ENTRY.finditer(args[1] if args else ""):
-        names = entry["names"].split(", ")
-        given = [parameters[name].default for name in names if name in parameters]
+    rest = [name for name in _entries(function) if name not in parameters]
+    for name in [*parameters, *rest]:
+        if name not in documented or name in shown:
+            continue
+        names, text = documented[name]
+        names = [one for one in names if one in parameters or one in rest]
+        shown.update(names)
+        given = [parameters[one].default for one in names if one in parameters]
         defaults = dict.fromkeys("required" if value is inspect.Parameter.empty else f"`{value!r}`" for value in given)
-        text = " ".join(entry["text"].split()).replace("|", "\\|")
-        yield f"| {', '.join(f'`{name}`' for name in names)} | {', '.join(defaults)} | {text} |"
+        yield f"| {', '.join(f'`{one}`' for one in names)} | {', '.join(defaults)} | {text} |"
 
 
 def _methods(cls: type) -> Iterator[str]:
@@ -55,8 +150,8 @@ def _names_of(function: Callable[..., Any]) -> str:
 
 
 def arguments_page() -> str:
-    """Return the text of the page."""
-    parts = [_HEAD]
+    """Return the text of docs/arguments.md."""
+    parts = [_ARGUMENTS]
     for title, function in {
         "Trainer": Trainer,
         "Trainer.fit": Trainer.fit,
@@ -64,12 +159,39 @@ def arguments_page() -> str:
         "Accelerator": Accelerator,
     }.items():
         parts.append(f"## {title}\n\n" + "\n".join(arguments_table(function)) + "\n")
-    listed = (Profiler, SimpleProfiler, AdvancedProfiler, PyTorchProfiler, ProfileKwargs)
-    for cls in (*listed, BackboneFinetuning, GarbageCollection, ModelPruning, SlowRankDetector):
+    for cls in (Profiler, SimpleProfiler, AdvancedProfiler, PyTorchProfiler, ProfileKwargs):
         parts.append(f"## {cls.__name__}\n\n" + "\n".join(arguments_table(cls)) + "\n")
     parts.append("## TaskModule\n\n" + "\n".join(_methods(TaskModule)) + "\n")
     return "\n".join(parts)
 
 
+def _registered_page(introduction: str, registry: Registry[Any]) -> str:
+    """Return a page with each class of a registry, its short names, its first paragraph and its arguments."""
+    names: dict[type, list[str]] = {}
+    for name in registry:
+        made = registry.get(name)
+        if inspect.isclass(made):
+            names.setdefault(made, []).append(name)
+    parts = [introduction]
+    for cls, short in names.items():
+        first = (inspect.getdoc(cls) or "").split("\n\n")[0]
+        called = " or ".join(f"`{name}`" for name in short)
+        head, *rows = arguments_table(cls)
+        table = "\n".join([head, *rows]) if rows else "It has no arguments."
+        parts.append(f"## {cls.__name__}\n\n{called}: {first}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page by the name of its file."""
+    return {
+        "arguments.md": arguments_page(),
+        "callback-arguments.md": _registered_page(_CALLBACKS, CALLBACKS),
+        "logger-arguments.md": _registered_page(_LOGGERS, LOGGERS),
+        "strategy-arguments.md": _registered_page(_STRATEGIES, STRATEGIES),
+    }
+
+
 if __name__ == "__main__":
-    FILE.write_text(arguments_page())
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
