@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | torture | check | check-oldest | bench | docs | format | clean.
+# make demo | test | test-all | test-xla | torture | check | check-oldest | check-newest | check-wheel | bench | docs | format | clean.
 # Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
@@ -9,12 +9,15 @@ STAMP := $(VENV)/.installed
 # The oldest torch that pyproject.toml allows, and a torchao for it; the other packages are those of constraints.txt.
 OLDEST_TORCH := 2.9.0
 OLDEST_TORCHAO := 0.17.0
+# The newest torch that was tested, and a torchao for it.
+NEWEST_TORCH := 2.14.1
+NEWEST_TORCHAO := 0.18.0
 VENV_DEMO := .venv-demo
 STAMP_DEMO := $(VENV_DEMO)/.installed
 VENV_DOCS := .venv-docs
 STAMP_DOCS := $(VENV_DOCS)/.installed
 VENV_OLDEST := .venv-oldest
-STAMP_OLDEST := $(VENV_OLDEST)/.installed
+VENV_NEWEST := .venv-newest
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
 SUITE := $(BIN)/python tests/helpers/run_suite.py -n 2 --dist loadfile --no-loadscope-reorder
 # Whole programs are among the slow tests: make check does not even import their files.
@@ -32,12 +35,13 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-xla torture check check-oldest lint bench docs pictures format clean
+.PHONY: help venv demo test test-all test-xla torture check check-oldest check-newest check-wheel lint bench docs pictures format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a report of its training (two minutes)"
 	@echo "make check    format, lint, types, architecture, fast tests (two minutes)"
 	@echo "make check-oldest  the fast tests on the oldest supported torch, in an environment of its own"
+	@echo "make check-newest  the same on the newest torch that was tested"
 	@echo "make test     the fast tests, and every feature in real processes (half an hour)"
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (ten minutes)"
@@ -102,17 +106,33 @@ lint: $(STAMP)
 check: lint
 	$(BIN)/python $(FAST)
 
-# The fast tests compile no operation of deepspeed. The environment's own tools (ninja) come before those of $(VENV).
-check-oldest: $(STAMP_OLDEST)
-	PATH="$(CURDIR)/$(VENV_OLDEST)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV_OLDEST)/torch_extensions" \
-		$(VENV_OLDEST)/bin/python $(FAST)
+# The fast tests on another torch, in an environment of its own. They compile no operation of deepspeed. The environment's
+# own tools (ninja) come before those of $(VENV).
+check-oldest: VENV_OTHER := $(VENV_OLDEST)
+check-newest: VENV_OTHER := $(VENV_NEWEST)
+check-oldest: $(VENV_OLDEST)/.installed
+check-newest: $(VENV_NEWEST)/.installed
+check-oldest check-newest:
+	PATH="$(CURDIR)/$(VENV_OTHER)/bin:$$PATH" TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VENV_OTHER)/torch_extensions" \
+		$(VENV_OTHER)/bin/python $(FAST)
 
-$(STAMP_OLDEST): pyproject.toml constraints.txt Makefile
-	$(PYTHON) -m venv $(VENV_OLDEST)
-	sed 's/^torch==.*/torch==$(OLDEST_TORCH)/; s/^torchao==.*/torchao==$(OLDEST_TORCHAO)/' constraints.txt > $(VENV_OLDEST)/constraints.txt
-	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_OLDEST)/constraints.txt torch
-	$(VENV_OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VENV_OLDEST)/constraints.txt -e ".[dev]"
+$(VENV_OLDEST)/.installed: OTHER_VERSIONS := s/^torch==.*/torch==$(OLDEST_TORCH)/; s/^torchao==.*/torchao==$(OLDEST_TORCHAO)/
+$(VENV_NEWEST)/.installed: OTHER_VERSIONS := s/^torch==.*/torch==$(NEWEST_TORCH)/; s/^torchao==.*/torchao==$(NEWEST_TORCHAO)/
+$(VENV_OLDEST)/.installed $(VENV_NEWEST)/.installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv $(@D)
+	sed '$(OTHER_VERSIONS)' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/constraints.txt -e ".[dev]"
 	@touch $@
+
+# The wheel, without its extras, in an empty environment: README.md's example trains, logs to CSV and shows a bar.
+check-wheel:
+	rm -rf build/wheel
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	build/wheel/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt scikit-learn build/wheel/trainwright-*.whl
+	build/wheel/venv/bin/python tests/helpers/wheel_example.py build/wheel/example
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
@@ -138,4 +158,4 @@ format: $(STAMP)
 
 clean:
 	rm -rf demo build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
-	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -not -path "./$(VENV_OLDEST)/*" -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path "./.venv*" -prune -exec rm -rf {} +

@@ -267,7 +267,7 @@ class AlignDevicesHook(ModelHook):
         moved = move_inputs(args, self.execution_device, self.skip_keys)
         return moved, move_inputs(kwargs, self.execution_device, self.skip_keys) if kwargs else kwargs
 
-    def post_forward(self, module: nn.Module, output: object) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Unload the weights, and move the output to the device of the input."""
         if self.offload:
             self.unload()

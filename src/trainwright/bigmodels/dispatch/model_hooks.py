@@ -43,7 +43,7 @@ class ModelHook:
         """Return the arguments of the forward, given the arguments of the call."""
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: object) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Return the result of the call, given the output of the forward."""
         return output
 
@@ -86,7 +86,7 @@ class SequentialHook(ModelHook):
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: object) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Pass the output through each hook. After an error, only call hooks with `runs_after_failure`."""
         failed = output is None and sys.exc_info()[1] is not None
         for hook in self.hooks:
@@ -329,7 +329,7 @@ class LayerwiseCastingHook(ModelHook):
         _cast(module, self.compute_dtype, self.non_blocking)
         return args, kwargs
 
-    def post_forward(self, module: nn.Module, output: object) -> Any:
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Convert the weights back to the storage dtype."""
         _cast(module, self.storage_dtype, self.non_blocking)
         return output
