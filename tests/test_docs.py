@@ -406,8 +406,8 @@ def test_the_readme_names_the_templates() -> None:
 
 
 def test_the_arguments_that_stay_and_the_new_ones_are_all_there_are() -> None:
-    stay = set(_code(_after(_page("migration"), "arguments that stay")))
-    new = set(_code(re.search(r"^New ones: (.+?)\. An", _read(_page("migration")), re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]  # the page has it
+    stay = set(_code(_after(_page("migration-names"), "arguments that stay")))
+    new = set(_code(re.search(r"^New ones: (.+?)\. An", _read(_page("migration-names")), re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]  # the page has it
     assert stay | new == set(inspect.signature(Trainer).parameters) - {"unknown"}
     assert not stay & new
 
@@ -420,7 +420,7 @@ def test_the_arguments_that_stay_are_lightnings() -> None:
     (trainer,) = [n for n in ast.parse(_read(source)).body if isinstance(n, ast.ClassDef) and n.name == "Trainer"]
     (init,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
     theirs = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
-    stay = set(_code(_after(_page("migration"), "arguments that stay")))
+    stay = set(_code(_after(_page("migration-names"), "arguments that stay")))
     assert stay <= theirs
     assert theirs == stay
 

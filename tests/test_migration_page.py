@@ -44,7 +44,7 @@ OBJECTS: dict[str, Any] = {
 
 
 def _verdicts() -> Iterator[tuple[str, str, str]]:
-    text = (ROOT / "docs/migration.md").read_text().partition("<!-- verdicts:")[2]
+    text = (ROOT / "docs/migration-names.md").read_text().partition("<!-- verdicts:")[2]
     for line in text.splitlines():
         row = re.fullmatch(r"\| `([\w.]+)` \| (.+?) \| (.+) \|", line)
         if row is not None:

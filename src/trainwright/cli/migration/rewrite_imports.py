@@ -470,7 +470,7 @@ def advice(path: str) -> str:
     name, library = path.rpartition(".")[2], LIBRARIES[_root(path)]
     if name == "__version__":
         return f"{path} has no counterpart here: trainwright.__version__ is Trainwright's own. Delete the comparison."
-    return answer(name, library) or f"{path} has no counterpart here; see docs/migration.md."
+    return answer(name, library) or f"{path} has no counterpart here; see docs/migration-names.md."
 
 
 def instead(own: str, name: str) -> str:
@@ -479,7 +479,7 @@ def instead(own: str, name: str) -> str:
         from trainwright.accelerator.settings import ELSEWHERE
 
         return f". Instead: {ELSEWHERE[name]}." if name in ELSEWHERE else "."
-    return "; see docs/migration.md."
+    return "; see docs/migration-names.md."
 
 
 def _plain_name(each: _Import, own: str | None) -> str:
