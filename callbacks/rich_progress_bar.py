@@ -8,13 +8,14 @@ from typing import Any
 
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.core.errors import require_package
-from trainwright.core.process import in_notebook, on_terminal
+from trainwright.core.process import has_widgets, on_terminal
 
 _PURPOSE = "RichProgressBar"
 
 
 class RichProgressBar(ProgressBar):
-    """Progress bar drawn by rich. Plain lines are written if the output is neither a terminal nor a notebook.
+    """Progress bar drawn by rich. Plain lines are written if the output is neither a terminal nor a notebook
+    with ipywidgets.
 
     Args:
         refresh_rate: see `ProgressBar`. Default: 1.
@@ -29,8 +30,8 @@ class RichProgressBar(ProgressBar):
         self._rows: dict[Kind, Any] = {}
 
     def can_draw(self) -> bool:
-        """Return whether standard output is a terminal or a notebook."""
-        return on_terminal() or in_notebook()
+        """Return whether standard output is a terminal or a notebook with ipywidgets, without which rich only warns."""
+        return on_terminal() or has_widgets()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
         if self._screen is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.core.errors import require_package
-from trainwright.core.process import in_notebook, on_terminal
+from trainwright.core.process import has_widgets, in_notebook, on_terminal
 
 
 class TQDMProgressBar(ProgressBar):
@@ -34,6 +33,8 @@ class TQDMProgressBar(ProgressBar):
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
         place = self.process_position + (1 if kind == "eval" and "train" in self._bars else 0)
+        if in_notebook() and not has_widgets():
+            place = 0  # tqdm moves between lines by escape sequences, which a notebook prints: bars share one line
         self._bars[kind] = _bar_class()(
             total=total,
             initial=done,
@@ -82,6 +83,6 @@ def _bar_class() -> Any:
     """Return tqdm's class for a notebook with widgets, else its class for terminals. Both have no monitor thread,
     because a process with threads must not fork loader workers. The thread only draws rarely updated bars.
     """
-    module = "tqdm.notebook" if in_notebook() and importlib.util.find_spec("ipywidgets") else "tqdm"
+    module = "tqdm.notebook" if has_widgets() else "tqdm"
     base = require_package(module, purpose="TQDMProgressBar").tqdm
     return type("Bar", (base,), {"monitor_interval": 0})

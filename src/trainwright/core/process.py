@@ -7,6 +7,7 @@ detection. No other module reads environment variables.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -248,6 +249,11 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
+
+
+def has_widgets() -> bool:
+    """Return whether this process is a Jupyter kernel with ipywidgets, which draw bars without control characters."""
+    return in_notebook() and importlib.util.find_spec("ipywidgets") is not None
 
 
 def is_interactive() -> bool:
