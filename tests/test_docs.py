@@ -244,6 +244,27 @@ def test_the_first_command_lines_run(path: Path, tmp_path: Path) -> None:
     assert (tmp_path / "digits" / "runs" / "config.yaml").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_three_commands_find_the_nan(tmp_path: Path) -> None:
+    page = _page("debugging")
+    (tmp_path / "cosine.py").write_text(_blocks(page, "python")[0].text)
+    (tmp_path / "config.yaml").write_text(_blocks(page, "yaml")[0].text)
+    (commands,) = _blocks(page, "sh")
+    printed = " ".join(_run(_shell(f"exec 2>&1\n{commands.text}"), tmp_path).split())
+    raised, replayed, operation = (block.text for block in _blocks(page, "text"))
+    for shown in (raised.partition(" …")[0], *replayed.splitlines(), *operation.splitlines()[1:]):
+        assert " ".join(shown.split()) in printed
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_the_commands_of_a_sweep_run(tmp_path: Path) -> None:
+    (commands,) = _blocks(_page("hyper-parameter-search"), "sh")
+    _run(_shell(commands.text), tmp_path)
+    assert (tmp_path / "digits" / "runs" / "lr-0.003").is_dir()
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_every_python_block_is_python(path: Path) -> None:
     for language in ("python", "py-fragment"):

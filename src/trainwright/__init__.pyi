@@ -43,6 +43,7 @@ from trainwright.core.duration import Duration as Duration
 from trainwright.core.errors import CheckpointError as CheckpointError
 from trainwright.core.errors import ConfigurationError as ConfigurationError
 from trainwright.core.errors import MissingPackageError as MissingPackageError
+from trainwright.core.errors import NonFiniteError as NonFiniteError
 from trainwright.core.errors import Preempted as Preempted
 from trainwright.core.errors import TaskError as TaskError
 from trainwright.core.errors import TrainwrightError as TrainwrightError

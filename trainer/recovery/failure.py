@@ -14,7 +14,7 @@ from trainwright.core.tree import Batch, is_container
 from trainwright.trainer.run import StageRun
 
 _LIBRARY_PATHS = (
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[2]),  # trainwright
     str(Path(torch.__file__).parent),
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<",  # code without a file, such as what torch and dataclasses generate
