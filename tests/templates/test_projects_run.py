@@ -129,6 +129,21 @@ def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Path) -> None:
+    project = write(tmp_path, "classifier")
+    commands = re.findall(r"^    (\S.*)$", (project / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 10
+    python = f'python() {{ "{sys.executable}" "$@"; }}'
+    shell = [python, 'trainwright() { python -m trainwright "$@"; }', 'pytest() { python -m pytest "$@"; }']
+    shell.append('sbatch() { bash -n "$1"; }')  # another test submits the script
+    script = "import subprocess, sys; subprocess.run(['bash', '-e', '-c', sys.argv[1]], check=True)"
+    printed = run(project, "-c", script, "\n".join([*shell, *commands]), timeout_s=550)
+    assert "10 logits" in printed
+    assert re.search(r"\d+ passed", printed)
+
+
+@pytest.mark.exhaustive
 def test_language_models_train_longer_and_are_exported_finetuned_and_tested_without_a_warning(tmp_path: Path) -> None:
     few = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1")
     writer = write(tmp_path, "language-model")
