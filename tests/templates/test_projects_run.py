@@ -219,6 +219,7 @@ def wait_until(condition: Callable[[], bool], output: Path) -> None:
 
 
 @needs_slurm
+@pytest.mark.timeout(400)  # 90 s on an idle machine
 def test_a_job_of_slurm_that_is_signalled_runs_again_and_trains_as_one_that_is_not(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
