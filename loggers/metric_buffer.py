@@ -110,16 +110,31 @@ class MetricBuffer:
         self._closed = ""  # the hook in which nothing can be logged
         self._rows = EvaluationRows()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the aggregates of the training epoch so far, except those of metric objects. Waits for the device."""
-        slots = self._stages["train"].slots.items()
-        return slot_states({key: slot for key, slot in slots if slot.has_epoch_values or slot.last is not None})
+    def state_dict(self, owner: nn.Module | None = None) -> dict[str, Any]:
+        """Return the aggregates of the training epoch so far. Waits for the device.
 
-    def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
+        Of a metric object it contains the name in `owner` (the task) only, not the state.
+        """
+        paths = {} if owner is None else {id(module): path for path, module in owner.named_modules()}
+        kept = {
+            key: slot
+            for key, slot in self._stages["train"].slots.items()
+            if slot.has_epoch_values or slot.last is not None or id(slot.metric) in paths
+        }
+        states = slot_states(kept)
+        for key, slot in kept.items():
+            states[key]["metric"] = paths.get(id(slot.metric))
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any], device: torch.device, owner: nn.Module | None = None) -> None:
         """Restore the result of `state_dict` onto this rank's device. Call it after `begin`."""
         metrics = self._stages["train"]
         metrics.by_name.clear()  # on_train_start may have logged
-        metrics.slots.update({key: restored_slot(state, device) for key, state in states.items()})
+        modules = {} if owner is None else dict(owner.named_modules())
+        for key, state in states.items():
+            slot = metrics.slots[key] = restored_slot(state, device)
+            # The rest of the epoch may not log the object again: it may have ended before its last validation.
+            slot.metric = slot.last_metric = modules.get(state.get("metric"))  # early versions have no name
 
     @property
     def stage(self) -> EpochStage | None:

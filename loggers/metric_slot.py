@@ -160,6 +160,7 @@ class MetricSlot:
         """Set the options for this epoch."""
         self.settings = settings
         self.is_free = False  # True: a new epoch has begun, and the next `log` may choose other options
+        self.metric = None  # after a resume, `log` may choose another one too
         self.on_step, self.on_epoch = settings.on_step, settings.on_epoch
         mean = settings.reduction == "mean"
         self.weigh = mean and settings.on_epoch

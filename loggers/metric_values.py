@@ -116,6 +116,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> State:
         "weight": sum(entry.weight for entry in entries),
         "host_total": sum(totals),
         "host_extreme": pick(totals, slots[0].kind) if totals and not values else None,
+        "metric": None,  # objects of several ranks are not merged
     }
 
 

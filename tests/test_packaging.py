@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.sources import PARTS, ROOT
+from trainwright.cli.new import template_names
 
 pytestmark = pytest.mark.slow
 
@@ -113,10 +114,17 @@ def test_the_installed_templates_are_found_as_data(installed: Path, tmp_path: Pa
         "            yield name\n"
         "print('\\n'.join(walk(files('trainwright.templates'))))"
     )
-    shown = set(_run([sys.executable, "-c", code], cwd=tmp_path, env=_environment(installed)).split())
+    shown = set(_run([sys.executable, "-c", code], cwd=tmp_path, env=_environment(installed)).splitlines())
     prefix = "trainwright/templates/"
     assert shown == {name.removeprefix(prefix) for name in tree_files if name.startswith(prefix)}
     assert any(name.startswith("classifier/") for name in shown)
+
+
+@pytest.mark.parametrize("template", template_names())
+def test_the_installed_command_writes_projects(installed: Path, tmp_path: Path, template: str) -> None:
+    new = [sys.executable, str(installed / "bin/trainwright"), "new", "digits", "--template", template]
+    _run(new, cwd=tmp_path, env=_environment(installed))
+    assert (tmp_path / "digits" / "src" / "digits" / "task.py").is_file()
 
 
 @pytest.mark.parametrize("command", [["-m", "trainwright"], [None]])

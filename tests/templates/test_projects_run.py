@@ -7,6 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import yaml
 
 import trainwright
 from tests.helpers.selection import mostly_exhaustive
+from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -125,6 +129,21 @@ def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Path) -> None:
+    project = write(tmp_path, "classifier")
+    commands = re.findall(r"^    (\S.*)$", (project / "README.md").read_text(), re.MULTILINE)
+    assert len(commands) >= 10
+    python = f'python() {{ "{sys.executable}" "$@"; }}'
+    shell = [python, 'trainwright() { python -m trainwright "$@"; }', 'pytest() { python -m pytest "$@"; }']
+    shell.append('sbatch() { bash -n "$1"; }')  # another test submits the script
+    script = "import subprocess, sys; subprocess.run(['bash', '-e', '-c', sys.argv[1]], check=True)"
+    printed = run(project, "-c", script, "\n".join([*shell, *commands]), timeout_s=550)
+    assert "10 logits" in printed
+    assert re.search(r"\d+ passed", printed)
+
+
+@pytest.mark.exhaustive
 def test_language_models_train_longer_and_are_exported_finetuned_and_tested_without_a_warning(tmp_path: Path) -> None:
     few = ("trainer.limit_train_batches=4", "trainer.limit_val_batches=1")
     writer = write(tmp_path, "language-model")
@@ -168,3 +187,59 @@ def test_the_language_model_trains_in_stages_and_split_as_in_one_process(tmp_pat
     alone = losses(project, "single", 1)
     assert len(alone) == 20
     assert losses(project, strategy, _MESHES[strategy]) == pytest.approx(alone, abs=1e-4, rel=0)
+
+
+@pytest.fixture
+def cluster() -> Iterator[dict[str, str]]:
+    """The variables of a user of a Slurm cluster, who has the command `trainwright`."""
+    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, slurm_cluster(Path(folder)) as variables:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        yield variables | {"PATH": path, "PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1"}
+
+
+def submit(project: Path, variables: dict[str, str]) -> str:
+    """Submit a project's script for two processes without a GPU, and return the number of the job."""
+    resources = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=5")
+    command = ["sbatch", "--parsable", *resources, "slurm/train.sbatch", "trainer.accelerator=cpu"]
+    return subprocess.check_output(command, cwd=project, env=variables, text=True, timeout=30).strip()
+
+
+def queue(job: str, column: str, variables: dict[str, str]) -> str:
+    """Return a column of `squeue` for a job: "" for one that has ended."""
+    command = ["squeue", "-h", "-o", column, "-j", job]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip()
+
+
+def wait_until(condition: Callable[[], bool], output: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, output.read_text() if output.exists() else "no output"
+        time.sleep(0.2)
+
+
+@needs_slurm
+@pytest.mark.timeout(400)  # 90 s on an idle machine
+def test_a_job_of_slurm_that_is_signalled_runs_again_and_trains_as_one_that_is_not(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    metrics = []
+    for signalled in (False, True):
+        folder = tmp_path / str(signalled)
+        folder.mkdir()
+        project = write(folder, "classifier")
+        job = submit(project, cluster)
+        output = project / f"classifier-{job}.out"
+        if signalled:
+            wait_until(lambda: bool(checkpoints(project)), output)  # noqa: B023  # called in this round only
+            subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=30)
+            wait_until(lambda: queue(job, "%r", cluster) == "BeginTime", output)  # noqa: B023
+            # Slurm waits two minutes before it starts a requeued job.
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, check=True, timeout=30)
+        wait_until(lambda: not queue(job, "%i", cluster), output)  # noqa: B023
+        assert ("preempted" in output.read_text()) is signalled
+        with (project / "runs" / "csv" / "version_0" / "metrics.csv").open() as lines:
+            # A validation that the signal interrupts is written after the rows of its step.
+            metrics.append(sorted(csv.reader(lines)))
+    assert metrics[0] == metrics[1]
+    assert "199" in [step for step, *_ in metrics[0]]  # 20 epochs of 10 steps, counted from 0

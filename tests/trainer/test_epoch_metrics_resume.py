@@ -36,6 +36,7 @@ class Counting(TaskModule):
             self.net = nn.Linear(3, 1)
         self.whole_mean = MeanMetric()
         self.pair = MetricCollection({"low": MinMetric(), "mean": MeanMetric()})
+        self.first_mean = MeanMetric()
         self.epochs: list[dict[str, float]] = []
         self.has_begun = False
 
@@ -50,6 +51,8 @@ class Counting(TaskModule):
         self.log("median", loss, reduce_fx=_median, **options)
         if batch_idx == 1:
             self.log("early", loss, **options)
+            self.log("early object", self.first_mean, **options)
+        self.first_mean.update(loss.detach())
         self.whole_mean.update(loss.detach())
         self.log("object", self.whole_mean, **options)
         self.pair.update(loss.detach())
@@ -90,7 +93,19 @@ def train(folder: Path, ckpt_path: Path | None = None, **arguments: Any) -> list
 def _compare(folder: Path) -> list[dict[str, float]]:
     whole = train(folder / "whole")
     assert len(whole) == _EPOCHS
-    assert {"loss", "loss_epoch", "sum", "min", "max", "host", "mixed", "median", "early", "object"} <= set(whole[0])
+    assert {
+        "loss",
+        "loss_epoch",
+        "sum",
+        "min",
+        "max",
+        "host",
+        "mixed",
+        "median",
+        "early",
+        "early object",
+        "object",
+    } <= set(whole[0])
     assert {"pair/low", "pair/mean"} <= set(whole[0])
     for step in (2, 6, 12, 18):
         resumed = train(folder / f"from-{step}", folder / "whole" / f"step={step}")
@@ -146,7 +161,8 @@ def test_two_processes_come_to_the_very_same_numbers(tmp_path: Path) -> None:
 def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> None:
     of_two = run_distributed(train, 2, tmp_path / "two", init=False, timeout=100)[0]
     with pytest.warns(
-        TrainwrightWarning, match="the metric objects pair.low, pair.mean, whole_mean start from scratch in this epoch"
+        TrainwrightWarning,
+        match="the metric objects first_mean, pair.low, pair.mean, whole_mean start from scratch in this epoch",
     ):
         of_one = train(tmp_path / "one", tmp_path / "two" / "step=6")
     for name in ("host", "mixed", "early"):

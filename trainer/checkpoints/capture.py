@@ -96,7 +96,7 @@ def _own_state(run: StageRun) -> dict[str, Any]:
 
 def metrics_state(run: StageRun) -> dict[str, Any]:
     """Return this rank's aggregated metrics of the current epoch. Waits for the device."""
-    return {"logged": run.logs.metrics.state_dict(), "objects": objects_state(run.task)}
+    return {"logged": run.logs.metrics.state_dict(run.task), "objects": objects_state(run.task)}
 
 
 def _collect(

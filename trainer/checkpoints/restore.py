@@ -115,7 +115,7 @@ def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: objec
     """
     device, rank = run.engine.device, run.engine.data_ranks.rank
     if len(of_ranks) == run.engine.data_ranks.size:
-        run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device)
+        run.logs.metrics.load_state_dict(of_ranks[rank]["logged"], device, run.task)
         lost = load_objects_state(run.task, of_ranks[rank]["objects"], device)
     else:
         lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
