@@ -160,6 +160,7 @@ class TensorBoardLogger(VersionedLogger):
         with evaluating(model), isolate_rng(), warnings.catch_warnings():
             # Tracing is deprecated in torch and warns of every constant; TensorBoard has no other way to a graph.
             warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)  # the same, since torch 2.14
             warnings.simplefilter("ignore", vars(torch.jit)["TracerWarning"])  # public, but not in torch's annotations
             writer.add_graph(model, input_array)
 

@@ -43,6 +43,7 @@ def test_export_is_in_evaluation_mode_and_restores_the_mode() -> None:
 
 
 @pytest.mark.filterwarnings("default:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("default:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("method", ["script", "trace"])
 def test_torchscript_is_written_and_read(method: str, tmp_path: Path) -> None:
     sample = torch.randn(2, 4)
