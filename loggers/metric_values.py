@@ -364,19 +364,27 @@ def same_metric_objects(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         yield
 
 
-def objects_state(module: torch.nn.Module) -> State:
+def objects_state(module: torch.nn.Module, *, without: Sequence[Any] = ()) -> State:
     """Return the states of the torchmetrics objects in a module, by module name. Omit objects without an update.
 
     A module's state dict contains them only if a user enables it (`persistent`).
+
+    Args:
+        module: the task.
+        without: objects to omit. Default: none.
     """
-    return {
-        name: {
-            "update_count": part.update_count,
-            "state": map_tensors(torch.Tensor.cpu, part.metric_state),
-        }
-        for name, part in _metric_parts(module)
-        if part.update_called
-    }
+    omitted = {id(part) for part in without}
+    states = {}
+    for name, part in _metric_parts(module):
+        if part.update_called and id(part) not in omitted:
+            state = map_tensors(torch.Tensor.cpu, part.metric_state)
+            states[name] = {"update_count": part.update_count, "state": state}
+    return states
+
+
+def unused_objects(module: torch.nn.Module) -> list[Any]:
+    """Return the torchmetrics objects in a module that have no update."""
+    return [part for _, part in _metric_parts(module) if not part.update_called]
 
 
 def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> list[str]:

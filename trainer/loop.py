@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,6 +16,8 @@ from trainwright.core.duration import Duration, Interval
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.tree import batch_size
+from trainwright.loggers.metric_slot import reset_metric
+from trainwright.loggers.metric_values import unused_objects
 from trainwright.processes.agreement import Agreement
 from trainwright.trainer import evaluation
 from trainwright.trainer.checkpoints import restore, step_end
@@ -287,20 +290,30 @@ class FitLoop:
         in_step, run.logs.metrics.in_step = run.logs.metrics.in_step, False
         data, device = run.data.evaluation("validate"), run.engine.device
         generators = rng_state(device)
+        run.evaluation.own_objects = unused_objects(run.task)
         began = time.perf_counter()
         try:
             watch = EvaluationWatch(run.status.preemption, run.engine.processes, data)
             evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
         except evaluation.Abandoned:
             set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
+            self._forget_validation()
             if self._log_every.due(run.state):
                 run.flush_step()
             exit_on_signal(run)
         except BaseException:
             set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
+            with contextlib.suppress(RuntimeError):  # of a failed device; a save omits these objects all the same
+                self._forget_validation()
             raise
+        run.evaluation.own_objects = []
         run.logs.metrics.in_step = in_step
         run.note("validation", seconds=round(time.perf_counter() - began, 3))
+
+    def _forget_validation(self) -> None:
+        """Reset what an unfinished validation has put into metric objects: it runs again from its start."""
+        for part in self._run.evaluation.own_objects:
+            reset_metric(part)
 
     # When to stop
 

@@ -134,11 +134,14 @@ class EvaluationState:
         sanity_checking: the validation before training is running.
         batches_done: evaluation batches completed by this rank.
         num_batches: batches of each loader of the current evaluation, on this rank.
+        own_objects: metric objects of the task that had no update when the running validation of a fit began. What they
+            hold belongs to this validation, which a resume repeats from its start.
     """
 
     kind: EvaluationKind | None = None
     sanity_checking: bool = False
     batches_done: int = 0
+    own_objects: list[Any] = field(default_factory=list)
     num_batches: list[int | float] = field(default_factory=list)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from torchmetrics import MeanMetric, MetricCollection, MinMetric
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:ModelCheckpoint.*not found:UserWarning")
@@ -168,3 +172,58 @@ def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> N
     for name in ("host", "mixed", "early"):
         # Means only: one process logs a step's mean where two log those of its halves, which sums and extremes show.
         assert of_one[0][name] == pytest.approx(of_two[0][name], rel=1e-6), name
+
+
+class _Validating(RegressionTask):
+    """Validates with a metric object that `log` receives, and with one that the task computes and resets itself."""
+
+    def __init__(self, ends: str | None = None) -> None:
+        super().__init__()
+        self.ends = ends
+        self.logged, self.computed = MeanMetric(), MeanMetric()
+        self.seen: list[tuple[float, float]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = self.forward(batch[0]).mean() + batch_idx
+        self.logged.update(value)
+        self.computed.update(value)
+        self.log("logged", self.logged)
+        if self.ends is not None and (self.current_epoch, batch_idx) == (1, 1):
+            end, self.ends = self.ends, None
+            if end == "a signal":
+                signal.raise_signal(signal.SIGTERM)
+            elif end == "an error":
+                raise ZeroDivisionError
+            elif end == "a save":
+                self.trainer.save_checkpoint("saved")
+
+    def on_validation_epoch_end(self) -> None:
+        value = float(self.computed.compute())
+        self.computed.reset()
+        self.log("computed", value)
+
+    def on_validation_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            metrics = self.trainer.callback_metrics
+            self.seen.append((float(metrics["logged"]), float(metrics["computed"])))
+
+
+@pytest.mark.parametrize("end", ["a signal", "an error", "a save"])
+@pytest.mark.parametrize("again", ["in a new process", "with the same task"])
+def test_a_validation_that_ends_early_counts_no_batch_twice_when_it_runs_again(
+    end: str, again: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = regression_loader(4)
+
+    settings: dict[str, Any] = {"max_epochs": 2, "seed": 1, "default_root_dir": tmp_path, "enable_checkpointing": True}
+    whole = _Validating()
+    quiet_trainer(max_epochs=2, seed=1).fit(whole, data, data)
+    first = _Validating(end)
+    with contextlib.suppress(Preempted, ZeroDivisionError):
+        saver = OnExceptionCheckpoint(tmp_path, filename="saved")
+        quiet_trainer(**settings, callbacks=[saver]).fit(first, data, data)
+    resumed = first if again == "with the same task" else _Validating()
+    saved = {"a signal": "last", "an error": "saved", "a save": "saved"}[end]
+    quiet_trainer(**settings).fit(resumed, data, data, ckpt_path=saved)
+    assert resumed.seen[-1] == pytest.approx(whole.seen[-1], abs=0)

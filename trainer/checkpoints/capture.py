@@ -96,7 +96,8 @@ def _own_state(run: StageRun) -> dict[str, Any]:
 
 def metrics_state(run: StageRun) -> dict[str, Any]:
     """Return this rank's aggregated metrics of the current epoch. Waits for the device."""
-    return {"logged": run.logs.metrics.state_dict(run.task), "objects": objects_state(run.task)}
+    objects = objects_state(run.task, without=run.evaluation.own_objects)
+    return {"logged": run.logs.metrics.state_dict(run.task), "objects": objects}
 
 
 def _collect(
