@@ -308,7 +308,10 @@ class _Progress:
             if rate > 0 and self.ended_s is None:
                 left = f"<{_clock((self.total - self.done) / rate)}"
         shown = "".join(f" {name}={value}" for name, value in metrics.items())
-        return f"{self.description}: {place} [{_clock(elapsed_s)}{left}, {rate:.3g} batch/s]{shown}"
+        if self.done == self.began_at:  # a resumed epoch that has no batch left
+            return f"{self.description}: {place} [{_clock(elapsed_s)}]{shown}"
+        speed = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        return f"{self.description}: {place} [{_clock(elapsed_s)}{left}, {speed} batch/s]{shown}"
 
 
 def _total(counts: Iterable[int | float]) -> int | None:

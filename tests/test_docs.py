@@ -393,10 +393,10 @@ def test_the_table_of_trainwright_profile_has_the_parts() -> None:
 # Facts of README.md
 
 
-def test_the_readme_names_the_two_commands_and_shows_pictures_that_exist() -> None:
+def test_the_readme_names_the_demo_and_shows_pictures_that_exist() -> None:
     text = _read(README)
     assert text.startswith("# Trainwright\n")
-    assert re.findall(r"^    (make \w+)", text, re.MULTILINE) == ["make demo", "make test"]
+    assert re.findall(r"^    (make \w+)", text, re.MULTILINE) == ["make demo"]
     assert len(text.splitlines()) <= 150
     pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
     assert pictures

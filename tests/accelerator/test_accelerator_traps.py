@@ -6,11 +6,14 @@ import pickle
 import subprocess
 import sys
 from collections import UserDict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tqdm.auto
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -369,3 +372,30 @@ def test_names_of_the_tpu_pages_are_answered() -> None:
     assert DistributedType.TPU is DistributedType.XLA
     with pytest.raises(ConfigurationError, match=r"XLAStrategy\(downcast_bf16=True\).*--downcast_bf16"):
         Accelerator(cpu=True, downcast_bf16=True)
+
+
+def _read_ahead(loader: Any) -> Any:
+    iter(loader)  # never read
+    return loader
+
+
+@pytest.mark.parametrize("around", [_read_ahead, partial(tqdm.auto.tqdm, disable=True)], ids=["iter", "tqdm.auto"])
+def test_an_iterator_that_is_not_read_begins_no_pass(around: Callable[[Any], Any], tmp_path: Path) -> None:
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True)
+        data = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=1, shuffle=True)
+        return accelerator, accelerator.prepare_data_loader(data)
+
+    torch.manual_seed(0)
+    accelerator, loader = prepared()
+    passes = [[int(batch[0]) for batch in loader] for _ in range(2)]
+    torch.manual_seed(0)
+    accelerator, loader = prepared()
+    assert [int(batch[0]) for batch in around(loader)] == passes[0]
+    for number, _ in enumerate(around(loader), start=1):
+        if number == 4:
+            accelerator.save_state(tmp_path / "state")
+            break
+    accelerator, loader = prepared()
+    accelerator.load_state(tmp_path / "state")
+    assert [int(batch[0]) for batch in around(loader)] == passes[1][4:]

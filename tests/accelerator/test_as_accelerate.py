@@ -58,6 +58,8 @@ def test_a_script_imports_trainwright_as_accelerate(tmp_path: Path) -> None:
     found = _run("-m", "trainwright.as_accelerate", "-m", "script", "x", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert _run("-m", "trainwright.as_accelerate").stderr.startswith("usage:")
+    absent = _run("-m", "trainwright.as_accelerate", "--num_processes", "2", str(script))
+    assert "trainwright launch --num_processes 2 -m trainwright.as_accelerate script.py" in absent.stderr
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import warnings
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,17 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     assert len(caught) == 1
     assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "tensorboard"]
     accelerator.end_training()
+
+
+def test_a_loop_logs_to_csv_without_another_package(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    for step in range(3):
+        accelerator.log({"loss": 1 / (step + 1)}, step=step)
+    accelerator.end_training()
+    (path,) = tmp_path.rglob("metrics.csv")
+    with path.open(newline="") as file:
+        assert [float(row["loss"]) for row in csv.DictReader(file)] == [1.0, 0.5, 1 / 3]
 
 
 def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,11 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
         ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
-        ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
+        (
+            "import lightning as L\ndef f(x: 'L.Fabric'): ...\n",
+            2,
+            "annotation in quotes: Fabric of Lightning is not here",
+        ),
         ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
         ("from accelerate.utils import AimTracker\n", 1, "AimTracker of Accelerate is not here: "),
     ],
@@ -159,6 +163,19 @@ def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: s
     ((found, told),) = left(text)
     assert found == line
     assert says in told
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import lightning as L\ndef f(x: 'L.LightningModule | None', y: \"L.Trainer\"): ...\n", "L.TaskModule | None"),
+        ("import lightning.pytorch as pl\nx: 'list[pl.callbacks.Callback]'\n", "list[pl.callbacks.Callback]"),
+        ("import lightning\ndef f() -> 'lightning.LightningModule': ...\n", "'trainwright.TaskModule'"),
+    ],
+)
+def test_names_in_annotations_in_quotes_are_rewritten(before: str, after: str) -> None:
+    assert left(before) == []
+    assert after in rewrite(before.encode()).code.decode()
 
 
 def test_a_name_without_a_counterpart_keeps_its_import() -> None:

@@ -219,6 +219,7 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--num_machines", "2", "--num_processes", "3", "--machine_rank", "0", "--main_process_ip", "a",
           "--main_process_port", "1", "{script}"], "cannot be divided by --num_machines 2"),
         (["no_such.py"], "the script 'no_such.py' does not exist"),
+        (["python", "-m", "module"], "launch starts Python itself. Leave 'python' out"),
         (["{broken}"], "broken.py:1 does not compile"),
         (["--no_python", "no_such_program"], "the program 'no_such_program' was not found"),
     ],

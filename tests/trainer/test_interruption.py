@@ -235,6 +235,18 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
+@pytest.mark.parametrize(("step", "says"), [(1, "has no checkpoint yet"), (6, "of step 4. Resume with fit(ckpt_path=")])
+def test_ctrl_c_says_where_a_resume_continues(
+    step: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    task = _FailsAt(0, step, _press_ctrl_c)
+    trainer = fitted(task, regression_loader(8), max_epochs=2, callbacks=[saver], on_interrupt="return")
+    assert trainer.interrupted
+    assert f"trainwright: Ctrl-C at step {trainer.global_step}: " in (printed := capsys.readouterr().out)
+    assert says in printed
+
+
 @pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
 def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not arguments:

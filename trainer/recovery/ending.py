@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from trainwright.callbacks.callback import log_through
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.checkpoint.format.manifests import find_checkpoints
+from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.signatures import method_of
 from trainwright.core.task import log_into
 from trainwright.loggers.logger import Status
@@ -34,7 +35,8 @@ def report_error(run: StageRun, error: BaseException) -> Exception | None:
     note_missing_weights(run, error)
     explained = run.engine.explain_error(error, run.task)
     reported = explained or error
-    run.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
+    if not isinstance(reported, (Preempted, KeyboardInterrupt)):  # neither is an error of the run
+        run.note("error", type=type(reported).__name__, text=str(reported)[:_MAX_TEXT])
     listeners = run.components.hooks.on_exception
     hooks: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, reported) for hook in listeners]
     if run.data.datamodule is not None:
@@ -69,6 +71,8 @@ def tear_down(run: StageRun, status: Status) -> None:
 
     with ExitStack() as last_first:
         last_first.callback(partial(_close, run))
+        if run.status.interrupted and stage == "fit" and run.saver is not None:
+            last_first.callback(partial(_say_where_to_resume, run))
         last_first.callback(profiling.end, run)
         if run.logs.group is not None:
             last_first.push(finish_logs)  # receives the error of a step before
@@ -79,6 +83,19 @@ def tear_down(run: StageRun, status: Status) -> None:
                 last_first.callback(method_of(run.data.datamodule, "teardown"), stage)
         last_first.callback(step_end.close, run)
         last_first.callback(partial(run.data.close, keep_state=status != "failed"))
+
+
+def _say_where_to_resume(run: StageRun) -> None:
+    """Print the newest checkpoint after Ctrl-C. Called when all saves are complete."""
+    if not run.is_main:
+        return
+    found = find_checkpoints(run.checkpoint_dir)
+    if found:
+        text = f"the newest checkpoint is {found[-1].path}, of step {found[-1].manifest.step}."
+        text += " Resume with fit(ckpt_path='last')."
+    else:
+        text = f"{run.checkpoint_dir} has no checkpoint yet."
+    run.print(f"trainwright: Ctrl-C at step {run.state.step}: {text}")
 
 
 def _close(run: StageRun) -> None:

@@ -196,11 +196,17 @@ class SwanLabTracker(LoggerTracker, kind=LoggerType.SWANLAB):
     """SwanLab: `run_name` is the project; options are those of `SwanLabLogger` and `swanlab.init`."""
 
 
+class CSVTracker(LoggerTracker, kind=LoggerType.CSV, requires_folder=True):
+    """CSV: `metrics.csv` in `logging_dir/run_name`, without another package; options are those of `CSVLogger`."""
+
+
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | GeneralTracker]:
-    """Return the trackers of `Accelerator(log_with=…)`. `"all"` selects every tracker with an installed package.
+    """Return the trackers of `Accelerator(log_with=…)`.
+
+    `"all"` selects every tracker of another library whose package is installed.
 
     Raises:
         MissingPackageError: The package of a tracker is not installed.
@@ -214,7 +220,9 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
                 raise ConfigurationError(f"the tracker {type(one).__name__} has no {', no '.join(missing)}. Add it.")
             found.append(one)
         elif one == LoggerType.ALL:
-            found += [kind for kind in _CLASSES if _reason_against(kind, folder) is None and kind not in found]
+            for kind in _CLASSES:
+                if kind is not LoggerType.CSV and kind not in found and _reason_against(kind, folder) is None:
+                    found.append(kind)
         elif isinstance(one, str) and one in LoggerType.list():
             kind = LoggerType(one)
             if (error := _reason_against(kind, folder)) is not None:

@@ -29,31 +29,47 @@ class Command:
     help: str
 
 
-COMMANDS: dict[str, Command] = {
-    "new": Command("trainwright.cli.new:new", "write a project that trains, from a template"),
-    "launch": Command("trainwright.launch.launch:launch", "run a script in several processes"),
-    "check": Command("trainwright.launch.check:check", "check that the processes of launch can train"),
-    "config": Command("trainwright.launch.config_commands:config", "write, update or show the options of launch"),
-    "to-fsdp2": Command("trainwright.launch.config_commands:to_fsdp2", "write options of FSDP1 as those of FSDP2"),
-    "tpu-config": Command("trainwright.launch.config_commands:tpu_config", "run commands on the machines of a TPU pod"),
-    "fit": Command("trainwright.cli.fit:fit", "train the task of a configuration file"),
-    "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
-    "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
-    "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
-    "plan": Command("trainwright.cli.show_plan:plan", "show what fit will do, without training"),
-    "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
-    "report": Command("trainwright.cli.reports.report:report", "write the curves and events of a run as one HTML file"),
-    "diff": Command("trainwright.cli.reports.run_diff:diff", "show what differs between two runs"),
-    "replay": Command("trainwright.cli.reports.step_replay:replay", "rerun a step of a run on one device"),
-    "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
-    "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
-    "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on your task"),
-    "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
-    "merge-weights": Command("trainwright.cli.checkpoint:merge_weights", "merge the shards of FSDP and DeepSpeed"),
-    "estimate": Command("trainwright.cli.estimate:estimate", "estimate the memory of a model"),
-    "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by Accelerate's name"),
-    "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
+# Title of a group in the help → its commands by name.
+_GROUPS: dict[str, dict[str, Command]] = {
+    "train": {
+        "new": Command("trainwright.cli.new:new", "write a project that trains, from a template"),
+        "plan": Command("trainwright.cli.show_plan:plan", "show what fit will do, without training"),
+        "fit": Command("trainwright.cli.fit:fit", "train the task of a configuration file"),
+        "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
+        "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
+        "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
+    },
+    "several processes": {
+        "launch": Command("trainwright.launch.launch:launch", "run a script in several processes"),
+        "config": Command("trainwright.launch.config_commands:config", "write, update or show the options of launch"),
+        "check": Command("trainwright.launch.check:check", "check that the processes of launch can train"),
+        "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on your task"),
+        "to-fsdp2": Command("trainwright.launch.config_commands:to_fsdp2", "write options of FSDP1 as those of FSDP2"),
+        "tpu-config": Command(
+            "trainwright.launch.config_commands:tpu_config", "run commands on the machines of a TPU pod"
+        ),
+    },
+    "runs": {
+        "report": Command(
+            "trainwright.cli.reports.report:report", "write the curves and events of a run as one HTML file"
+        ),
+        "diff": Command("trainwright.cli.reports.run_diff:diff", "show what differs between two runs"),
+        "replay": Command("trainwright.cli.reports.step_replay:replay", "rerun a step of a run on one device"),
+        "profile": Command("trainwright.cli.profile:profile", "train a few steps, and show where their time goes"),
+    },
+    "models and checkpoints": {
+        "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
+        "merge-weights": Command("trainwright.cli.checkpoint:merge_weights", "merge the shards of FSDP and DeepSpeed"),
+        "estimate": Command("trainwright.cli.estimate:estimate", "estimate the memory of a model"),
+        "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by Accelerate's name"),
+    },
+    "data and programs": {
+        "data": Command("trainwright.cli.token_data:data", "tokenize texts for language models"),
+        "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
+        "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
+    },
 }
+COMMANDS: dict[str, Command] = {name: command for group in _GROUPS.values() for name, command in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,12 +118,15 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
-    lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    lines: list[str] = []
+    for title, group in _GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<{width}}  {command.help}" for name, command in group.items()]
     parser = argparse.ArgumentParser(
         prog=_PROG,
         usage=f"{_PROG} COMMAND [ARGUMENTS]",
         description="Train PyTorch models.",
-        epilog=f"commands:\n{lines}\n\n`{_PROG} COMMAND --help` describes one command.",
+        epilog="\n".join(lines).strip() + f"\n\n`{_PROG} COMMAND --help` describes one command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

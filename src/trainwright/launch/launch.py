@@ -142,6 +142,8 @@ def check_packages(config: LaunchConfig) -> None:
 
 def _check_script(script: str) -> None:
     path = Path(script)
+    if path.name in ("python", "python3") and not path.is_file():
+        raise ConfigurationError(f"launch starts Python itself. Leave {script!r} out: write script.py or -m module.")
     if not path.is_file():
         raise ConfigurationError(f"the script {script!r} does not exist. Check the path.")
     try:

@@ -132,7 +132,8 @@ class AcceleratedLoader(SkippableLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Return an iterator over this rank's micro-batches of the next epoch.
 
-        Collective with `rng_types`, and for data without length.
+        Nothing happens before the first micro-batch is requested, which is collective with `rng_types`, and for data
+        without length.
         """
         return self.begin_pass(None)
 
@@ -141,6 +142,10 @@ class AcceleratedLoader(SkippableLoader):
 
         An evaluation before the interrupted pass continues reads the epoch from its beginning, and does not count.
         """
+        # A generator: an iterator that is never read must not begin a pass. tqdm.auto makes one in its constructor.
+        yield from self._begun_pass(first)
+
+    def _begun_pass(self, first: int | None) -> Iterator[Any]:
         if self._rng_types is not None:
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         continues = self._saved is None or not self._evaluates()
@@ -178,7 +183,7 @@ class AcceleratedLoader(SkippableLoader):
         if self._epoch != saved["epoch"]:
             self._report(f"The loop begins epoch {self._epoch} instead of continuing.")
         elif first is None:
-            self._report("This pass continues there. A loop that skips batches by itself would skip twice.")
+            self._report("This pass continues there, so the loop must not skip batches itself.")
         self._saved = None
         if self._epoch != saved["epoch"] or first not in (None, position["batch"]):
             return None
@@ -191,8 +196,9 @@ class AcceleratedLoader(SkippableLoader):
         if self._continues is None and self._saved is not None and detect().rank == 0:
             # A line of level INFO would not be shown, and a loop that skips batches by itself would lose data unseen.
             _LOG.warning(
-                "the loaded state was saved after batch %d of epoch %d. %s To begin epochs at their first batch "
-                "instead, pass DataLoaderConfiguration(use_stateful_dataloader=False); True omits this line.",
+                "The loaded state was saved after batch %d of epoch %d. %s "
+                "DataLoaderConfiguration(use_stateful_dataloader=True) continues without this line; with False every "
+                "epoch begins at its first batch.",
                 self._saved["position"]["batch"],
                 self._saved["epoch"],
                 text,

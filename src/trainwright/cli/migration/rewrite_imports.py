@@ -215,7 +215,7 @@ class _Program:
         if uses:
             self._rename_arguments()
             self._report_old_code()
-        self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)})
+        self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)}, names)
         self._report_objects(trainers, reads_folders=bool(uses))
 
     def _chain(self, name: ast.Name) -> list[Any]:
@@ -380,19 +380,38 @@ class _Program:
     def _report(self, node: Any, text: str) -> None:
         self.unsettled.add(Unsettled(node.lineno, text))
 
-    def _report_strings(self, modules: dict[str, str]) -> None:
-        """Report strings that are paths of the other libraries, and annotations in quotes."""
+    def _report_strings(self, modules: dict[str, str], names: dict[str, str]) -> None:
+        """Report strings that are paths of the other libraries, and rewrite annotations in quotes.
+
+        Args:
+            modules: local name → module of the other library.
+            names: local name → its new name.
+        """
         annotations = {
             each for node in ast.walk(self.tree) for annotation in _annotations(node) for each in ast.walk(annotation)
         }
         for node, text in self.strings:
-            if _PATH.fullmatch(text):
+            if node in annotations and set(re.findall(r"\b(\w+)\.", text)) & set(modules):
+                self._rewrite_quoted(node, modules, names)
+            elif _PATH.fullmatch(text):
                 own = counterpart(text)
                 told = f"is {own} here." if own is not None else advice(text)
                 self._report(node, f"the text {text!r} names another library: {told}")
-            used = set(re.findall(r"(\w+)\.", text)) & set(modules) if node in annotations else set()
-            for local in used:
-                self._report(node, f"the annotation in quotes names {modules[local]}; write the new name in it.")
+
+    def _rewrite_quoted(self, node: ast.expr, modules: dict[str, str], names: dict[str, str]) -> None:
+        """Rewrite the names of the other libraries in an annotation in quotes, such as `"L.LightningModule"`."""
+        begin, end = self._span(node)
+        text = self.source[begin:end].decode()
+        for local, rest in dict.fromkeys(re.findall(r"\b(\w+)((?:\.\w+)+)", text)):
+            if local not in modules:
+                continue
+            found = counterpart(modules[local] + rest)
+            if found is None:
+                self._report(node, f"the annotation in quotes: {advice(modules[local] + rest)}")
+                continue
+            new = names[local] + found.removeprefix(FACE)
+            text = re.sub(rf"\b{re.escape(local + rest)}\b", new, text)
+        self._replace(node, text)
 
     def _rename_arguments(self) -> None:
         """Rename the argument `pl_module=` in calls such as `super().on_train_end(trainer, pl_module=pl_module)`."""

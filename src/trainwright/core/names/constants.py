@@ -67,6 +67,7 @@ class LoggerType(_Choice):
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
     TRACKIO = "trackio"
+    CSV = "csv"
 
 
 class ComputeEnvironment(_Choice):

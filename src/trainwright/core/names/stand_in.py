@@ -127,6 +127,11 @@ def run_script(arguments: Sequence[str]) -> None:
             "       python -m trainwright.as_accelerate -m module [arguments]\n\n"
             "Run a script with Trainwright instead of Hugging Face's accelerate."
         )
+    if arguments[0] != "-m" and not Path(arguments[0]).is_file():
+        sys.exit(
+            f"python -m trainwright.as_accelerate: the script {arguments[0]!r} does not exist. Several processes are "
+            "started by: trainwright launch --num_processes 2 -m trainwright.as_accelerate script.py"
+        )
     as_accelerate()
     if arguments[0] == "-m":
         sys.argv[:] = list(arguments[1:])
