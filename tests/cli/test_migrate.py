@@ -178,6 +178,21 @@ def test_names_in_annotations_in_quotes_are_rewritten(before: str, after: str) -
     assert after in rewrite(before.encode()).code.decode()
 
 
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ("Accelerator()", 'Accelerator(schedule_steps="per_process")'),
+        ("Accelerator(cpu=True)", 'Accelerator(cpu=True, schedule_steps="per_process")'),
+        ("Accelerator(\n    cpu=True,\n)", 'Accelerator(\n    cpu=True,schedule_steps="per_process"\n)'),
+        ("Accelerator(**options)", "Accelerator(**options)"),
+    ],
+)
+def test_schedules_of_accelerate_advance_as_often_as_before(call: str, wanted: str) -> None:
+    text = f"from accelerate import Accelerator\noptions = {{}}\na = {call}\nscheduler = a.prepare(None)\n"
+    assert wanted in rewrite(text.encode()).code.decode()
+    assert "schedule_steps" not in rewrite(text.replace("scheduler", "model").encode()).code.decode()
+
+
 def test_a_name_without_a_counterpart_keeps_its_import() -> None:
     text = "from lightning.pytorch.callbacks import Checkpoint, Timer  # both\n"
     code = rewrite(text.encode()).code.decode()

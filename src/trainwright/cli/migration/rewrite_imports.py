@@ -292,10 +292,22 @@ class _Program:
                     self._report(keyword, f"{own} takes only {name}={UNUSED[name]}{instead(own, name)}")
             elif not takes_all and name not in parameters:
                 self._report(keyword, f"{own} has no argument {name!r}{instead(own, name)}")
+        if own == "trainwright.Accelerator":
+            self._keep_advances(call)
         above = self.parents[call]
         if own != "trainwright.Trainer" or not isinstance(above, (ast.Assign, ast.AnnAssign)):
             return set()
         return set(map(ast.unparse, above.targets if isinstance(above, ast.Assign) else [above.target]))
+
+    def _keep_advances(self, call: ast.Call) -> None:
+        """Add the argument with which a prepared schedule advances as often as in Accelerate: once per process."""
+        given = {keyword.arg for keyword in call.keywords}
+        if given & {"schedule_steps", None} or b"sched" not in self.source.lower():
+            return
+        begin, end = self._span(call)
+        inside = self.source[begin : end - 1].rstrip()
+        comma = "" if inside.endswith((b"(", b",")) else ", "
+        self.edits[begin + len(inside), begin + len(inside)] = f'{comma}schedule_steps="per_process"'
 
     def _change_import(self, node: ast.Import | ast.ImportFrom, own: dict[ast.alias, tuple[str | None, str]]) -> None:
         if isinstance(node, ast.Import):
