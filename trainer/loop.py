@@ -88,6 +88,11 @@ class FitLoop:
             run.fire("on_train_start")
             if run.state.batch_in_epoch == 0:
                 run.loop.restore_last()
+        if run.loop.stop_reason is not None and not self._end.reached(run.state):
+            run.print(
+                f"trainwright: training stops after {run.state.epoch} epochs and {run.state.step} steps. "
+                f"{run.loop.stop_reason}"
+            )
         run.saves.finish_copy()  # callbacks may empty optimizers here
         run.logs.metrics.close("on_train_end")
         run.fire("on_train_end")

@@ -335,7 +335,7 @@ def _slurm(folder: Path, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> Pa
 
 
 def test_slurm_runs_the_job_again_after_its_warning_and_it_goes_on_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note = _slurm(tmp_path, monkeypatch)
     whole, first, second = Victim(None), Victim("train step", number=signal.SIGUSR1), Victim(None)
@@ -346,6 +346,7 @@ def test_slurm_runs_the_job_again_after_its_warning_and_it_goes_on_by_itself(
     monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)  # a process of its own, in truth
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert run(tmp_path / "run", second) is None  # the script passes no ckpt_path
+    assert "trainwright: start 2 of this job resumes" in capsys.readouterr().out
     assert first.losses + second.losses == whole.losses
 
 

@@ -247,6 +247,18 @@ def test_ctrl_c_says_where_a_resume_continues(
     assert says in printed
 
 
+class _Stops(RegressionTask):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.request_stop("The loss is good enough.")
+
+
+def test_the_reason_of_an_early_end_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    fitted(_Stops(), regression_loader(4), max_epochs=5)
+    assert "trainwright: training stops after 1 epochs and 4 steps. The loss is good enough." in capsys.readouterr().out
+    fitted(_Stops(), regression_loader(4), max_epochs=1)
+    assert "training stops" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
 def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not arguments:

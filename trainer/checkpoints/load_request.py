@@ -373,6 +373,7 @@ def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
         run.folder.prepare()
     found = run.broadcast(left_by_earlier(run.resume.attempt, run.folder) if run.is_main else None)
     if found is not None:
+        run.print(f"trainwright: start {run.resume.attempt.number + 1} of this job resumes {found.path}.")
         load = replace(load, ckpt_path=found.path, weights_only=False)
     elif load.ckpt_path is not None:
         found = find_checkpoint(run, load, stage)

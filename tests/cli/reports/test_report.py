@@ -71,6 +71,7 @@ def test_a_report_is_one_file_with_the_curves_events_checkpoints_and_settings(
     assert file == tmp_path / "trainwright_logs/version_0/report.html"
     html = file.read_text()
     assert not re.search(r'(src|href)="', html)  # needs no network
+    assert f" in {file.parent}</title>" in html
     content = _content(html)
     loss = content["charts"][0]
     assert loss["title"] == "loss"

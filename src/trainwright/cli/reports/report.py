@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import datetime
+import html
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -58,8 +59,10 @@ def page(run: RunFiles) -> str:
     """Return the report as HTML."""
     text = (_HERE / "report.html").read_text(encoding="utf-8")
     # In HTML, both </script> and <!--<script> in a name would change where the data ends.
-    values = json.dumps(_content(run), allow_nan=False).replace("<", "\\u003c")
+    content = _content(run)
+    values = json.dumps(content, allow_nan=False).replace("<", "\\u003c")
     for mark, value in (
+        ("{{title}}", html.escape(content["title"])),
         ("/*UPLOT_CSS*/", (_HERE / "uplot.min.css").read_text(encoding="utf-8")),
         ("/*UPLOT_JS*/", (_HERE / "uplot.min.js").read_text(encoding="utf-8")),
         ("/*DATA*/", values),
