@@ -2,7 +2,8 @@
 
     python -m docs.site.build [--output build] [--no-pictures]
 
-writes OUTPUT/site. Nothing is loaded from the network, neither here nor by the pages. A broken link is an error.
+replaces OUTPUT/pages, OUTPUT/site and OUTPUT/.cache. Nothing is loaded from the network, neither here nor by the pages.
+A broken link is an error.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from docs.site.reference import reference_pages
 SITE = Path(__file__).parent
 DOCS = SITE.parent
 ROOT = DOCS.parent
-# The theme loads this script on pages that are opened from the disk.
+# Zensical's theme loads this script on pages that are opened from the disk. `build` replaces it by worker.js.
 _WORKER = re.compile(r'https://unpkg\.com/iframe-worker/shim"')
 
 
 def write_pages(folder: Path) -> list[str]:
-    """Write the Markdown of every page but that of the pictures. Return the names of the API's pages."""
+    """Write all pages except shown.md, and copy the files that they use. Return the names of the API's pages."""
     (folder / "examples").mkdir(parents=True)
     pages = [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
     titles = {path.name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ") for path in pages}
@@ -65,7 +66,9 @@ def _order(item: dict[str, Any]) -> int:
         return 1
     if location.startswith("trainwright."):
         return 2
-    return 3 if location.startswith("CHANGELOG") else 0
+    if location.startswith("CHANGELOG"):
+        return 3
+    return 0
 
 
 def rank_search(site: Path) -> None:
@@ -81,6 +84,7 @@ def rank_search(site: Path) -> None:
     for item in index["items"]:
         page, _, member = item["location"].partition("#")
         if page.startswith("trainwright.") and member:
+            # The item of a page comes before those of its headings.
             classes[page]["text"] += f" {item['title']} {item['text']}"
             continue
         if page.startswith("trainwright."):
@@ -124,7 +128,12 @@ def build(output: Path, *, pictures: bool = True) -> Path:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Build the documentation site.")
-    parser.add_argument("--output", type=Path, default=ROOT / "build", help="folder to write (default: build)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "build",
+        help="folder to write (default: build); its pages, site and .cache are deleted",
+    )
     parser.add_argument("--no-pictures", dest="pictures", action="store_false", help="train no model for pictures")
     options = parser.parse_args()
     print(build(options.output.resolve(), pictures=options.pictures) / "index.html")

@@ -183,7 +183,8 @@ def test_names_in_annotations_in_quotes_are_rewritten(before: str, after: str) -
     [
         ("Accelerator()", 'Accelerator(schedule_steps="per_process")'),
         ("Accelerator(cpu=True)", 'Accelerator(cpu=True, schedule_steps="per_process")'),
-        ("Accelerator(\n    cpu=True,\n)", 'Accelerator(\n    cpu=True,schedule_steps="per_process"\n)'),
+        ("Accelerator(\n    cpu=True,  # x\n)", 'Accelerator(\n    cpu=True, schedule_steps="per_process",  # x\n)'),
+        ("Accelerator(  # x\n)", 'Accelerator(schedule_steps="per_process"  # x\n)'),
         ("Accelerator(**options)", "Accelerator(**options)"),
     ],
 )
@@ -191,6 +192,13 @@ def test_schedules_of_accelerate_advance_as_often_as_before(call: str, wanted: s
     text = f"from accelerate import Accelerator\noptions = {{}}\na = {call}\nscheduler = a.prepare(None)\n"
     assert wanted in rewrite(text.encode()).code.decode()
     assert "schedule_steps" not in rewrite(text.replace("scheduler", "model").encode()).code.decode()
+
+
+def test_other_texts_in_annotations_stay() -> None:
+    text = "import lightning.pytorch as pl\nx: Literal['pl.LightningModule']\ny: Annotated[int, 'pl.LightningModule']\n"
+    code = rewrite(text.encode()).code.decode()
+    assert code.count("'pl.LightningModule'") == 2
+    assert left("import lightning as L\nx: 'my.L.LightningModule'\n") == []
 
 
 def test_a_name_without_a_counterpart_keeps_its_import() -> None:

@@ -104,23 +104,31 @@ def _entries(function: Callable[..., Any]) -> dict[str, tuple[list[str], str]]:
 
 
 def _documented(function: Callable[..., Any]) -> dict[str, tuple[list[str], str]]:
-    """Return the entries of all arguments. An entry that only names another class is replaced by that class's entry."""
-    sources: list[Any] = [function]
+    """Return the entries of all arguments, with those of base classes.
+
+    An entry such as "See `VersionedLogger`. Event files are in `sub_dir`." becomes the entry of the base class, and its
+    second sentence is added to the arguments that it names, or to all if it names none.
+    """
+    bases: list[Any] = []
     if inspect.isclass(function):
-        sources += [*function.__mro__[1:], *_DOCUMENTED_BY.get(function.__name__, [])]
+        bases = [*function.__mro__[1:-1], *_DOCUMENTED_BY.get(function.__name__, [])]
+    reference = re.compile(rf"[Ss]ee `(?:{'|'.join(each.__name__ for each in bases)})`[.;]? ?")
     found: dict[str, tuple[list[str], str]] = {}
-    for source in reversed(sources):
-        if source is object:
-            continue
+    for source in [*reversed(bases), function]:
         for name, (names, text) in _entries(source).items():
-            refers = any(text.startswith(f"{see} `{one.__name__}`") for one in sources[1:] for see in ("see", "See"))
-            if not (refers and name in found):
+            refers = reference.match(text) if bases else None
+            if refers is None or name not in found:
                 found[name] = (names, text)
+                continue
+            rest = re.sub(r"^Default: [^.]*\.$", "", text[refers.end() :])  # the base class says it
+            named = [each for each in names if f"`{each}`" in rest]
+            if rest and (name in named or not named):
+                found[name] = ([name], f"{found[name][1]} {rest}")
     return found
 
 
 def arguments_table(function: Callable[..., Any]) -> Iterator[str]:
-    """Yield a table row for each documented argument, in the order of the signature."""
+    """Yield the heading of a table, and a row for each entry of a docstring, in the order of the signature."""
     documented, shown = _documented(function), set()
     parameters = inspect.signature(function).parameters
     yield "| argument | default | meaning |\n|---|---|---|"

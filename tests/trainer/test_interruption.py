@@ -235,7 +235,10 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
-@pytest.mark.parametrize(("step", "says"), [(1, "has no checkpoint yet"), (6, "of step 4. Resume with fit(ckpt_path=")])
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(1, "has no checkpoint of this run that a fit can resume"), (6, "of step 4. Resume with fit(ckpt_path=")],
+)
 def test_ctrl_c_says_where_a_resume_continues(
     step: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -199,7 +199,7 @@ def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
 def test_what_is_not_known_has_a_reason() -> None:
     plan = quiet_trainer().plan(_NeedsValues(), datamodule=_WithSetup())
     assert (plan.parameters["total"], plan.data["global_batch"], plan.data["total_steps"]) == (None, None, None)
-    assert any("data: _WithSetup.setup runs only in the fit, because it may" in note for note in plan.notes)
+    assert any("data: _WithSetup.setup is not called by a plan, because it may" in note for note in plan.notes)
     assert any("_NeedsValues.configure_model failed on the device 'meta'" in note for note in plan.notes)
     assert ["total", "not", "known"] in [line.split() for line in str(plan).splitlines()]
 

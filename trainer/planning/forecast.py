@@ -222,7 +222,7 @@ def _why_not_read(sources: Sources, task: TaskModule, *, is_set_up: bool) -> str
         return None
     advice = "pass setup_data=True (`trainwright plan --setup-data`)" if from_data else "pass loaders to `trainer.plan`"
     return (
-        f"{type(owner).__name__}.{hook} runs only in the fit, because it may download or write files; {advice} to "
+        f"{type(owner).__name__}.{hook} is not called by a plan, because it may download or write files; {advice} to "
         "count the batches"
     )
 

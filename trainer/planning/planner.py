@@ -1,4 +1,4 @@
-"""`Trainer.plan`."""
+"""The plan of a fit: `Trainer.plan`."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Planner:
     ) -> Plan:
         """Return what `fit` with the same arguments will do, without training. Not collective.
 
-        No process is started, no file is written, and the task is not changed: a task with `configure_model` is built
-        as a copy on the device `meta`. The methods `setup` and `prepare_data` of the task and the data module are not
-        called. If one of them is defined, the data is known only for loaders that are passed as arguments, or with
-        `setup_data=True`.
+        The task is not changed: a task with `configure_model` is built as a copy on the device `meta`. By default, no
+        process is started, no file is written, and no `setup` or `prepare_data` is called. If the data module or task
+        with the loaders defines one of these methods, its batches are not known: pass loaders, or `setup_data=True`
+        for a data module.
 
         Args:
             setup_data: call `prepare_data`, `setup` and `teardown` of the data module, which may download and write
@@ -92,31 +92,36 @@ class Planner:
 
 @contextmanager
 def _set_up(data: DataModule, trainer: object) -> Iterator[None]:
-    """Set up a data module for a fit, and tear it down at the end."""
+    """Set up a data module for a fit, and tear it down at the end, also after an error in between."""
     former = data.trainer
     data.trainer = trainer
     try:
         method_of(data, "prepare_data")()
         method_of(data, "setup")("fit")
-        yield
+        try:
+            yield
+        finally:
+            method_of(data, "teardown")("fit")
     finally:
-        method_of(data, "teardown")("fit")
         data.trainer = former
 
 
 def _plan(planner: Planner, task: TaskModule, sources: Sources, *, is_set_up: bool) -> Plan:
     from trainwright.trainer.trainer import Trainer
 
-    settings, notes = planner.settings, list[str]()
-    selection, engine = settings.selection, settings.selection.settings
+    settings = planner.settings
+    notes: list[str] = []
+    selection = settings.selection
+    engine = selection.settings
     callbacks = with_task_callbacks(settings.callbacks, task)
     check_callbacks(callbacks, "fit")
     check_needs(callbacks, selection)
     built = built_task(task, engine.precision, notes)
     outline = selection.strategy.outline(built, engine)
+    # Ranks along `cp` read the same samples and reduce gradients like ranks with other samples.
     num_readers = outline.mesh.dp_replicate * outline.mesh.dp_shard
     num_data_ranks = num_readers * outline.mesh.cp
-    starts = "this process" if selection.runs_alone else "the Trainer"
+    started_by = "this process" if selection.runs_alone else "the Trainer"
     memory: dict[str, int | str | None] = {
         "forecast_bytes": forecast_bytes(built, engine.precision, outline, engine.device_type, notes),
         "forecast_of": "weights, gradients and Adam's averages on one device, without activations",
@@ -126,7 +131,7 @@ def _plan(planner: Planner, task: TaskModule, sources: Sources, *, is_set_up: bo
         strategy=_strategy_facts(settings, None if built is None else outline),
         processes={
             "count": engine.num_processes,
-            "started_by": starts if selection.topology.launcher == "none" else selection.topology.launcher,
+            "started_by": started_by if selection.topology.launcher == "none" else selection.topology.launcher,
             "device": engine.device_type,
             "data_ranks": num_readers,
             "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from trainwright.callbacks.callback import log_through
-from trainwright.checkpoint.format.manifests import find_checkpoints
 from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.signatures import method_of
 from trainwright.core.task import log_into
@@ -23,7 +22,9 @@ _MAX_TEXT = 2000  # characters of an error in the run's record
 
 
 def report_error(run: StageRun, error: BaseException) -> Exception | None:
-    """Call `on_exception` of every callback and of the data module. An error of a hook becomes a warning.
+    """Write an error into the run's record, and call `on_exception` of every callback and of the data module.
+
+    An error of a hook becomes a warning.
 
     Returns:
         An error of the engine that names the user's parameters, to raise from `error`. The hooks received it instead of
@@ -56,45 +57,47 @@ def tear_down(run: StageRun, status: Status) -> None:
 
     Args:
         run: the run whose stage ends.
-        status: `"success"`, `"failed"` or `"interrupted"`, for the loggers. An error while tearing down makes a
+        status: `"success"`, `"failed"` or `"interrupted"`, for the loggers. An error before the loggers finish makes a
             success `"failed"`.
     """
     stage = run.status.stage or "fit"
 
     def finish_logs(_kind: object, error: BaseException | None, _trace: object) -> None:
-        final = status if error is None or status != "success" else "failed"
+        final = "failed" if status == "success" and error is not None else status
         try:
             run.note("end", stage=stage, status=final)
         finally:
             if run.logs.group is not None:
                 run.logs.group.finish(final)
 
-    with ExitStack() as last_first:
-        last_first.callback(partial(_close, run))
+    # The stack runs in reverse: data, saves, teardown hooks, loggers, profiler, message, engine.
+    with ExitStack() as cleanup:
+        cleanup.callback(partial(_close, run))
         if run.status.interrupted and stage == "fit" and run.saver is not None:
-            last_first.callback(partial(_say_where_to_resume, run))
-        last_first.callback(profiling.end, run)
+            cleanup.callback(partial(_say_where_to_resume, run))
+        cleanup.callback(profiling.end, run)
         if run.logs.group is not None:
-            last_first.push(finish_logs)  # receives the error of a step before
+            cleanup.push(finish_logs)  # receives the error of an earlier step of the cleanup
         if run.status.is_set_up:
-            last_first.callback(method_of(run.task, "teardown"), stage)
-            last_first.callback(run.fire, "teardown", stage)
+            cleanup.callback(method_of(run.task, "teardown"), stage)
+            cleanup.callback(run.fire, "teardown", stage)
             if run.data.datamodule is not None:
-                last_first.callback(method_of(run.data.datamodule, "teardown"), stage)
-        last_first.callback(step_end.close, run)
-        last_first.callback(partial(run.data.close, keep_state=status != "failed"))
+                cleanup.callback(method_of(run.data.datamodule, "teardown"), stage)
+        cleanup.callback(step_end.close, run)
+        cleanup.callback(partial(run.data.close, keep_state=status != "failed"))
 
 
 def _say_where_to_resume(run: StageRun) -> None:
-    """Print the newest checkpoint after Ctrl-C. Called when all saves are complete."""
+    """Print this run's newest checkpoint after Ctrl-C. `step_end.close` has completed all saves."""
     if not run.is_main:
         return
-    found = find_checkpoints(run.checkpoint_dir)
+    found = [entry for entry in run.folder.index.entries() if entry.kind == "full"]
     if found:
-        text = f"the newest checkpoint is {found[-1].path}, of step {found[-1].manifest.step}."
+        newest = max(found, key=lambda entry: entry.created)
+        text = f"the newest checkpoint is {run.checkpoint_dir / newest.name}, of step {newest.step}."
         text += " Resume with fit(ckpt_path='last')."
     else:
-        text = f"{run.checkpoint_dir} has no checkpoint yet."
+        text = f"{run.checkpoint_dir} has no checkpoint of this run that a fit can resume."
     run.print(f"trainwright: Ctrl-C at step {run.state.step}: {text}")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.cli.project_folder import import_from_here
+from trainwright.cli.import_path import add_project_to_import_path
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
 from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
 from trainwright.core.host.hub import local_files_only
@@ -418,7 +418,7 @@ def _make_task(name: str) -> nn.Module:
     from trainwright.bigmodels.weights.empty import init_empty_weights
     from trainwright.core.task import TaskModule
 
-    import_from_here()
+    add_project_to_import_path()
     try:
         kind = import_object(name)
     except (ImportError, AttributeError) as error:

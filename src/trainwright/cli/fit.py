@@ -18,8 +18,8 @@ from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, parse
 from trainwright.cli.configs.save_config_callback import resolved_yaml, save_config
+from trainwright.cli.import_path import add_project_to_import_path
 from trainwright.cli.main import INTERRUPTED
-from trainwright.cli.project_folder import import_from_here
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.host.folders import is_url
 from trainwright.core.process import detect
@@ -80,7 +80,7 @@ def test(argv: Sequence[str]) -> int:
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Return the parser, and the settings of a command line and its files, which override `defaults`."""
-    import_from_here()
+    add_project_to_import_path()
     config = {**(defaults or {}), **read_configs(line.configs)}
     if stage != "fit":  # the same file serves every stage
         for name in LOADING:

@@ -21,7 +21,7 @@ from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
 from trainwright.cli.configs.parsing import build, listed, parse, plain
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
-from trainwright.cli.project_folder import import_from_here
+from trainwright.cli.import_path import add_project_to_import_path
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
 
@@ -168,7 +168,7 @@ class CLI:
     # Reading
 
     def _read(self, args: Sequence[str] | Mapping[str, Any] | None, run: bool) -> None:
-        import_from_here()
+        add_project_to_import_path()
         given: dict[str, Any] = {}
         words: list[str] = []
         if isinstance(args, Mapping):

@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from trainwright.cli.import_path import add_project_to_import_path
 from trainwright.cli.main import check_subcommand
-from trainwright.cli.project_folder import import_from_here
 
 
 def data(argv: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def data(argv: Sequence[str]) -> int:
 def _tokenize(options: argparse.Namespace) -> int:
     from trainwright.data.tokens.tokenize import load_tokenizer, tokenize_files
 
-    import_from_here()
+    add_project_to_import_path()
     tokenizer = load_tokenizer(options.tokenizer, vocab_size=options.vocab_size, eod=options.eod)
     found = tokenize_files(
         options.inputs,

@@ -215,7 +215,7 @@ class _Program:
         if uses:
             self._rename_arguments()
             self._report_old_code()
-        self._report_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)}, names)
+        self._settle_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)}, names)
         self._report_objects(trainers, reads_folders=bool(uses))
 
     def _chain(self, name: ast.Name) -> list[Any]:
@@ -300,14 +300,21 @@ class _Program:
         return set(map(ast.unparse, above.targets if isinstance(above, ast.Assign) else [above.target]))
 
     def _keep_advances(self, call: ast.Call) -> None:
-        """Add the argument with which a prepared schedule advances as often as in Accelerate: once per process."""
-        given = {keyword.arg for keyword in call.keywords}
-        if given & {"schedule_steps", None} or b"sched" not in self.source.lower():
+        """Add `schedule_steps="per_process"`, with which a prepared schedule advances as often as in Accelerate.
+
+        Programs that never mention a schedule do not need it. Calls that pass it stay. Those with `**options`, which
+        may contain it, are reported.
+        """
+        given = [keyword.arg for keyword in call.keywords]
+        if "schedule_steps" in given or b"sched" not in self.source.lower():
             return
-        begin, end = self._span(call)
-        inside = self.source[begin : end - 1].rstrip()
-        comma = "" if inside.endswith((b"(", b",")) else ", "
-        self.edits[begin + len(inside), begin + len(inside)] = f'{comma}schedule_steps="per_process"'
+        if None in given:
+            self._report(call, "with several processes, schedules need Accelerator(schedule_steps='per_process').")
+            return
+        passed: list[Any] = [*call.args, *call.keywords]
+        ends = [self._span(each)[1] for each in passed]
+        place = max(ends) if ends else self.source.index(b"(", self._span(call.func)[1]) + 1
+        self.edits[place, place] = (", " if ends else "") + 'schedule_steps="per_process"'
 
     def _change_import(self, node: ast.Import | ast.ImportFrom, own: dict[ast.alias, tuple[str | None, str]]) -> None:
         if isinstance(node, ast.Import):
@@ -392,38 +399,41 @@ class _Program:
     def _report(self, node: Any, text: str) -> None:
         self.unsettled.add(Unsettled(node.lineno, text))
 
-    def _report_strings(self, modules: dict[str, str], names: dict[str, str]) -> None:
+    def _settle_strings(self, modules: dict[str, str], names: dict[str, str]) -> None:
         """Report strings that are paths of the other libraries, and rewrite annotations in quotes.
 
         Args:
             modules: local name → module of the other library.
-            names: local name → its new name.
+            names: local name → name in the rewritten program.
         """
-        annotations = {
-            each for node in ast.walk(self.tree) for annotation in _annotations(node) for each in ast.walk(annotation)
-        }
+        annotations: set[ast.AST] = set()
+        for node in ast.walk(self.tree):
+            for annotation in _annotations(node):
+                annotations |= set(_types_in(annotation))
         for node, text in self.strings:
             if node in annotations and set(re.findall(r"\b(\w+)\.", text)) & set(modules):
                 self._rewrite_quoted(node, modules, names)
             elif _PATH.fullmatch(text):
                 own = counterpart(text)
-                told = f"is {own} here." if own is not None else advice(text)
-                self._report(node, f"the text {text!r} names another library: {told}")
+                hint = f"is {own} here." if own is not None else advice(text)
+                self._report(node, f"the text {text!r} names another library: {hint}")
 
     def _rewrite_quoted(self, node: ast.expr, modules: dict[str, str], names: dict[str, str]) -> None:
         """Rewrite the names of the other libraries in an annotation in quotes, such as `"L.LightningModule"`."""
-        begin, end = self._span(node)
-        text = self.source[begin:end].decode()
-        for local, rest in dict.fromkeys(re.findall(r"\b(\w+)((?:\.\w+)+)", text)):
+
+        def rewritten(match: re.Match[str]) -> str:
+            local, rest = match.groups()
             if local not in modules:
-                continue
+                return match[0]
             found = counterpart(modules[local] + rest)
             if found is None:
                 self._report(node, f"the annotation in quotes: {advice(modules[local] + rest)}")
-                continue
-            new = names[local] + found.removeprefix(FACE)
-            text = re.sub(rf"\b{re.escape(local + rest)}\b", new, text)
-        self._replace(node, text)
+                return match[0]
+            return names[local] + found.removeprefix(FACE)
+
+        begin, end = self._span(node)
+        text = self.source[begin:end].decode()
+        self._replace(node, re.sub(r"(?<![\w.])(\w+)((?:\.\w+)+)", rewritten, text))
 
     def _rename_arguments(self) -> None:
         """Rename the argument `pl_module=` in calls such as `super().on_train_end(trainer, pl_module=pl_module)`."""
@@ -534,6 +544,21 @@ def _roots(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         return {_root(alias.name) for alias in node.names}
     return {_root(node.module or "")} if isinstance(node, ast.ImportFrom) and not node.level else set()
+
+
+def _types_in(annotation: ast.expr) -> Iterator[ast.AST]:
+    """Yield the nodes of an annotation that are types: no values of `Literal`, no metadata of `Annotated`."""
+    yield annotation
+    if isinstance(annotation, ast.Subscript):
+        name = ast.unparse(annotation.value).rpartition(".")[2]
+        if name == "Literal":
+            return
+        if name == "Annotated" and isinstance(annotation.slice, ast.Tuple):
+            yield from _types_in(annotation.slice.elts[0])
+            return
+    for child in ast.iter_child_nodes(annotation):
+        if isinstance(child, ast.expr):
+            yield from _types_in(child)
 
 
 def _annotations(node: ast.AST) -> Iterator[ast.expr]:
