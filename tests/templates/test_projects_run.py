@@ -236,7 +236,8 @@ def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Path) -> None:
     project = write(tmp_path, "classifier")
-    commands = re.findall(r"^    (\S.*)$", (project / "README.md").read_text(), re.MULTILINE)
+    text = re.sub(r"```.*?```", "", (project / "README.md").read_text(), flags=re.DOTALL)
+    commands = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
     assert len(commands) >= 10
     python = f'python() {{ "{sys.executable}" "$@"; }}'
     shell = [python, 'trainwright() { python -m trainwright "$@"; }', 'pytest() { python -m pytest "$@"; }']
@@ -256,7 +257,7 @@ def test_language_models_train_longer_and_are_exported_finetuned_and_tested_with
     rates = learning_rates(writer)
     assert rates == sorted(rates)
     assert rates[-1] == pytest.approx(3e-3 * 8 / 50)  # step 8 of a warm-up of 50 steps
-    run(writer, "export.py", "runs/checkpoints/last", "exported")
+    run(writer, "export.py", "last", "exported")
 
     chat = write(tmp_path, "finetune")
     model = str(writer / "exported")
@@ -265,7 +266,9 @@ def test_language_models_train_longer_and_are_exported_finetuned_and_tested_with
     run(chat, *FIT, *few, *models, "trainer.max_epochs=4", "--ckpt_path", "last")
     assert learning_rates(chat)[-1] == pytest.approx(1e-3)
     assert "test_loss" in run(chat, *TEST, *models)
-    searched = run(chat, *STRICT, "sweep.py", "--trials", "2", "--model", model)
+    run(chat, "export.py", "best", "exported")
+    assert (chat / "exported" / "config.json").is_file()
+    searched = run(chat, *STRICT, "sweep.py", "--trials", "2", *models)
     assert f"task.model={model} data.model={model} task.lr=" in searched
     printed = run(chat, *STRICT, "train.py", "--model", model, "--epochs", "1")
     assert re.search(r"test loss: +\d\.\d+ nats per token of an answer", printed)
