@@ -61,13 +61,13 @@ def test_the_classifier_reads_held_out_digits_and_says_where_everything_lies(tmp
     project = write(tmp_path, "classifier")
     printed = run(project, "train.py")
 
-    accuracy = re.search(r"^test_acc: +(\d\.\d+)", printed, re.MULTILINE)
+    accuracy = re.search(r"^ *test_acc +(\d\.\d+)", printed, re.MULTILINE)
     assert accuracy is not None, printed
     assert float(accuracy[1]) >= 0.97
 
-    paths = dict(re.findall(r"^(checkpoint|CSV): +(\S+)", printed, re.MULTILINE))
+    paths = dict(re.findall(r"^(checkpoint|logs): +(\S+)", printed, re.MULTILINE))
     assert (project / paths["checkpoint"] / "manifest.json").is_file()
-    with (project / paths["CSV"]).open() as lines:
+    with (project / paths["logs"] / "metrics.csv").open() as lines:
         columns = csv.DictReader(lines).fieldnames or []
     assert {"train_loss", "val_acc"} <= set(columns)
 
@@ -193,7 +193,7 @@ def regression(tmp_path: Path) -> Path:
 
 def test_a_regression_in_the_classifier_s_project_needs_no_change_of_the_scripts(regression: Path) -> None:
     trained = run(regression, *STRICT, "train.py", "task.width=8", "trainer.max_epochs=3")
-    assert re.search(r"^test_loss: +\d+\.\d+", trained, re.MULTILINE)
+    assert re.search(r"^ *test_loss +\d+\.\d+", trained, re.MULTILINE)
     assert "model.pt2 maps (n, 2) to (n)" in run(regression, *STRICT, "export.py")
     searched = run(regression, *STRICT, "sweep.py", "--trials", "2", "--epochs", "2").splitlines()
     assert searched[0] == "not searched, because Prices has no such argument: weight_decay, dropout"
