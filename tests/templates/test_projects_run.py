@@ -61,13 +61,13 @@ def test_the_classifier_reads_held_out_digits_and_says_where_everything_lies(tmp
     project = write(tmp_path, "classifier")
     printed = run(project, "train.py")
 
-    accuracy = re.search(r"test accuracy: (\d\.\d+)", printed)
+    accuracy = re.search(r"^ *test_acc +(\d\.\d+)", printed, re.MULTILINE)
     assert accuracy is not None, printed
     assert float(accuracy[1]) >= 0.97
 
-    paths = dict(re.findall(r"^(checkpoint|CSV): +(\S+)", printed, re.MULTILINE))
+    paths = dict(re.findall(r"^(checkpoint|logs): +(\S+)", printed, re.MULTILINE))
     assert (project / paths["checkpoint"] / "manifest.json").is_file()
-    with (project / paths["CSV"]).open() as lines:
+    with (project / paths["logs"] / "metrics.csv").open() as lines:
         columns = csv.DictReader(lines).fieldnames or []
     assert {"train_loss", "val_acc"} <= set(columns)
 
@@ -113,9 +113,113 @@ def test_the_classifier_trains_longer_is_exported_and_searched_without_a_warning
     assert rates[40:] == [rates[40]] * 40
     assert "test_acc" in run(project, *TEST)
     assert (project / run(project, *STRICT, "-m", "trainwright", "report", "runs").strip()).is_file()
-    assert "10 logits" in run(project, *STRICT, "export.py", "runs/checkpoints/last", "digits.pt2")
+    for checkpoint in ("best", "last", "runs/checkpoints/last"):
+        exported = run(project, *STRICT, "export.py", checkpoint, "digits.pt2")
+        assert "digits.pt2 maps (n, 1, 8, 8) to (n, 10)" in exported
     searched = run(project, *STRICT, "sweep.py", "--trials", "2", "--epochs", "1")
     assert "trainwright fit --config config.yaml task.lr=" in searched
+
+
+REGRESSION_DATA = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import DataModule
+
+
+class Houses(DataModule):
+    def __init__(self, path: str, batch_size: int = 8) -> None:
+        super().__init__()
+        self.path = path
+        self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:
+        with open(self.path) as lines:
+            next(lines)
+            rows = torch.tensor([[float(word) for word in line.split(",")] for line in lines])
+        self.rows = TensorDataset(rows[:, :-1], rows[:, -1])
+
+    def loader(self) -> DataLoader:
+        return DataLoader(self.rows, batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = loader
+"""
+REGRESSION_TASK = """
+import torch
+from trainwright import TaskModule
+
+
+class Prices(TaskModule):
+    def __init__(self, lr: float = 0.01, width: int = 4) -> None:
+        super().__init__()
+        self.lr = lr
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.net(features).squeeze(-1)
+
+    def step(self, batch: list[torch.Tensor], name: str) -> torch.Tensor:
+        features, prices = batch
+        loss = torch.nn.functional.mse_loss(self(features), prices)
+        self.log(name, loss)
+        return loss
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        return self.step(batch, "train_loss")
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.step(batch, "val_loss")
+
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.step(batch, "test_loss")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.lr)
+"""
+
+
+@pytest.fixture
+def regression(tmp_path: Path) -> Path:
+    """The classifier's project with the data, the task and the configuration of a regression, otherwise unchanged."""
+    project = write(tmp_path, "classifier")
+    rows = [f"{size},{age},{3 * size - age}" for size in (1, 2, 3, 4) for age in (0, 1, 2, 3, 4)]
+    (project / "houses.csv").write_text("\n".join(["size,age,price", *rows]))
+    (project / "src" / "classifier" / "data.py").write_text(REGRESSION_DATA)
+    (project / "src" / "classifier" / "task.py").write_text(REGRESSION_TASK)
+    readme = (project / "README.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    (project / "config.yaml").write_text(example)
+    return project
+
+
+def test_a_regression_in_the_classifier_s_project_needs_no_change_of_the_scripts(regression: Path) -> None:
+    trained = run(regression, *STRICT, "train.py", "task.width=8", "trainer.max_epochs=3")
+    assert re.search(r"^ *test_loss +\d+\.\d+", trained, re.MULTILINE)
+    assert "model.pt2 maps (n, 2) to (n)" in run(regression, *STRICT, "export.py")
+    searched = run(regression, *STRICT, "sweep.py", "--trials", "2", "--epochs", "2").splitlines()
+    assert searched[0] == "not searched, because Prices has no such argument: weight_decay, dropout"
+    assert searched[-1].startswith("trainwright fit --config config.yaml task.lr=")
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_search_chooses_by_the_mode_of_the_configuration(regression: Path, mode: str) -> None:
+    config = regression / "config.yaml"
+    config.write_text(config.read_text().replace("mode: min", f"mode: {mode}"))
+    hidden = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_path('sweep.py', run_name='__main__')"
+    lines = run(regression, *STRICT, "-c", hidden, "--trials", "3", "--epochs", "2").splitlines()
+    values = [float(line.split()[-1]) for line in lines if line.startswith("{")]
+    assert len(set(values)) == 3
+    best = min(values) if mode == "min" else max(values)
+    assert f"best val_loss: {best:.4f}" in lines
+
+
+def test_an_export_of_a_checkpoint_that_does_not_exist_is_one_line(regression: Path) -> None:
+    environment = dict(os.environ) | {"PYTHONPATH": _SOURCES}
+    for arguments in ([], ["best", "--config", "config.yaml"], ["nowhere", "--config", "config.yaml"]):
+        command = [sys.executable, "export.py", *arguments]
+        done = subprocess.run(command, cwd=regression, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert done.stderr.splitlines()[-1].startswith("export.py: ")
 
 
 def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path: Path) -> None:
@@ -132,14 +236,15 @@ def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Path) -> None:
     project = write(tmp_path, "classifier")
-    commands = re.findall(r"^    (\S.*)$", (project / "README.md").read_text(), re.MULTILINE)
+    text = re.sub(r"```.*?```", "", (project / "README.md").read_text(), flags=re.DOTALL)
+    commands = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
     assert len(commands) >= 10
     python = f'python() {{ "{sys.executable}" "$@"; }}'
     shell = [python, 'trainwright() { python -m trainwright "$@"; }', 'pytest() { python -m pytest "$@"; }']
     shell.append('sbatch() { bash -n "$1"; }')  # another test submits the script
     script = "import subprocess, sys; subprocess.run(['bash', '-e', '-c', sys.argv[1]], check=True)"
     printed = run(project, "-c", script, "\n".join([*shell, *commands]), timeout_s=550)
-    assert "10 logits" in printed
+    assert "maps (n, 1, 8, 8) to (n, 10)" in printed
     assert re.search(r"\d+ passed", printed)
 
 
@@ -152,7 +257,7 @@ def test_language_models_train_longer_and_are_exported_finetuned_and_tested_with
     rates = learning_rates(writer)
     assert rates == sorted(rates)
     assert rates[-1] == pytest.approx(3e-3 * 8 / 50)  # step 8 of a warm-up of 50 steps
-    run(writer, "export.py", "runs/checkpoints/last", "exported")
+    run(writer, "export.py", "last", "exported")
 
     chat = write(tmp_path, "finetune")
     model = str(writer / "exported")
@@ -161,7 +266,9 @@ def test_language_models_train_longer_and_are_exported_finetuned_and_tested_with
     run(chat, *FIT, *few, *models, "trainer.max_epochs=4", "--ckpt_path", "last")
     assert learning_rates(chat)[-1] == pytest.approx(1e-3)
     assert "test_loss" in run(chat, *TEST, *models)
-    searched = run(chat, *STRICT, "sweep.py", "--trials", "2", "--model", model)
+    run(chat, "export.py", "best", "exported")
+    assert (chat / "exported" / "config.json").is_file()
+    searched = run(chat, *STRICT, "sweep.py", "--trials", "2", *models)
     assert f"task.model={model} data.model={model} task.lr=" in searched
     printed = run(chat, *STRICT, "train.py", "--model", model, "--epochs", "1")
     assert re.search(r"test loss: +\d\.\d+ nats per token of an answer", printed)
@@ -237,9 +344,11 @@ def test_a_job_of_slurm_that_is_signalled_runs_again_and_trains_as_one_that_is_n
             # Slurm waits two minutes before it starts a requeued job.
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, check=True, timeout=30)
         wait_until(lambda: not queue(job, "%i", cluster), output)  # noqa: B023
-        assert ("preempted" in output.read_text()) is signalled
+        log = output.read_text()
+        assert bool(re.search(r"received SIGUSR1 at step \d+: wrote \S+/preempted\.", log)) is signalled
+        assert (f"Job {job} is requeued." in log) is signalled
         with (project / "runs" / "csv" / "version_0" / "metrics.csv").open() as lines:
             # A validation that the signal interrupts is written after the rows of its step.
             metrics.append(sorted(csv.reader(lines)))
     assert metrics[0] == metrics[1]
-    assert "199" in [step for step, *_ in metrics[0]]  # 20 epochs of 10 steps, counted from 0
+    assert "99" in [step for step, *_ in metrics[0]]  # 10 epochs of 10 steps, counted from 0
