@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | torture | check | check-oldest | check-newest | check-wheel | bench | docs | format | clean.
+# make demo | test | test-all | test-xla | torture | mutants | check | check-oldest | check-newest | check-wheel | bench | docs | format | clean.
 # Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
@@ -35,7 +35,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-xla torture check check-oldest check-newest check-wheel lint bench docs pictures format clean
+.PHONY: help venv demo test test-all test-xla torture mutants check check-oldest check-newest check-wheel lint bench docs pictures format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a report of its training (two minutes)"
@@ -46,6 +46,7 @@ help:
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (ten minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
+	@echo "make mutants  a hundred mistakes in the package, and which of them the fast tests do not notice (half an hour)"
 	@echo "make bench    the benchmarks"
 	@echo "make docs     the documentation as a site in build/site, with the API reference (three minutes)"
 	@echo "make pictures the pictures of README.md and of the documentation's start page, with chromium"
@@ -97,6 +98,11 @@ test-xla: $(XLA)/.installed
 
 torture: $(STAMP)
 	$(BIN)/python -m pytest -m torture tests/torture
+
+# Which tests run which lines is recorded first (build/mutants): remove it when the tests have changed.
+mutants: $(STAMP)
+	test -f build/mutants/coverage || $(BIN)/python -m tests.mutants.record
+	$(BIN)/python -m tests.mutants.run
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,0 +1,97 @@
+"""Record which tests run which lines of the package, in started processes too.
+
+    python -m tests.mutants.record [ARGUMENTS OF PYTEST ...]
+
+writes build/mutants/{coverage,durations.json}. Without arguments it runs the tests of `make check`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "build" / "mutants"
+_FAST = ["-m", "not (slow or distributed or exhaustive or torture)", "--ignore=tests/ported"]
+# coverage's .pth file starts a measurement in each Python process that finds this configuration in its environment:
+# pytest, its workers, and what they start. In pytest the context is the test function on the stack. A process that a
+# test starts has no such function: its context is the test that pytest has put into the environment.
+_CONFIGURATION = """
+[run]
+source_pkgs = trainwright
+data_file = {folder}/coverage
+parallel = true
+dynamic_context = test_function
+context = ${{PYTEST_CURRENT_TEST-}}
+sigterm = true
+disable_warnings = no-data-collected, module-not-imported
+"""
+
+
+def record(arguments: Sequence[str]) -> int:
+    """Run pytest, and write the record. Return the exit status of pytest."""
+    import coverage
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob("coverage*"):
+        old.unlink()
+    configuration = FOLDER / "settings.ini"  # combine() would read a file whose name begins with that of the data
+    configuration.write_text(_CONFIGURATION.format(folder=FOLDER))
+    environment = {**os.environ, "COVERAGE_PROCESS_START": str(configuration)}
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutants.durations"]
+    done = subprocess.run([*command, *(arguments or _FAST)], cwd=ROOT, env=environment, check=False)
+    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    coverage.Coverage(config_file=str(configuration)).combine([str(FOLDER)])
+    return done.returncode
+
+
+class Record:
+    """Which tests run a line, and how long each takes."""
+
+    def __init__(self) -> None:
+        import coverage
+
+        path = FOLDER / "coverage"
+        if not path.is_file():
+            raise SystemExit("There is no record of the tests. Run: python -m tests.mutants.record")
+        self._data = coverage.CoverageData(basename=str(path))
+        self._data.read()
+        self._durations: dict[str, float] = json.loads((FOLDER / "durations.json").read_text())
+
+    def tests_of(self, file: str, lines: Iterable[int]) -> list[str]:
+        """Return the test functions that run one of the lines of a file, the fastest first."""
+        found: set[str] = set()
+        by_line = self._data.contexts_by_lineno(str(ROOT / file))
+        for line in lines:
+            for context in by_line.get(line, []):
+                found |= set(filter(None, map(test_function, context.split("|"))))
+        known = [name for name in found if name in self._durations]
+        return sorted(known, key=lambda name: (self._durations[name], name))
+
+    def seconds_of(self, test: str) -> float:
+        """Return how long all cases of a test function took."""
+        return self._durations[test]
+
+
+def test_function(context: str) -> str:
+    """Return `tests/…/test_file.py::test_name` for a context of the record; empty if it is not a test.
+
+    In pytest a context is the dotted name of the function. In started processes it is the name of a case, with its
+    parameters and phase: `tests/test_file.py::test_name[1] (call)`.
+    """
+    if "::" in context:
+        return context.partition(" (")[0].partition("[")[0]
+    words = context.split(".")
+    for length in range(len(words) - 1, 0, -1):
+        file = "/".join(words[:length]) + ".py"
+        if (ROOT / file).is_file():
+            return "::".join([file, *words[length:]])
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(record(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""Make mistakes in the package, one at a time, and report which of them no test notices.
+
+    python -m tests.mutants.run [--number 100] [--seed 0] [--files trainer/loop.py ...] [--output FILE]
+
+Needs the record of `python -m tests.mutants.record`. Each mutant is written into a copy of the tree, in which the tests
+that run its lines are started, the fastest first, until one fails. Exits with 1 if fewer than nine of ten are noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import glob
+import json
+import os
+import queue
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.generate import Mutant, mutants_of
+from tests.mutants.record import FOLDER, ROOT, Record
+
+# The files in which a mistake costs users most.
+FILES = (
+    "trainer/loop.py",
+    "trainer/schedule.py",
+    "trainer/evaluation.py",
+    "trainer/optimization.py",
+    "trainer/data.py",
+    "trainer/checkpoints/*.py",
+    "trainer/recovery/*.py",
+    "strategies/engine.py",
+    "strategies/state.py",
+    "strategies/shards.py",
+    "strategies/data_ranks.py",
+    "strategies/precision.py",
+    "strategies/mesh.py",
+    "strategies/units.py",
+    "strategies/steps/*.py",
+    "strategies/ddp/*.py",
+    "strategies/fsdp/*.py",
+    "strategies/deepspeed/*.py",
+    "strategies/offload/*.py",
+    "strategies/megatron/*.py",
+    "strategies/context/*.py",
+    "src/trainwright/accelerator/accumulation.py",
+    "src/trainwright/accelerator/item_counts.py",
+    "src/trainwright/accelerator/loss_scale.py",
+    "src/trainwright/accelerator/gathering.py",
+    "src/trainwright/accelerator/loop_checkpoints.py",
+    "src/trainwright/accelerator/project.py",
+    "src/trainwright/accelerator/prepared/*.py",
+    "src/trainwright/data/*.py",
+    "src/trainwright/checkpoint/format/*.py",
+    "src/trainwright/checkpoint/disk/*.py",
+    "src/trainwright/checkpoint/async_writer.py",
+    "src/trainwright/checkpoint/run_folder.py",
+    "src/trainwright/checkpoint/retention.py",
+    "src/trainwright/checkpoint/remote.py",
+    "loggers/metric_*.py",
+    "src/trainwright/processes/collectives.py",
+    "src/trainwright/processes/process_group.py",
+    "src/trainwright/processes/signals.py",
+    "src/trainwright/processes/hang_detector.py",
+    "src/trainwright/bigmodels/dispatch/*.py",
+    "src/trainwright/bigmodels/weights/*.py",
+    "src/trainwright/bigmodels/maps/*.py",
+)
+_MOST_SECONDS = 60.0  # of tests for one mutant, by the record
+_TIMEOUT_S = 150.0  # a mutant that hangs is noticed
+_WANTED = 0.9
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant.
+
+    Attributes:
+        name: the mutant's name.
+        status: `"noticed"`, `"survived"`, or `"not run"` if no recorded test runs its lines.
+        by: the first test that failed, or `"timeout"`; empty if it was not noticed.
+        num_tests: test functions that were started.
+    """
+
+    name: str
+    status: str
+    by: str
+    num_tests: int
+
+
+def sample(files: list[str], number: int, seed: int) -> list[Mutant]:
+    """Return mutants of the files, drawn at random: each file has the same share, whatever its length."""
+    draw = random.Random(seed)
+    of_file = {file: mutants_of(file, (ROOT / file).read_bytes()) for file in sorted(files)}
+    found: list[Mutant] = []
+    remaining = {file: draw.sample(mutants, len(mutants)) for file, mutants in of_file.items() if mutants}
+    while remaining and len(found) < number:
+        file = draw.choice(sorted(remaining))
+        found.append(remaining[file].pop())
+        if not remaining[file]:
+            del remaining[file]
+    return found
+
+
+def try_out(mutant: Mutant, record: Record, tree: Path) -> Result:
+    """Run the tests of a mutant's lines in a copy of the tree, which is restored."""
+    tests = record.tests_of(mutant.file, range(mutant.line, mutant.end_line + 1))
+    chosen: list[str] = []
+    seconds = 0.0
+    for test in tests:
+        seconds += record.seconds_of(test)
+        if chosen and seconds > _MOST_SECONDS:
+            break
+        chosen.append(test)
+    if not chosen:
+        return Result(mutant.name, "not run", "", 0)
+    path = tree / mutant.file
+    source = path.read_bytes()
+    path.write_bytes(mutant.apply(source))
+    try:
+        by = _first_failure(chosen, tree)
+    finally:
+        path.write_bytes(source)
+    return Result(mutant.name, "noticed" if by else "survived", by, len(chosen))
+
+
+def _first_failure(tests: list[str], tree: Path) -> str:
+    """Return the first test that fails, `"timeout"`, or an empty text."""
+    environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two mutants of one length in one second would share bytecode
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else f"pytest ended with {done.returncode}"
+
+
+def main() -> int:
+    """Try a sample of mutants, print the survivors, and write all results."""
+    parser = argparse.ArgumentParser(description="Make mistakes in the package, and report those that no test notices.")
+    parser.add_argument("--number", type=int, default=100, help="mutants to try (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
+    parser.add_argument("--files", nargs="*", default=list(FILES), help="patterns of files (default: the core)")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results.json", help="file to write")
+    options = parser.parse_args()
+    files = [file for pattern in options.files for file in glob.glob(pattern, root_dir=ROOT)]
+    record = Record()
+    mutants = sample(sorted(set(files)), options.number, options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        trees: queue.Queue[Path] = queue.Queue()
+        ignored = shutil.ignore_patterns(".venv*", ".git", "build", "demo", ".*_cache", "runs")
+        for number in range(2):
+            trees.put(Path(shutil.copytree(ROOT, Path(name) / str(number), symlinks=True, ignore=ignored)))
+
+        def work(mutant: Mutant) -> Result:
+            tree = trees.get()
+            try:
+                result = try_out(mutant, record, tree)
+            finally:
+                trees.put(tree)
+            print(f"{result.status:9} {result.name}  {result.by}", flush=True)
+            return result
+
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            results = list(pool.map(work, mutants))
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    counts = Counter(result.status for result in results)
+    print(", ".join(f"{number} {status}" for status, number in counts.items()))
+    return 0 if counts["noticed"] >= _WANTED * len(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The mutants: what is changed in a file, which tests are chosen for a line, and what is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import run
+from tests.mutants.generate import mutants_of
+from tests.mutants.record import test_function as name_of_test
+from tests.mutants.run import FILES, sample
+
+_SOURCE = b'''
+def total(numbers, scale: int = 2, *, start=0):
+    """Return the sum."""
+    result = start
+    for number in numbers:
+        if number > 0 and number < 10:
+            result += number * scale
+    check(result)
+    if not numbers:
+        raise ValueError(f"{scale + 1} numbers")
+    return rounded(result, scale, digits=2)
+'''
+
+
+def _changes(source: bytes) -> set[tuple[str, str, str]]:
+    return {(mutant.kind, mutant.before, mutant.after) for mutant in mutants_of("a.py", source)}
+
+
+def test_every_kind_of_mistake_is_made_where_it_can_be() -> None:
+    assert _changes(_SOURCE) == {
+        ("condition inverted", "number > 0 and number < 10", "(not (number > 0 and number < 10))"),
+        ("condition inverted", "not numbers", "(not (not numbers))"),
+        ("and/or swapped", "and", "or"),
+        ("comparison changed", ">", ">="),
+        ("comparison changed", "<", "<="),
+        ("off by one", "0", "1"),
+        ("off by one", "10", "11"),
+        ("off by one", "2", "3"),
+        ("assignment removed", "result += number * scale", "pass"),
+        ("operator changed", "*", "//"),
+        ("call removed", "check(result)", "pass"),
+        ("returns nothing", "return rounded(result, scale, digits=2)", "return None"),
+        ("argument dropped", ", digits=2", ""),
+        ("arguments swapped", "result, scale", "scale, result"),
+    }
+
+
+def test_a_mutant_changes_nothing_else() -> None:
+    for mutant in mutants_of("a.py", _SOURCE):
+        changed = mutant.apply(_SOURCE)
+        assert changed[: mutant.begin] == _SOURCE[: mutant.begin]
+        assert changed.endswith(_SOURCE[mutant.end :])
+        assert _SOURCE.splitlines()[mutant.line - 1].decode().strip() in _SOURCE.decode()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = f'{a + 1}'\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\n",
+        "x: int\n",
+        "x = '%s' % 'y'\n",
+    ],
+)
+def test_texts_and_types_are_left_alone(source: str) -> None:
+    assert _changes(source.encode()) == set()
+
+
+def test_a_context_of_the_record_names_its_test() -> None:
+    this = "tests/mutants/test_mutants.py"
+    assert name_of_test("tests.mutants.test_mutants.test_a") == f"{this}::test_a"
+    assert name_of_test("tests.mutants.test_mutants.TestA.test_b") == f"{this}::TestA::test_b"
+    assert name_of_test(f"{this}::test_a[1-x::y] (call)") == f"{this}::test_a"
+    assert name_of_test("") == name_of_test("trainwright.core.task.fit") == ""
+
+
+def test_a_sample_is_determined_by_its_seed() -> None:
+    files = ["trainer/schedule.py", "trainer/loop.py"]
+    names = [[mutant.name for mutant in sample(files, 20, seed)] for seed in (1, 1, 2)]
+    assert names[0] == names[1] != names[2]
+    assert len(set(names[0])) == 20
+
+
+def test_every_pattern_of_files_finds_some() -> None:
+    assert [pattern for pattern in FILES if not list(run.ROOT.glob(pattern))] == []
+
+
+class _Record:
+    """One test for every line of every file."""
+
+    def __init__(self, test: str) -> None:
+        self.test = test
+
+    def tests_of(self, file: str, lines: range) -> list[str]:
+        return [self.test] if lines else []
+
+    def seconds_of(self, test: str) -> float:
+        return 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asserts", "status"), [("total([1, 2]) == 3", "noticed"), ("total([]) == 0", "survived")])
+def test_a_mutant_is_noticed_by_a_test_that_fails(asserts: str, status: str, tmp_path: Path) -> None:
+    source = (
+        b"def total(numbers):\n    result = 0\n    for each in numbers:\n        result += each\n    return result\n"
+    )
+    (tmp_path / "src").mkdir()
+    (tmp_path / "code.py").write_bytes(source)
+    (tmp_path / "test_code.py").write_text(f"from code import total\ndef test_total():\n    assert {asserts}\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (removed,) = [mutant for mutant in mutants_of("code.py", source) if mutant.kind == "assignment removed"]
+    result = run.try_out(removed, _Record("test_code.py::test_total"), tmp_path)  # type: ignore[arg-type]
+    assert result.status == status
+    assert (result.by == "test_code.py::test_total") == (status == "noticed")
+    assert (tmp_path / "code.py").read_bytes() == source
