@@ -154,7 +154,7 @@ def _screenshot(page: Path, picture: Path, *, wait_for: str) -> None:
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1200, "height": 820})
+        tab = browser.new_page(viewport={"width": 1280, "height": 820})
         tab.goto(page.as_uri())
         tab.wait_for_selector(wait_for)
         tab.screenshot(path=picture)
