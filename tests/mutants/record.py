@@ -57,7 +57,7 @@ class Record:
 
         path = FOLDER / "coverage"
         if not path.is_file():
-            raise SystemExit("There is no record of the tests. Run: python -m tests.mutants.record")
+            raise SystemExit("The tests are not recorded yet. Run: python -m tests.mutants.record")
         self._data = coverage.CoverageData(basename=str(path))
         self._data.read()
         self._durations: dict[str, float] = json.loads((FOLDER / "durations.json").read_text())

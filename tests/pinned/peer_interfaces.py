@@ -2,7 +2,7 @@
 
     python -m tests.pinned.peer_interfaces
 
-writes `peer_interfaces.json` anew where both are installed (`pip install -e ".[bench]"`). The list contains
+writes `peer_interfaces.json` again where both are installed (`pip install -e ".[bench]"`). The list contains
 only names, arguments and defaults, so that the tests need neither of them.
 """
 
