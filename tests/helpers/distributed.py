@@ -176,15 +176,37 @@ def _rank_main(plan: _RankPlan) -> None:
     os.environ.clear()
     os.environ.update(plan.environment)
     os.chdir(plan.cwd)
+    measured = _measure_lines()
     try:
         report = _Report(result=_call(plan))
     except BaseException as error:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt are reported like any other end
         report = _Report(traceback=traceback.format_exc(), exception=_picklable(error), at_s=time.monotonic())
     faulthandler.cancel_dump_traceback_later()
+    if measured is not None:
+        measured.stop()
+        measured.save()
     _write_report(plan, report)
     if report.traceback is not None:
         log.flush()
         os._exit(1)  # a failed rank must not wait for its peers in a process group's destructor
+
+
+def _measure_lines() -> Any:
+    """Start a measurement of this rank's lines if pytest is measured; its data would else be those of the fork server.
+
+    The context is the test that pytest runs (tests/mutants/record.py).
+    """
+    configuration = os.environ.get("COVERAGE_PROCESS_START")
+    if configuration is None:
+        return None
+    import coverage
+
+    inherited = coverage.Coverage.current()
+    if inherited is not None:
+        inherited.stop()
+    measured = coverage.Coverage(config_file=configuration, data_suffix=True)
+    measured.start()
+    return measured
 
 
 def _call(plan: _RankPlan) -> Any:
