@@ -19,7 +19,7 @@ STAMP_DOCS := $(VENV_DOCS)/.installed
 VENV_OLDEST := .venv-oldest
 VENV_NEWEST := .venv-newest
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
-SUITE := $(BIN)/python tests/helpers/run_suite.py -n 2 --dist loadfile --no-loadscope-reorder
+SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Whole programs are among the slow tests: make check does not even import their files.
 PROGRAMS := tests/ported tests/requirements
 FAST := -m pytest -q -n 2 -m "not (slow or distributed or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)

@@ -34,7 +34,7 @@ def inference_function(config: dict[str, Any]) -> dict[str, Any]:
     large = load_checkpoint_and_dispatch(empty, checkpoint, device_map=device_map, offload_folder=offload)
     with torch.no_grad():
         outputs = large(inputs)  # weights on the disk are read when their layer runs
-    print({name: str(device) for name, device in device_map.items()})  # noqa: T201
+    print({name: str(device) for name, device in device_map.items()})
     return {"devices": list(map(str, device_map.values())), "equal": torch.equal(outputs, expected)}
 
 

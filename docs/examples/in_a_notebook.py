@@ -37,4 +37,4 @@ def training_function(lr: float, num_epochs: int) -> dict[str, Any]:
 
 if __name__ == "__main__":  # in a notebook, the lines below are a cell
     found = notebook_launcher(training_function, (0.02, 2), num_processes=2)  # the first process's result
-    print(f"loss on {found['num_processes']} processes: {found['loss']:.3f}")  # noqa: T201
+    print(f"loss on {found['num_processes']} processes: {found['loss']:.3f}")

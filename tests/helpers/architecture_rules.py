@@ -1,8 +1,9 @@
-"""Rules about imports and the environment: layers, cycles, optional packages, one reader and one writer."""
+"""The rules of the architecture: layers, cycles, optional packages, the environment, a loop that knows no engine."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -41,6 +42,12 @@ _EAGER_CORE = {"torch", "numpy", "trainwright"}
 _LAZY_MODULES = ("torch.utils.tensorboard", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint")
 # The dependencies that come with an installation; any other package is optional and has one file of its own.
 _INSTALLED = _EAGER | {"jinja2", "jsonargparse", "rich", "tensorboard", "torchmetrics", "tqdm"}
+
+_BACKENDS = {
+    "cuda", "nccl", "gloo", "mpi", "hccl", "mps", "xla", "xpu", "hpu", "npu", "tpu", "rocm",
+    "ddp", "fsdp", "fsdp2", "deepspeed", "megatron", "zero1", "zero2", "zero3",
+}  # fmt: skip
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
 _READER = "trainwright.core.process"
 _WRITER = "trainwright.processes.launcher"
@@ -221,3 +228,43 @@ def _use_of_environ(node: ast.Attribute, parent: ast.AST | None) -> str:
 
 def _target(statement: ast.AugAssign | ast.Assign) -> ast.AST:
     return statement.target if isinstance(statement, ast.AugAssign) else statement.targets[0]
+
+
+def blind_loop_breaches(source: Source) -> list[Breach]:
+    """Law 3: trainer/ and callbacks/ ask a strategy for what differs; they know no engine and no kind of device."""
+    if source.part not in ("trainer", "callbacks"):
+        return []
+    found = []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and _called_name(node) in ("isinstance", "issubclass") and len(node.args) > 1:
+            asked = [name for child in ast.walk(node.args[1]) for name in _identifiers(child)]
+            found += [source.breach(node, f"asks for the type {name}") for name in asked if name.endswith("Strategy")]
+        for name in _identifiers(node):
+            found += [source.breach(node, f"the name {name!r} is a backend's") for _ in _backends_in(name)]
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in source.docstrings:
+            found += [
+                source.breach(node, f"the string names the backend {word!r}") for word in _backends_in(node.value)
+            ]
+    return found
+
+
+def _called_name(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _identifiers(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    elif isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+    elif isinstance(node, (ast.arg, ast.keyword)):
+        yield node.arg or ""
+    elif isinstance(node, ast.alias):
+        yield from node.name.split(".")
+
+
+def _backends_in(text: str) -> list[str]:
+    words = {word.lower() for word in _WORD.findall(text)} | set(re.split(r"[^a-z0-9]+", text.lower()))
+    return sorted(words & _BACKENDS)
