@@ -61,20 +61,15 @@ def _call(verb: str, *args: Any, **named: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("name", ["model", "task"])
-def test_the_task_is_accepted_as_task_and_as_model(verb: str, name: str) -> None:
+def test_the_task_is_accepted_as_task_and_as_model_and_not_as_both(verb: str) -> None:
     task = RegressionTask()
-    assert _call(verb, **{name: task}).task is task
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_two_different_tasks_are_an_error(verb: str) -> None:
-    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) received two tasks, as task= and as model=. Pass only"):
-        _call(verb, RegressionTask(), model=RegressionTask())
+    assert _call(verb, task=task).task is _call(verb, model=task).task is task
+    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) received two tasks"):
+        _call(verb, task, model=RegressionTask())
 
 
 def test_a_fit_without_a_task_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task: pass a TaskModule as its first argument"):
+    with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task"):
         _call("fit")
 
 
@@ -91,31 +86,20 @@ def test_positional_arguments_come_in_lightnings_order(verb: str) -> None:
     assert positional[1:] == orders[verb]
 
 
-@pytest.mark.parametrize("cores", [1, 8, "auto"])
-def test_tpu_cores_is_an_error_that_names_the_accelerator(cores: Any) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        quiet_trainer(tpu_cores=cores)
-    assert "accelerator='tpu'" in str(caught.value)
+def test_tpu_cores_is_an_error_that_names_the_accelerator() -> None:
+    with pytest.raises(ConfigurationError, match="accelerator='tpu'"):
+        quiet_trainer(tpu_cores=8)
     if importlib.util.find_spec("torch_xla") is None:
         with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
             quiet_trainer(accelerator="tpu")
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def test_every_verb_accepts_weights_only_and_a_fit_resumes_all_the_same(tmp_path: Path) -> None:
     trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
-    return trainer.save_checkpoint(tmp_path / "saved")
-
-
-@pytest.mark.parametrize("weights_only", [None, False, True])
-def test_weights_only_does_not_change_how_a_fit_resumes(checkpoint: Path, weights_only: bool | None) -> None:
+    checkpoint = trainer.save_checkpoint(tmp_path / "saved")
     trainer = quiet_trainer(max_steps=3)
-    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=weights_only)
+    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
     assert (trainer.global_step, trainer.resumed) == (3, True)
-
-
-@pytest.mark.parametrize("verb", ["validate", "test", "predict"])
-def test_evaluations_accept_weights_only(checkpoint: Path, verb: str) -> None:
-    trainer = quiet_trainer()
-    getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
+    for verb in ("validate", "test", "predict"):
+        getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
     assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)

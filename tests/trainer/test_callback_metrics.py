@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TaskError
@@ -91,12 +91,6 @@ def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() ->
     assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
 
 
-def test_reading_metrics_changes_neither_weights_nor_metrics() -> None:
-    (with_reads, first), (without, second) = _fit(_Reads(), 2), _fit(None, 2)
-    assert dict(with_reads.callback_metrics) == dict(without.callback_metrics)
-    assert_equal_weights(weights_of(first), weights_of(second))
-
-
 def test_metrics_are_read_from_the_device_once_and_only_if_used(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
     read = HostReads.read
@@ -175,25 +169,3 @@ def test_logging_from_a_callback_outside_a_stage_is_an_error() -> None:
     with pytest.raises(TaskError, match=r"Logging\.log can be called only in hooks, while a Trainer runs a stage"):
         callback.log("a", 1.0)
     assert vars(callback) == {}
-
-
-def test_of_a_name_that_steps_and_hooks_of_the_epoch_log_the_later_value_counts() -> None:
-    class Mine(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.log("step_only", 1.0)
-            self.log("both", 1.0, on_step=True, on_epoch=True, reduce_fx="sum")
-            return self.loss(batch)
-
-        def on_train_epoch_end(self) -> None:
-            self.log("step_only", 2.0)
-            self.log("both", 3.0)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val", 1.0)
-
-        def on_validation_epoch_end(self) -> None:
-            self.log("val", 2.0)
-
-    trainer = fitted(Mine(), regression_loader(8, 4), regression_loader(4), max_epochs=2)
-    last = {name: trainer.callback_metrics[name] for name in ("step_only", "both", "val")}
-    assert last == {"step_only": 2.0, "both": 3.0, "val": 2.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,6 @@ from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regres
 from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.task import TaskModule
-from trainwright.strategies import SingleDeviceStrategy
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
-from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.trainer.trainer import Trainer
 
 Configure = Callable[[RegressionTask], Any]
@@ -99,14 +94,6 @@ def test_every_form_trains_and_steps_its_schedules(configure: Configure, optimiz
     assert (weights_of(task) != before).all()
 
 
-def test_a_dict_may_name_the_metric_of_a_plateau_beside_the_schedule() -> None:
-    def configure(task: RegressionTask) -> Any:
-        optimizer = _sgd(task)
-        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_loss"}
-
-    assert _fit(configure).lr_scheduler_configs[0].monitor == "train_loss"
-
-
 def test_none_trains_without_an_optimizer_and_warns() -> None:
     steps: list[int] = []
 
@@ -176,14 +163,6 @@ def test_a_plateau_schedule_of_manual_optimization_needs_no_metric() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == _sgd(RegressionTask()).param_groups[0]["lr"] / 2
 
 
-@pytest.mark.parametrize("every_n_epoch", [1, 2])
-def test_a_schedule_of_the_epoch_steps_once_an_epoch_however_often_it_is_validated(every_n_epoch: int) -> None:
-    trainer = quiet_trainer(max_epochs=4, check_val_every_n_epoch=every_n_epoch)
-    trainer.fit(_task(_one_dict), regression_loader(3), regression_loader(2))
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
-
-
 def _per_step(task: RegressionTask, frequency: int = 1) -> Any:
     return _scheduled(task, interval="step", frequency=frequency)
 
@@ -203,16 +182,6 @@ def test_a_frequency_leaves_steps_out(interval: str, times: int) -> None:
 
     trainer = _fit(configure, epochs=5, batches=2)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == times
-
-
-@pytest.mark.parametrize(("configure", "count"), [(_one_dict, 1), (_per_step, 2)], ids=["epoch", "step"])
-def test_a_checkpoint_holds_the_schedule_after_its_step(configure: Configure, count: int, tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="{step}")
-    quiet_trainer(max_epochs=1, callbacks=saver).fit(_task(configure), regression_loader(2))
-    saved = json.loads((tmp_path / "step=2" / "trainer.json").read_text())
-    (schedule,) = saved["trainer"]["schedulers"] if "trainer" in saved else saved["schedulers"]
-    assert schedule["last_epoch"] == count
-    assert schedule["_last_lr"] == [0.5**count]
 
 
 def test_a_plateau_follows_its_metric_once_an_epoch() -> None:
@@ -336,16 +305,6 @@ def test_the_task_may_step_its_schedules_in_its_own_way() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_optimizers_are_made_for_training_only(stage: str) -> None:
-    def configure(task: RegressionTask) -> Any:
-        raise AssertionError("made")
-
-    trainer = quiet_trainer()
-    getattr(trainer, stage)(_task(configure), regression_loader(2))
-    assert trainer.optimizers == []
-
-
 def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> None:
     seen: list[Optimizer] = []
 
@@ -366,31 +325,6 @@ def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> N
     torch.testing.assert_close(weights_of(apart), weights_of(together))
 
 
-def test_a_schedule_may_watch_what_every_step_logs() -> None:
-    losses: list[float] = []
-
-    class Watching(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            losses.append(float(loss.detach()))
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
-            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "train_loss"},
-            }
-
-    trainer = fitted(Watching(), regression_loader(12, 2), max_epochs=1)
-    by_hand = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(by_hand, patience=0, threshold=0.3)
-    for loss in losses:
-        schedule.step(loss)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == by_hand.param_groups[0]["lr"] < 0.5
-
-
 class _TwoOptimizers(RegressionTask):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 3)]
@@ -401,46 +335,3 @@ def test_several_optimizers_with_automatic_optimization_are_a_warning_once() -> 
     with pytest.warns(UserWarning, match=r"_TwoOptimizers.* returned 2 optimizers.*automatic_optimization = False"):
         quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
     quiet_trainer(max_epochs=1).fit(task, regression_loader(2))  # warnings are errors here
-
-
-def test_an_engine_may_set_the_intervals_of_schedules() -> None:
-    class PerStep(Engine):
-        def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-            super().prepare(task, make_optimizers, plan)
-            plan.lr_scheduler_configs[0].interval = "step"
-
-    class Strategy(SingleDeviceStrategy):
-        def engine(self, settings: EngineSettings) -> Engine:
-            return PerStep(self, settings)
-
-    task = _task(_one_dict)
-    quiet_trainer(strategy=Strategy(), max_steps=3).fit(task, regression_loader(8))
-    assert task.optimizers().param_groups[0]["lr"] == 0.125
-
-
-def test_a_schedule_whose_step_requires_an_epoch_is_an_error_without_lr_scheduler_step() -> None:
-    steps: list[int] = []
-
-    class ByEpoch:
-        def step(self, epoch: int) -> None:
-            steps.append(epoch)
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            pass
-
-    class Mine(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [ByEpoch()]
-
-    class Stepping(Mine):
-        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            scheduler.step(self.current_epoch)
-
-    with pytest.raises(ConfigurationError, match=r"ByEpoch.step requires other arguments.*Define lr_scheduler_step"):
-        fitted(Mine(), regression_loader(2), max_epochs=1)
-    fitted(Stepping(), regression_loader(2), max_epochs=2)
-    assert steps == [0, 1]

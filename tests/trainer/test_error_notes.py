@@ -80,19 +80,6 @@ def test_wrong_shapes_in_validation_and_manual_optimization_name_the_line() -> N
     assert "batch_idx 3\n" in note
 
 
-def test_an_error_of_backward_names_no_line_of_the_library() -> None:
-    def overwrites(task: Any, batch: Any, idx: int) -> torch.Tensor:
-        outputs = task.net(batch[0]).exp()
-        loss: torch.Tensor = outputs.sum()
-        outputs.zero_()  # backward of exp needs the outputs
-        return loss
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-        quiet_trainer(max_epochs=1).fit(StepTask(overwrites), regression_loader(4))
-    (note,) = caught.value.__notes__
-    assert note.splitlines()[0] == "in StepTask.training_step"
-
-
 def test_errors_outside_steps_get_no_note() -> None:
     class Fails(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:

@@ -138,12 +138,6 @@ def test_one_process_goes_on_exactly(setting: Setting, tmp_path: Path) -> None:
     resume_and_compare(setting, tmp_path, ALL_STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_one_process_with_two_workers_goes_on_exactly(tmp_path: Path) -> None:
-    resume_and_compare(Setting(workers=2), tmp_path, ALL_STEPS)
-
-
 _ON_TWO = [Setting(), Setting("two optimizers", accumulate=2), Setting("scaler"), Setting(workers=2)]
 
 

@@ -124,18 +124,6 @@ def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_fit_lets_checkpoints_be_read_before_it_begins(tmp_path: Path) -> None:
-    notes: list[str] = []
-    first = fitted(_EveryTaskHook([]), max_epochs=1)
-    first.save_checkpoint(tmp_path / "one")
-    fitted(_EveryTaskHook(notes), ckpt_path=tmp_path / "one", max_epochs=2, callbacks=_EveryCallbackHook(notes))
-    start = notes.index("task.configure_model")
-    expected = ["task.configure_model", *_both("on_load_checkpoint"), "task.configure_optimizers"]
-    expected += _both("on_fit_start")
-    assert notes[start : start + len(expected)] == expected
-    assert notes.count("task.on_load_checkpoint") == 1
-
-
 @pytest.mark.parametrize(
     ("stage", "event", "loader"), [("validate", "validation", "val"), ("test", "test", "test"), ("predict",) * 3]
 )
@@ -163,15 +151,6 @@ def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_n
     getattr(trainer, stage)(_EveryTaskHook(notes))
     assert [note for note in notes if "setup" in note or "teardown" in note] == _both("setup", "teardown")
     assert [note for note in notes if "batch" in note or "epoch" in note or "_step" in note] == []
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_setup_and_teardown_are_told_the_stage(stage: str) -> None:
-    told: list[tuple[str, str]] = []
-    hooks = {name: lambda self, stage, name=name: told.append((name, stage)) for name in ("setup", "teardown")}
-    task = type("Task", (RegressionTask,), hooks)()
-    getattr(quiet_trainer(max_epochs=1), stage)(task, regression_loader(2))
-    assert told == [("setup", stage), ("teardown", stage)]
 
 
 def test_hooks_of_a_batch_see_the_outputs_and_the_batch() -> None:

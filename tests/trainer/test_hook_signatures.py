@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.trainer.runs import Untouched
 from trainwright.callbacks.callback import Callback
@@ -117,35 +117,6 @@ def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) 
         assert seen[0] == expected
 
 
-def test_a_step_assigned_to_the_instance_receives_its_declared_arguments() -> None:
-    seen: list[Any] = []
-    task = RegressionTask()
-    task.test_step = functools.partial(  # type: ignore[method-assign]
-        lambda extra, batch, batch_idx: seen.append(extra), "extra"
-    )
-    _evaluate("test", task, [], 1)
-    assert seen == ["extra", "extra"]
-
-
-def test_a_training_step_may_take_the_batch_only_or_its_index_by_keyword() -> None:
-    class OfBatch(RegressionTask):
-        def training_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
-            return self.loss(batch)
-
-    class ByKeyword(RegressionTask):
-        def training_step(self, batch: Any, *, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
-            assert batch_idx in range(4)
-            return self.loss(batch)
-
-    class Any_(RegressionTask):
-        def training_step(self, *args: Any) -> torch.Tensor:
-            assert len(args) == 2
-            return self.loss(args[0])
-
-    for task in (OfBatch(), ByKeyword(), Any_()):
-        quiet_trainer(max_epochs=1).fit(task, regression_loader(4))
-
-
 def test_transfer_hooks_may_omit_dataloader_idx() -> None:
     seen: list[str] = []
 
@@ -220,12 +191,6 @@ def test_a_hook_that_cannot_be_called_is_an_error_with_the_signature_to_write(
     assert all(text in refused for text in texts), refused
 
 
-def test_a_hook_that_is_not_a_method_is_an_error() -> None:
-    task = Untouched()
-    task.setup = {"rank": 4}  # type: ignore[method-assign, assignment]
-    assert "Untouched.setup is a dict" in _refused(task)
-
-
 def test_signatures_are_checked_only_for_the_running_stage() -> None:
     class Mine(RegressionTask):
         def predict_step(self, images: Any, names: Any, least: float, most: float) -> None:  # type: ignore[override]
@@ -248,11 +213,6 @@ def test_a_method_named_like_a_hook_is_a_warning_once(name: str) -> None:
     trainer.fit(task, regression_loader(1))  # warnings are errors here
 
 
-@pytest.mark.parametrize("name", ["val_step", "compute_loss", "step_size", "predict_class", "_on_train_epoch_ends"])
-def test_other_methods_are_not_checked(name: str) -> None:
-    quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
-
-
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -270,33 +230,6 @@ def test_other_methods_are_not_checked(name: str) -> None:
 def test_a_misspelt_or_removed_hook_is_an_error_with_its_replacement(name: str, answer: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Mine.{name} is never called: {answer}"):
         quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
-
-
-class _Recommender(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_items = 100  # type: ignore[method-assign, assignment]
-        self.num_tokens = 7  # type: ignore[method-assign, assignment]
-
-
-class _ByProperty(RegressionTask):
-    @property
-    def num_items(self) -> int:  # type: ignore[override]
-        return 100
-
-
-@pytest.mark.parametrize("make", [_Recommender, _ByProperty])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_user_attribute_named_num_items_is_not_a_hook(make: Any, accumulate: int) -> None:
-    tasks = [make(), RegressionTask()]
-    for task in tasks:
-        quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate).fit(task, regression_loader(4))
-    assert_equal_weights(weights_of(tasks[0]), weights_of(tasks[1]))
-
-
-def test_max_tokens_with_an_attribute_named_num_tokens_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"_Recommender.num_tokens is a int"):
-        quiet_trainer(max_epochs=1, max_tokens=100).fit(_Recommender(), regression_loader(4))
 
 
 _SET_TO_NONE = (

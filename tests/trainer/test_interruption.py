@@ -123,13 +123,6 @@ def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> 
     assert len(hears.heard) == 1
 
 
-def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
-    trainer = fitted(_FailsAt(0, 3, _interrupt), regression_loader(8), max_epochs=2, on_interrupt="return")
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert not trainer.interrupted
-    assert (trainer.global_step, trainer.current_epoch) == (16, 2)
-
-
 def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -270,12 +263,6 @@ def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monke
     assert trainer.interrupted
     assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
     assert trainer.interrupted
-
-
-def test_on_interrupt_raise_holds_at_a_prompt_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        fitted(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="raise")
 
 
 @pytest.mark.parametrize("owner", ["task", "callback"])

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
@@ -64,22 +63,6 @@ def _a_reduction_in_capitals_and_an_own_method_with_the_name_of_a_removed_hook(f
     task = _Calling()
     assert fitted(task, regression_loader(2), max_epochs=1).callback_metrics["total"] == 2.0
     assert task.ended
-
-
-def _metrics_without_a_step(folder: Path) -> None:
-    logger = MemoryLogger()
-    logger.log_metrics({"a": 1.0}, 3)
-    logger.log_metrics({"a": 2.0})  # type: ignore[call-arg]  # as in Lightning
-    logger.log_metrics({"a": 3.0}, step=None)  # type: ignore[arg-type]  # as in Lightning
-    assert logger.values("a") == {3: 1.0, 4: 2.0, 5: 3.0}
-
-
-def _a_name_with_a_metric_that_is_never_logged(folder: Path) -> None:
-    saver = ModelCheckpoint(dirpath=folder, filename="{epoch}-{never:.2f}", save_top_k=-1)
-    with pytest.warns(TrainwrightWarning, match=r"'never'.*Its value in names is nan") as warned:
-        fitted(RegressionTask(), regression_loader(2), max_epochs=2, callbacks=saver)
-    assert len(warned) == 1
-    assert sorted(path.name for path in folder.glob("epoch*")) == ["epoch=0-never=nan", "epoch=1-never=nan"]
 
 
 @pytest.mark.parametrize(

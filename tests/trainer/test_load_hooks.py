@@ -153,19 +153,6 @@ def _saved(folder: Path) -> Path:
     return Path(trainer.save_checkpoint(folder / "saved"))
 
 
-def test_a_hook_sees_the_keys_that_lightning_shows(tmp_path: Path) -> None:
-    looks = _Looks()
-    quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path))
-    seen = looks.seen
-    assert (seen["epoch"], seen["global_step"]) == (0, 3)
-    assert seen["hyper_parameters"] == {"width": 3}
-    assert seen["callbacks"]["_Looks"] == {"count": 3}
-    assert len(seen["lr_schedulers"]) == 1
-    [optimizer] = seen["optimizer_states"]
-    assert set(optimizer["state"]) == set(seen["state_dict"])
-    assert looks.optimizers == []
-
-
 class _LooksAtSave(_Looks):
     def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
         self.saved = dict(checkpoint)
@@ -190,31 +177,6 @@ def test_save_and_load_hooks_receive_the_same_checkpoint(tmp_path: Path) -> None
 
 def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
     return {name: values["momentum_buffer"] for name, values in state["state"].items()}
-
-
-def test_optimizer_states_are_read_once_if_a_load_hook_does_not_use_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from trainwright.trainer.checkpoints import load_request
-
-    path, read = _saved(tmp_path), []
-    original = load_request.read_checkpoint
-
-    def counted(*args: Any, **options: Any) -> Any:
-        read.append(options["parts"])
-        return original(*args, **options)
-
-    monkeypatch.setattr(load_request, "read_checkpoint", counted)
-    quiet_trainer(max_steps=4, callbacks=_Glances()).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
-    assert len(read) == 1
-
-
-class _Glances(_Looks):
-    state_key = "_Looks"
-
-    def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-        assert "optimizer_states" in checkpoint
-        assert checkpoint["global_step"] == 3
 
 
 @pytest.mark.parametrize("key", ["optimizer_states", "global_step", "callbacks"])
@@ -259,32 +221,6 @@ def test_a_copy_of_the_checkpoint_is_a_dict_that_can_be_changed(copied: Any) -> 
     assert found == _PLAIN
     found["epoch"] = 4
     assert type(found) is dict
-
-
-def test_every_way_to_read_the_checkpoint_shows_its_values() -> None:
-    assert _shown() == _PLAIN
-    assert repr(_shown()) == repr(_PLAIN)
-    assert _shown().setdefault("epoch", 5) == 3
-    assert _shown() | {} == {} | _shown() == _PLAIN
-
-
-def _update_in_place(shown: Any) -> None:
-    shown |= {"epoch": 4}
-
-
-@pytest.mark.parametrize("change", [ShownCheckpoint.clear, ShownCheckpoint.popitem, _update_in_place])
-def test_every_way_to_change_a_read_only_entry_is_an_error(change: Any) -> None:
-    shown = _shown()
-    del shown["own"], shown["state_dict"]
-    with pytest.raises(ConfigurationError, match="cannot change checkpoint"):
-        change(shown)
-
-
-def test_entries_may_be_added_in_every_way() -> None:
-    shown = _shown()
-    shown |= {"a": 1}
-    assert shown.setdefault("b", 2) == 2
-    assert shown.own == {"own": 1, "a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("how", ["resumed", "continued"])

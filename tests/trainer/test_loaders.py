@@ -59,15 +59,6 @@ def test_a_limit_counts_for_each_of_several_loaders_by_itself(
     assert tally.batches[stage] == batches
 
 
-def test_an_epoch_of_endless_data_is_as_long_as_its_limit() -> None:
-    tally = Tally()
-    trainer = quiet_trainer(max_epochs=2, limit_train_batches=10, limit_val_batches=3, callbacks=tally)
-    trainer.fit(RegressionTask(), DataLoader(Endless(), batch_size=2), DataLoader(Endless(), batch_size=2))
-    assert tally.train_batches == 20
-    assert tally.batches["validation"] == {0: 6}
-    assert tally.train_epochs == [0, 1]
-
-
 @pytest.mark.parametrize("stage", ["fit", "fit-validate", "validate", "test", "predict"])
 def test_a_fraction_of_data_without_length_is_refused(stage: str) -> None:
     argument = {"fit": "train", "fit-validate": "val", "validate": "val"}.get(stage, stage)
@@ -77,12 +68,6 @@ def test_a_fraction_of_data_without_length_is_refused(stage: str) -> None:
     run = getattr(trainer, stage.partition("-")[0])
     with pytest.raises(ConfigurationError, match=f"{name}=0.5 is a fraction of an epoch, but the loader has no length"):
         run(RegressionTask(), *loaders, DataLoader(Endless()))
-
-
-def test_a_fraction_as_validation_interval_needs_a_length() -> None:
-    trainer = quiet_trainer(max_epochs=1, limit_val_batches=1, val_check_interval=0.5)
-    with pytest.raises(ConfigurationError, match=r"val_check_interval=0.5 is a fraction of an epoch"):
-        trainer.fit(RegressionTask(), DataLoader(Endless()), regression_loader(4))
 
 
 class _SumTask(RegressionTask):
@@ -128,29 +113,6 @@ def test_predictions_come_as_one_list_for_one_loader_and_a_list_of_lists_for_sev
     torch.testing.assert_close(several[0], single, rtol=0, atol=0)
     expected = [task(batch[0]).detach() for batch in other]
     torch.testing.assert_close(several[1], expected, rtol=0, atol=0)
-
-
-class _Loads(DataModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
-
-    def train_dataloader(self) -> Any:
-        self.asked.append("train")
-        return regression_loader(4)
-
-    def val_dataloader(self) -> Any:
-        self.asked.append("val")
-        return regression_loader(2)
-
-
-@pytest.mark.parametrize(("every", "times"), [(0, 1), (1, 5), (2, 3), (3, 2)])
-def test_loaders_are_asked_for_anew_after_so_many_epochs(every: int, times: int) -> None:
-    data = _Loads()
-    trainer = quiet_trainer(max_epochs=5, reload_dataloaders_every_n_epochs=every)
-    trainer.fit(RegressionTask(), datamodule=data)
-    assert trainer.num_training_batches == 4  # of the last epoch's loader
-    assert data.asked.count("train") == data.asked.count("val") == times
 
 
 class _LoadsByEpoch(DataModule):
@@ -239,15 +201,6 @@ def test_overfitting_ignores_every_sampler(sampler: Any) -> None:
     assert seen == [[0, 1], [2, 3]] * 3
 
 
-def test_overfitting_may_be_a_fraction_and_leaves_testing_alone() -> None:
-    tally, task = Tally(), RegressionTask()
-    trainer = fitted(
-        task, regression_loader(), regression_loader(8), max_epochs=1, overfit_batches=0.25, callbacks=tally
-    )
-    trainer.test(task, regression_loader(), verbose=False)
-    assert (tally.train_batches, tally.batches["validation"], tally.batches["test"]) == (16, {0: 2}, {0: 64})
-
-
 class StopsEarly(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Declares 8 samples, and ends after 4."""
 
@@ -320,13 +273,6 @@ def test_the_length_of_data_is_read_in_each_epoch(hook: str, as_list: bool) -> N
 
 
 @pytest.mark.distributed
-def test_all_ranks_read_the_length_of_data_in_each_epoch() -> None:
-    (first, _), (second, _) = run_distributed(_seen, 2, "start", False)
-    epochs = [sorted(set(mine + theirs)) for mine, theirs in zip(first, second, strict=True)]
-    assert epochs == [[float(i) for i in range(n)] for n in _ChangesLength.lengths]
-
-
-@pytest.mark.distributed
 def test_a_length_that_differs_between_ranks_is_an_error() -> None:
     with pytest.raises(RankError, match=r"7 samples on rank 0, 8 samples on rank 1"):
         run_distributed(_fit_with_lengths_by_rank, 2)
@@ -349,23 +295,6 @@ def test_a_metric_of_step_and_epoch_is_shown_once(capsys: Any) -> None:
     assert trainer.test(_Tests(), regression_loader(4)) == [{"a_epoch": 1.5, "b": 1.0}]
     assert trainer.callback_metrics["a"] == trainer.callback_metrics["a_epoch"] == 1.5
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["test", "a_epoch", "b"]
-
-
-class _Writes(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = 0
-
-    def predict_step(self, batch: Any, batch_idx: int) -> None:
-        self.written += 1
-
-
-@pytest.mark.parametrize("keep", [True, None, False])
-def test_a_prediction_of_none_is_kept_as_none(keep: bool | None) -> None:
-    task = _Writes()
-    found = quiet_trainer().predict(task, regression_loader(3), return_predictions=keep)
-    assert found == (None if keep is False else [None] * 3)
-    assert task.written == 3
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,6 @@ from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 
-def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-    logger = MemoryLogger()
-    quiet_trainer(max_epochs=2, log_every_n_steps=3, logger=logger).fit(Task(), regression_loader(16, 4))
-    assert [(step, row["epoch"]) for step, row in logger.rows] == [(2, 0), (5, 1), (7, 1)]
-
-
 class CountingTask(RegressionTask):
     def __init__(self) -> None:
         super().__init__()
@@ -50,16 +38,6 @@ def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs(every:
     trainer.fit(CountingTask(), regression_loader())
     assert logger.steps == steps
     assert logger.values("count") == {step: float(step) for step in steps}
-
-
-def test_what_is_logged_at_the_start_of_training_belongs_to_the_first_epoch() -> None:
-    class Task(RegressionTask):
-        def on_train_start(self) -> None:
-            self.log("at_start", 2.0)
-
-    logger = MemoryLogger()
-    quiet_trainer(max_epochs=2, logger=logger, log_every_n_steps=1).fit(Task(), regression_loader(4))
-    assert logger.values("at_start") == {3: 2.0}
 
 
 def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
@@ -93,13 +71,6 @@ def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Pat
     assert [row["step"] for row in rows if row["val_loss"]] == ["3", "4"]
     assert [row["step"] for row in rows if row["test_loss"]] == ["4", "4"]
     assert len(rows) == len(fitted) - 1 + 3
-
-
-def test_the_sanity_check_logs_nothing() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=2, logger=logger)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
-    assert list(logger.values("val_loss")) == [0]
 
 
 def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
@@ -240,13 +211,6 @@ def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None
         assert list(dict.fromkeys(epochs)) == [0, 1, 2]
 
 
-def test_samplers_of_training_and_validation_receive_the_epoch() -> None:
-    training, validation = (NotingSampler(range(4), num_replicas=1, rank=0, shuffle=False) for _ in range(2))
-    trainer = quiet_trainer(max_epochs=3, num_sanity_val_steps=0)
-    trainer.fit(SeenTask(), _numbers(4, sampler=training), _numbers(4, sampler=validation))
-    assert sorted(set(training.epochs)) == sorted(set(validation.epochs)) == [0, 1, 2]
-
-
 def _batch() -> list[torch.Tensor]:
     return [tensor[:2] for tensor in regression_data(4).tensors]
 
@@ -266,12 +230,6 @@ def test_a_step_called_by_hand_warns_once_for_each_task_and_a_later_fit_logs() -
     _calls_by_hand(second)
     trainer = fitted(first, regression_loader(2), max_epochs=1)
     assert "train_loss" in trainer.callback_metrics
-
-
-def test_a_step_called_by_hand_after_a_fit_warns_too() -> None:
-    task = RegressionTask()
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
-    _calls_by_hand(task)
 
 
 def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> None:

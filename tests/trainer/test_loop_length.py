@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
-from trainwright import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks import LambdaCallback, LearningRateMonitor, Timer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.data import resolve_limit
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.trainer import Trainer
 
@@ -43,40 +41,6 @@ def test_max_steps_counts_optimizer_steps_not_batches() -> None:
     assert trainer.global_step == 42
     assert trainer.current_epoch == 10
     assert tally.train_batches == 10 * 32 + 2 * 10
-
-
-def test_a_second_fit_at_its_max_steps_trains_nothing() -> None:
-    trainer, task = quiet_trainer(max_steps=10), RegressionTask()
-    trainer.fit(task, regression_loader())
-    before = weights_of(task)
-    trainer.fit(task, regression_loader())
-    assert trainer.global_step == 10
-    assert torch.equal(weights_of(task), before)
-
-
-def test_a_second_fit_with_more_epochs_goes_on_where_the_first_ended() -> None:
-    tally = Tally()
-    trainer, task = quiet_trainer(max_epochs=2, callbacks=tally), RegressionTask()
-    trainer.fit(task, regression_loader(4))
-    trainer.max_epochs = 4
-    trainer.fit(task, regression_loader(4))
-    assert tally.train_epochs == [0, 1, 2, 3]
-    assert trainer.global_step == 16
-
-
-def test_a_second_fit_with_more_steps_goes_on_in_the_middle_of_the_epoch() -> None:
-    seen: list[int] = []
-
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            seen.append(batch_idx)
-            return self.loss(batch)
-
-    trainer, task = quiet_trainer(max_steps=3), Task()
-    trainer.fit(task, regression_loader(4))
-    trainer.max_steps = 6
-    trainer.fit(task, regression_loader(4))
-    assert seen == [0, 1, 2, 3, 0, 1]
 
 
 class _StopsInItsStep(RegressionTask):
@@ -126,14 +90,6 @@ def test_a_limit_of_no_training_batches_trains_nothing_and_says_so(capsys: pytes
     assert torch.equal(weights_of(task), before)
 
 
-def test_a_fast_dev_run_trains_although_the_limit_is_no_batches() -> None:
-    trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0, fast_dev_run=True), RegressionTask()
-    before = weights_of(task)
-    trainer.fit(task, regression_loader())
-    assert (trainer.global_step, trainer.current_epoch) == (1, 1)
-    assert not torch.equal(weights_of(task), before)
-
-
 @pytest.mark.parametrize(("wish", "batches"), [(True, 1), (3, 3)])
 def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | int, batches: int) -> None:
     tally = Tally()
@@ -145,12 +101,6 @@ def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | in
     assert tally.train_batches == batches
     assert tally.train_epochs == [0]
     assert tally.batches == {"validation": {0: batches}, "test": {0: batches}, "predict": {0: batches}}
-
-
-def test_a_fast_dev_run_keeps_its_batches_when_gradients_are_accumulated() -> None:
-    tally = Tally()
-    trainer = fitted(RegressionTask(), regression_loader(), fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
-    assert (tally.train_batches, trainer.global_step) == (3, 2)
 
 
 class _Counts(RegressionTask):
@@ -253,14 +203,6 @@ def test_barebones_leaves_out_everything_but_training() -> None:
     assert "val_loss" not in trainer.callback_metrics
 
 
-def test_barebones_validates_if_the_limit_is_passed() -> None:
-    from trainwright.trainer.trainer import Trainer
-
-    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, limit_val_batches=1)
-    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
-    assert "val_loss" in trainer.callback_metrics
-
-
 class _SkipsAfterTwo(RegressionTask):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
@@ -285,16 +227,6 @@ def test_gradients_of_a_group_that_was_skipped_do_not_leak_into_the_next_step() 
     assert trainer.global_step == 0
     assert torch.equal(weights_of(task), before)
     assert all(parameter.grad is None for parameter in task.parameters())
-
-
-def test_an_epoch_whose_rest_is_skipped_still_steps_the_schedule_of_the_epoch() -> None:
-    class Task(_SkipsAfterTwo):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-
-    trainer = fitted(Task(), regression_loader(8), max_epochs=3)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125
 
 
 def _run_stage(stage: str, arguments: dict[str, Any]) -> None:
@@ -322,19 +254,6 @@ def test_a_limit_below_one_batch_is_an_error(stage: str, argument: str) -> None:
         _run_stage(stage, {argument: 0.05})
 
 
-def test_the_suggested_fraction_works_for_every_length() -> None:
-    for length in range(1, 400):
-        with pytest.raises(ConfigurationError, match="Use at least") as caught:
-            resolve_limit(1e-9, length, "limit_train_batches")
-        proposed = float(str(caught.value).split("at least ")[1].split(",")[0])
-        assert resolve_limit(proposed, length, "limit_train_batches") >= 1  # type: ignore[operator]  # length is known
-
-
-@pytest.mark.parametrize("none", [0, 0.0])
-def test_a_limit_of_zero_disables_the_loader(none: float) -> None:
-    _run_stage("fit", {"limit_val_batches": none})
-
-
 class _NoLoss(RegressionTask):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         self.loss(batch)
@@ -353,51 +272,6 @@ def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
         )
     assert seen.index(1) in range(49, 60)
     assert "so far" in str(told[0].message)
-
-
-def _stopping_at(step: int, **arguments: Any) -> Any:
-    def note(event: str, trainer: Any) -> None:
-        if trainer.global_step >= step:
-            trainer.should_stop = True
-
-    trainer = quiet_trainer(callbacks=RecordingCallback("on_train_step_end", note=note), **arguments)
-    trainer.fit(RegressionTask(), regression_loader(4))
-    return trainer
-
-
-def test_a_delayed_stop_is_a_warning_once() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"by epoch 0, step 2\. .* until min_epochs=2 and min_steps=9 are"):
-        trainer = _stopping_at(2, max_epochs=5, min_epochs=2, min_steps=9)
-    assert trainer.global_step == 9
-
-
-def test_the_reason_of_the_stop_is_named() -> None:
-    def note(event: str, trainer: Any) -> None:
-        trainer.request_stop("it is good enough")
-
-    trainer = quiet_trainer(max_epochs=5, min_epochs=2, callbacks=RecordingCallback("on_train_step_end", note=note))
-    with pytest.warns(
-        TrainwrightWarning, match=r"\(it is good enough\)\. Training continues until min_epochs=2 is"
-    ) as told:
-        trainer.fit(RegressionTask(), regression_loader(4))
-    assert len(told) == 1
-
-
-def test_a_stop_after_min_epochs_is_not_delayed() -> None:
-    assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
-
-
-def test_callbacks_that_save_or_stop_are_there_and_do_nothing(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path / "saved", monitor="never_logged", save_last=True, save_on_exception=True)
-    stopper = EarlyStopping("never_logged")
-    trainer = quiet_trainer(fast_dev_run=2, callbacks=[saver, stopper], default_root_dir=tmp_path)
-    task = RegressionTask()
-    trainer.fit(task, regression_loader(), regression_loader())
-    assert trainer.checkpoint_callback is saver
-    assert trainer.early_stopping_callback is stopper
-    assert (saver.best_model_path, saver.last_model_path) == ("", "")
-    trainer.test(task, regression_loader(), ckpt_path=saver.best_model_path or None, verbose=False)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_fast_dev_run_has_a_logger_that_accepts_everything(tmp_path: Path) -> None:

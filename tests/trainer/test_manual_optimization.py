@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
 
 from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
 
 
@@ -55,14 +53,6 @@ def test_two_optimizers_cannot_be_toggled_at_once() -> None:
         quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
 
 
-def test_a_parameter_that_was_frozen_stays_frozen_when_untoggled() -> None:
-    task = Gan()
-    task.discriminator.bias.requires_grad_(False)
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(1))
-    assert not task.discriminator.bias.requires_grad
-    assert task.discriminator.weight.requires_grad
-
-
 def test_accumulation_by_hand_equals_the_trainers() -> None:
     by_hand, automatic = ByHand(4), RegressionTask()
     quiet_trainer(max_epochs=1).fit(by_hand, regression_loader(16))
@@ -78,51 +68,10 @@ def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
     assert (trainer.global_step, trainer.state.batches) == counts
 
 
-def test_a_step_of_the_plain_optimizer_counts_too() -> None:
-    class Task(ByHand):
-        def training_step(self, batch: Batch, batch_idx: int) -> None:
-            optimizer = self.trainer.optimizers[0]
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-    trainer = fitted(Task(), regression_loader(8), max_steps=3)
-    assert trainer.global_step == 3
-
-
-def test_schedules_are_the_tasks_own_affair() -> None:
-    class Task(ByHand):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
-
-        def on_train_epoch_end(self) -> None:
-            self.lr_schedulers().step()
-
-    trainer = fitted(Task(), regression_loader(4), max_epochs=2)
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
-
-
 def test_listeners_hear_of_backward_and_of_steps_by_hand() -> None:
     recorder = RecordingCallback("on_before_backward", "on_after_backward", "on_before_optimizer_step")
     quiet_trainer(max_epochs=1, callbacks=recorder).fit(ByHand(), regression_loader(2))
     assert recorder.events == ["on_before_backward", "on_after_backward", "on_before_optimizer_step"] * 2
-
-
-def test_clipping_by_hand_clips_one_optimizers_gradients() -> None:
-    norms: list[torch.Tensor] = []
-
-    class Task(ByHand):
-        def training_step(self, batch: Batch, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            self.clip_gradients(optimizer, 0.05, "norm")
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
-            optimizer.step()
-
-    quiet_trainer(max_epochs=1).fit(Task(), regression_loader(4))
-    torch.testing.assert_close(norms, [torch.tensor(0.05)] * 4, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("argument", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
@@ -213,73 +162,6 @@ def test_a_closure_and_arguments_of_the_optimizer_reach_its_step(keyword: bool) 
     assert_equal_weights(weights_of(_fit(by_closure)), weights_of(_fit(plain)))
 
 
-class _Gradients(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        gradient = task.net[0].weight.grad
-        self.seen.append(0.0 if gradient is None else float(gradient.norm()))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_hooks_before_a_step_see_the_gradients_of_its_closure(precision: str) -> None:
-    own: list[float] = []
-
-    def body(task: Any, batch: Any) -> None:
-        optimizer = task.optimizers()
-
-        def closure() -> torch.Tensor:
-            loss: torch.Tensor = task.loss(batch) * 1e-3  # larger ones overflow at first
-            optimizer.zero_grad()
-            task.manual_backward(loss)
-            own.append(float(task.net[0].weight.grad.norm()))
-            return loss
-
-        before = weights_of(task)
-        assert optimizer.step(closure) is not None
-        assert not torch.equal(before, weights_of(task))
-
-    gradients = _Gradients()
-    _fit(body, gradients, precision=precision)
-    assert len(gradients.seen) == len(own) == 3
-    assert all(seen > 0 for seen in gradients.seen)
-    if precision == "32-true":
-        assert gradients.seen == own
-    else:  # unscaled by the time that hooks see them
-        assert all(seen < scaled for seen, scaled in zip(gradients.seen, own, strict=True))
-
-
-def test_lbfgs_equals_a_hand_written_loop() -> None:
-    class Lbfgs(_Manual):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-    def body(task: Any, batch: Any) -> None:
-        optimizer = task.optimizers()
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = task.loss(batch)
-            task.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure)
-
-    reference = RegressionTask()
-    optimizer = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=3)
-    for batch in regression_loader(3):
-
-        def closure(batch: Any = batch) -> Any:
-            optimizer.zero_grad()
-            loss = reference.loss(batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    assert_equal_weights(weights_of(_fit(body, task=Lbfgs(body))), weights_of(reference))
-
-
 def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
     class Two(_Manual):
         def configure_optimizers(self) -> Any:
@@ -300,8 +182,3 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
         assert not task.trainer.strategy.step._holds_back
 
     _fit(body, task=Two(body))
-
-
-def test_a_closure_that_is_not_callable_is_an_error() -> None:
-    with pytest.raises(TaskError, match="closure"):
-        _fit(lambda task, batch: task.optimizers().step(task.loss(batch)))

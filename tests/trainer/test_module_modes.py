@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import fitted, quiet_trainer
+from tests.trainer.runs import quiet_trainer
 from trainwright.callbacks.callback import Callback
 
 
@@ -57,29 +57,6 @@ def test_modules_in_evaluation_mode_stay_so_and_the_others_follow_the_stage() ->
     assert not any(parameter.requires_grad for parameter in task.backbone.parameters())
 
 
-def test_a_task_that_is_in_evaluation_mode_as_a_whole_is_trained_in_it() -> None:
-    class Task(RegressionTask):
-        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-            assert not self.training
-            return None
-
-    task = Task()
-    task.eval()
-    trainer = fitted(task, regression_loader(2), regression_loader(2), max_epochs=1)
-    assert trainer.global_step == 2
-
-
-def test_modes_are_put_back_when_an_evaluation_fails() -> None:
-    class Task(RegressionTask):
-        def test_step(self, batch: Batch, batch_idx: int) -> None:
-            raise ValueError("no")
-
-    task = Task()
-    with pytest.raises(ValueError, match=r"no"):
-        quiet_trainer().test(task, regression_loader(1))
-    assert all(module.training for module in task.modules())
-
-
 @pytest.mark.parametrize("inference_mode", [True, False])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluation_records_no_gradients_with_and_without_inference_mode(stage: str, inference_mode: bool) -> None:
@@ -95,18 +72,6 @@ def test_evaluation_records_no_gradients_with_and_without_inference_mode(stage: 
     getattr(trainer, stage)(RegressionTask(), regression_loader(2))
     assert seen == [(False, inference_mode)] * 2
     assert torch.is_grad_enabled()
-
-
-def test_without_inference_mode_an_evaluation_step_may_switch_gradients_on() -> None:
-    class Task(RegressionTask):
-        def validation_step(self, batch: Batch, batch_idx: int) -> None:
-            with torch.enable_grad():
-                inputs = batch[0].requires_grad_(True)
-                (slope,) = torch.autograd.grad(self(inputs).sum(), inputs)
-            self.log("slope", slope.abs().sum())
-
-    trainer = fitted(Task(), regression_loader(2), regression_loader(2), max_epochs=1, inference_mode=False)
-    assert trainer.callback_metrics["slope"] > 0
 
 
 def test_freezing_and_unfreezing_return_the_task() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from tests.helpers.runs import assert_equal_weights, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
@@ -22,7 +22,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_manifest
-from trainwright.core.errors import ConfigurationError, NonFiniteError, TrainwrightWarning
+from trainwright.core.errors import NonFiniteError, TrainwrightWarning
 from trainwright.strategies.steps import non_finite
 from trainwright.trainer.trainer import Trainer
 
@@ -60,13 +60,6 @@ def skip(task: RegressionTask, loader: Any, **arguments: Any) -> Trainer:
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
         trainer = fitted(task, loader, **{"max_epochs": 1, "on_nonfinite": "skip", **arguments})
     return trainer
-
-
-def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything_could_look() -> None:
-    task = RegressionTask()
-    task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match="uses manual optimization"):
-        quiet_trainer(on_nonfinite="skip").fit(task, regression_loader(4))
 
 
 @pytest.mark.parametrize("factor", [NAN, float("inf")])
@@ -174,57 +167,6 @@ def test_nothing_is_saved_behind_a_step_that_was_not_finite(saver: str, async_sa
     assert not isinstance(callback, _SavesAll) or callback.refused == 1
 
 
-@pytest.mark.usefixtures("_behind")
-def test_an_error_of_another_kind_saves_no_weights_of_such_a_step_either(tmp_path: Path) -> None:
-    class Fails(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            if trainer.global_step == 5:
-                raise RuntimeError("something else")
-
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=100, save_on_exception=True)
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise", log_every_n_steps=100, callbacks=[saver, Fails()])
-    with pytest.warns(TrainwrightWarning, match="a step was not finite"), pytest.raises(RuntimeError, match="else"):
-        trainer.fit(Bad((0, 3)), regression_loader(6))
-    assert list(tmp_path.glob("*/manifest.json")) == []
-
-
-def test_the_sample_ids_are_those_that_the_step_was_given() -> None:
-    class Numbered(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = self.net(batch.float()[:, None].expand(-1, 4)).sum()
-            if batch_idx == 3:
-                self.given = batch.tolist()
-                loss = loss * NAN
-            return loss
-
-    task = Numbered()
-    with pytest.raises(NonFiniteError) as caught:
-        quiet_trainer(on_nonfinite="raise").fit(task, DataLoader(range(20), batch_size=3, shuffle=True))  # type: ignore[arg-type]
-    assert caught.value.sample_ids == [task.given]
-
-
-def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
-    class Steep(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return self.loss(batch) * 1e25
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=1e-26)
-
-    trainer = fitted(Steep(), regression_loader(4), max_epochs=1, on_nonfinite="raise")
-    assert trainer.global_step == 4
-
-
-def test_the_last_loss_is_logged_as_it_was_and_at_a_step_of_its_own(tmp_path: Path) -> None:
-    arguments = {"logger": "csv", "log_every_n_steps": 1, "default_root_dir": tmp_path}
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise", **arguments)
-    with pytest.raises(NonFiniteError):
-        trainer.fit(Bad((0, 3)), batches(6))
-    steps, losses = _logged(trainer)
-    assert steps == [0, 1, 2, 3]
-    assert [math.isnan(loss) for loss in losses] == [False, False, False, True]
-
-
 def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
     assert trainer.log_dir is not None
     with open(Path(trainer.log_dir, "metrics.csv"), newline="") as file:
@@ -284,23 +226,6 @@ def test_no_optimizer_steps_in_a_skipped_group(make: Callable[[RegressionTask], 
     assert_equal_weights(weights_of(task), weights_of(without))
 
 
-def test_sparse_gradients_are_looked_at() -> None:
-    class Sparse(RegressionTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(4, 1, sparse=True)
-
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            rows = self.table(torch.tensor([0, 1, 1]))
-            return rows.square().sum() + ((0 * rows).sum().sqrt() if batch_idx == 1 else 0)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SparseAdam(self.table.parameters())
-
-    trainer = skip(Sparse(), batches(3))
-    assert trainer.global_step == 2
-
-
 def test_running_statistics_of_a_bad_forward_are_undone() -> None:
     class Normed(Bad):
         def __init__(self, *bad: tuple[int, int]) -> None:
@@ -323,16 +248,6 @@ def test_warnings_become_rarer(num: int, warned: int, recwarn: pytest.WarningsRe
     assert len([w for w in recwarn if "it is skipped" in str(w.message)]) == warned  # 1 to 5, 8, 16
     assert len(trainer.skipped_batches) == num
     recwarn.clear()
-
-
-def test_a_loader_without_indices_is_told_by_the_batch_position() -> None:
-    class Stream(IterableDataset[Batch]):
-        def __iter__(self) -> Iterator[Batch]:
-            return iter([list(pair) for pair in regression_data(8)])
-
-    trainer = skip(Bad((0, 2)), DataLoader(Stream(), batch_size=2))
-    (skipped,) = trainer.skipped_batches
-    assert (skipped.unit, skipped.start, skipped.stop, skipped.sample_ids) == ("batch", 2, 3, None)
 
 
 @pytest.mark.parametrize("kind", ["replacement", "subset"])
@@ -368,13 +283,6 @@ def test_the_list_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert resumed.skipped_batches == trainer.skipped_batches
 
 
-def test_the_skipped_loss_is_shown_as_it_was_and_no_step_is_logged_twice(tmp_path: Path) -> None:
-    trainer = skip(Bad((0, 5)), batches(6), logger="csv", log_every_n_steps=1, default_root_dir=tmp_path)
-    assert math.isnan(trainer.callback_metrics["train_loss"])
-    steps, _ = _logged(trainer)
-    assert steps == [0, 1, 2, 3, 4]
-
-
 ALL_STEPS = tuple(itertools.product(range(30), range(4)))
 
 
@@ -386,18 +294,6 @@ def test_a_run_ends_after_max_skipped_consecutive_steps() -> None:
     ):
         trainer.fit(task, regression_loader(4))  # epochs are shorter than that
     assert (len(task.seen), trainer.global_step) == (7, 0)
-
-
-def test_max_skipped_counts_consecutive_steps() -> None:
-    two_of_three = [(epoch, i) for epoch in range(3) for i in (0, 1, 3, 4)]
-    trainer = skip(Bad(*two_of_three), regression_loader(6), max_epochs=3, max_skipped=2)
-    assert trainer.global_step == 6
-
-
-def test_max_skipped_none_never_ends_the_run() -> None:
-    task = Bad(*ALL_STEPS)
-    skip(task, regression_loader(4), max_epochs=30, max_skipped=None)
-    assert len(task.seen) == 120
 
 
 class _NoSchedule(Bad):
@@ -426,14 +322,6 @@ def test_a_gradient_that_overflows_under_scaling_is_the_scalers_business(policy:
     assert trainers[0].strategy.state_dict() == trainers[1].strategy.state_dict()
     assert trainers[0].strategy.state_dict()["scaler"]["scale"] < 2.0**16  # so one has overflowed
     assert_equal_weights(weights_of(guarded), weights_of(plain))
-
-
-def test_a_loss_that_is_no_number_is_ours_also_under_scaling_and_the_scale_stays() -> None:
-    task, without = _NoSchedule((0, 1)), _NoSchedule()
-    trainer = skip(task, batches(4), precision="16-mixed")
-    expected = fitted(without, batches(4, 1), max_epochs=1, precision="16-mixed")
-    assert trainer.strategy.state_dict() == expected.strategy.state_dict()
-    assert_equal_weights(weights_of(task), weights_of(without))
 
 
 def test_without_a_policy_a_bad_loss_is_warned_of_once_where_it_is_read_anyway() -> None:
@@ -480,24 +368,6 @@ def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(epoch: int, async
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert [s.first_batch for s in trainer.skipped_batches] == [4]
-
-
-def test_a_rollback_restores_the_generators(tmp_path: Path) -> None:
-    """The steps between the checkpoint and the bad group draw the same dropout again."""
-
-    class Notes(Callback):
-        def __init__(self) -> None:
-            self.losses: list[tuple[int, float]] = []
-
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            if result.loss is not None:
-                self.losses.append((trainer.state.batch_in_epoch, float(result.loss)))
-
-    notes = Notes()
-    task = Bad((0, 3), dropout=0.5)
-    roll_back(task, regression_loader(12, 2, shuffle=True), tmp_path, callbacks=[saves(2), notes])
-    assert [batch for batch, _ in notes.losses] == [1, 2, 3, 3, 5, 6]
-    assert notes.losses[2] == notes.losses[3]
 
 
 def test_a_checkpoint_of_an_epochs_end_is_gone_back_to(tmp_path: Path) -> None:

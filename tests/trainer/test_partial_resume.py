@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,12 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint, read_manifest
-from trainwright.checkpoint.format import manifests
+from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
@@ -86,18 +83,6 @@ def test_an_explicit_path_falls_back_to_the_newest_earlier_one_if_told_and_names
         assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 5
 
 
-def test_a_checkpoint_without_a_readable_manifest_falls_back_to_the_newest_of_all(run: Path) -> None:
-    flip(run / "checkpoints" / "1" / "manifest.json")
-    with pytest.warns(TrainwrightWarning, match=r"/1/manifest\.json.*Falling back to .*/2\.") as caught:
-        assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 13
-    assert len(caught) == 1
-
-
-def test_a_path_that_is_not_there_is_no_damage(run: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-        resume(run, run / "checkpoints" / "7", on_damaged="fall_back")
-
-
 def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
     manifest = run / "checkpoints" / "2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
@@ -139,47 +124,6 @@ def test_the_best_is_verified_before_it_is_used(scored: Any, told: bool) -> None
 
 
 @pytest.mark.parametrize("ckpt_path", ["last", "checkpoints/2"])
-def test_every_file_is_hashed_once_however_the_checkpoint_is_named(
-    run: Path, ckpt_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (run / "checkpoints" / "last").symlink_to("2")  # a link to the newest is no second candidate
-    hashed: list[Path] = []
-    hash_file = manifests.hash_file
-    monkeypatch.setattr(manifests, "hash_file", lambda path: hashed.append(path) or hash_file(path))
-    resume(run, ckpt_path if ckpt_path == "last" else run / ckpt_path)
-    expected = {file for part in read_manifest(run / "checkpoints" / "2").parts.values() for file in part.files}
-    assert sorted(path.relative_to(run / "checkpoints" / "2").as_posix() for path in hashed) == sorted(expected)
-
-
-def _resume_on_rank(run: Path, ckpt_path: Any) -> str:
-    saver = ModelCheckpoint(run / "checkpoints", filename="{epoch}", save_top_k=-1, auto_insert_metric_name=False)
-    trainer = quiet_trainer(max_epochs=4, callbacks=[saver], default_root_dir=run, devices="auto")
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        try:
-            trainer.fit(DecayingTask(), regression_loader(FOUR_BATCHES, 1), ckpt_path=ckpt_path)
-        except CheckpointError as error:
-            return str(error)
-    return f"{trainer.global_step}"
-
-
-@pytest.mark.distributed
-def test_every_rank_hears_of_damage_and_falls_back_alike(run: Path) -> None:
-    damage(run / "checkpoints" / "2")
-    told = run_distributed(_resume_on_rank, 2, run, run / "checkpoints" / "2", init=False, timeout=120.0)
-    assert "/2 is damaged" in told[0]
-    assert "rank 0 could not find a checkpoint to load" in told[1]
-    assert "/2 is damaged" in told[1]
-    assert run_distributed(_resume_on_rank, 2, run, "last", init=False, timeout=120.0) == ["16", "16"]
-
-
-def test_a_resume_without_the_optimizer_part_is_an_error_that_names_it(run: Path) -> None:
-    remove_part(run / "checkpoints" / "2", "optimizer")
-    with pytest.raises(CheckpointError, match=r"the part 'optimizer' is missing.*allow_missing=\['optimizer'\]"):
-        resume(run, run / "checkpoints" / "2")
-
-
-@pytest.mark.parametrize("ckpt_path", ["last", "checkpoints/2"])
 def test_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedule(run: Path, ckpt_path: str) -> None:
     remove_part(run / "checkpoints" / "2", "optimizer")
     recorder, task = StepRecorder(), DecayingTask()
@@ -190,18 +134,6 @@ def test_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedul
     assert any("has no optimizer part" in str(warning.message) for warning in caught)
     assert trainer.global_step == 16
     assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.9**step) for step in range(12, 16)]
-
-
-def test_what_may_be_missing_and_is_there_is_loaded(run: Path) -> None:
-    def losses(**arguments: Any) -> list[float]:
-        recorder = StepRecorder()
-        saver = ModelCheckpoint(run / "elsewhere")
-        trainer = quiet_trainer(max_epochs=4, callbacks=[recorder, saver], default_root_dir=run)
-        with pytest.warns(TrainwrightWarning, match="not found"):  # by ModelCheckpoint, in its new folder
-            trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "0", **arguments)
-        return recorder.losses
-
-    assert losses(allow_missing=["optimizer", "rng", "schedulers"]) == losses()
 
 
 class AdamTask(DecayingTask):
@@ -217,19 +149,6 @@ def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) ->
     texts = " ".join(str(warning.message) for warning in caught)
     assert "Adam starts from scratch" in texts
     assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
-
-
-class CosineTask(DecayingTask):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)]
-
-
-def test_a_schedule_of_another_class_is_an_error(run: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"state of \w+ as learning-rate schedule 0, which is a CosineAnnealingLR"
-    ):
-        resume(run, "last", CosineTask())
 
 
 def test_generators_that_may_be_missing_start_anew(run: Path) -> None:
@@ -366,13 +285,6 @@ def test_strict_false_loads_the_weights_that_fit_and_names_the_others(run: Path)
         resume(run, "last", task, strict=False, load_weights_only=True)
 
 
-def test_strict_true_wins_over_the_tasks_own_word(run: Path) -> None:
-    task = WiderTask()
-    task.strict_loading = False
-    with pytest.raises(CheckpointError, match=r"extra\.weight"):
-        resume(run, "last", task, strict=True)
-
-
 @pytest.mark.parametrize("kind", ["full", "weights"])
 def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -388,23 +300,11 @@ def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
     assert "begins at step 0 from the weights of" in capsys.readouterr().out
 
 
-def test_weights_only_takes_a_trainer_that_has_trained_back_to_step_0(run: Path) -> None:
-    trainer = fitted(DecayingTask(), loader(), max_epochs=2)
-    trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "2", load_weights_only=True)
-    assert trainer.global_step == 8
-
-
 def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: Path) -> None:
     first = fitted(DecayingTask(), loader(), max_epochs=1)
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=True)
     with pytest.raises(CheckpointError, match=r"holds weights only.*load_weights_only=True"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
-
-
-def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
-    for part in ("optimizer", "rng"):
-        remove_part(run / "checkpoints" / "2", part)
-    assert resume(run, "last", load_weights_only=True)[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -424,12 +324,6 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
     with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
         quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
     quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
-
-
-def test_another_batch_size_over_the_same_data_is_not_warned_of(tmp_path: Path) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8, 2), max_steps=2)
-    trainer.save_checkpoint(tmp_path / "saved")
-    quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(8, 1), ckpt_path=tmp_path / "saved")
 
 
 class _DrawsInSaves(Callback):

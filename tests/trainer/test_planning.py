@@ -99,15 +99,6 @@ def test_a_plan_of_one_process() -> None:
     assert "peak_bytes" not in plan.memory
 
 
-def test_a_plan_of_ddp_with_two_processes() -> None:
-    trainer = quiet_trainer(devices=2, strategy="ddp", accumulate_grad_batches=3, max_epochs=2)
-    plan = trainer.plan(RegressionTask(), regression_loader(32, 2))
-    assert (plan.processes["count"], plan.processes["started_by"]) == (2, "the Trainer")
-    assert (plan.processes["mesh"], plan.processes["data_ranks"]) == ({"dp_replicate": 2}, 2)
-    assert (plan.parameters["total"], plan.parameters["total_per_device"]) == (49, 49)
-    assert (plan.data["global_batch"], plan.data["steps_per_epoch"], plan.data["total_steps"]) == (12, 3, 6)
-
-
 def test_a_plan_of_fsdp_with_two_processes() -> None:
     strategy = FSDPStrategy(auto_wrap_policy={Block}, weights_after_stage="all")
     task = Blocks().requires_grad_(True)
@@ -165,13 +156,6 @@ def test_a_plan_is_data_for_json_without_secrets() -> None:
     assert json.loads(text)["settings"]["compile"]["value"]["options"] == {"api_key": "hidden", "mode": "inf"}
 
 
-def test_the_text_has_a_table_for_each_part() -> None:
-    lines = str(quiet_trainer(max_epochs=2).plan(RegressionTask(), regression_loader())).splitlines()
-    titles = ["strategy:", "processes:", "precision:", "parameters:", "memory:", "data:", "callbacks:", "loggers:"]
-    assert [line for line in lines if line.endswith(":")] == [*titles, "settings:"]
-    assert ["max_epochs", "2", "argument"] in [line.split() for line in lines]
-
-
 def test_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     task, state = RegressionTask(), torch.get_rng_state()
@@ -215,24 +199,11 @@ def test_a_data_module_that_is_set_up_is_counted() -> None:
     assert not any(note.startswith("data:") for note in plan.notes)
 
 
-def test_without_setup_the_data_is_not_known_and_the_plan_says_how_to_know_it() -> None:
-    data = _Documents()
-    plan = quiet_trainer(max_epochs=3).plan(RegressionTask(), datamodule=data)
-    assert data.called == []
-    assert (plan.data["batches_per_epoch"], plan.data["tokens_per_step"]) == (None, None)
-    assert any("pass setup_data=True (`trainwright plan --setup-data`)" in note for note in plan.notes)
-
-
 def test_a_short_last_batch_and_a_limit_count_as_in_the_fit() -> None:
     loader = DataLoader(TensorDataset(torch.ones(21, 4), torch.ones(21, 1)), batch_size=4)
     assert quiet_trainer().plan(RegressionTask(), loader).data["samples_per_epoch"] == 21
     limited = quiet_trainer(limit_train_batches=2).plan(RegressionTask(), loader)
     assert (limited.data["batches_per_epoch"], limited.data["samples_per_epoch"]) == (2, 8)
-
-
-def test_setup_data_without_a_data_module_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="there is none"):
-        quiet_trainer().plan(RegressionTask(), regression_loader(), setup_data=True)
 
 
 def test_errors_are_those_of_fit() -> None:
@@ -244,12 +215,3 @@ def test_errors_are_those_of_fit() -> None:
     assert str(of_plan.value) == str(of_fit.value)
     with pytest.raises(FileNotFoundError):
         quiet_trainer().plan(RegressionTask(), regression_loader(), ckpt_path="missing")
-
-
-def test_after_a_fit_the_peak_is_measured() -> None:
-    task, trainer = RegressionTask(), quiet_trainer(max_steps=1)
-    trainer.fit(task, regression_loader())
-    plan = trainer.plan(task, regression_loader())
-    assert isinstance(plan.memory["peak_bytes"], int)
-    assert plan.memory["peak_bytes"] > 2**20
-    assert plan.memory["peak_of"] == "all host memory of this process since its start"

@@ -61,17 +61,6 @@ def test_short_names_of_precisions_are_understood(given: Any, meant: str) -> Non
     assert quiet_trainer(precision=given).precision == meant
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
-def test_evaluation_runs_in_the_same_precision(precision: str) -> None:
-    class Task(RegressionTask):
-        def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return self.net(batch[0])
-
-    outputs = quiet_trainer(precision=precision).predict(Task(), regression_loader(2))
-    assert outputs is not None
-    assert {output.dtype for output in outputs} == {_PRECISIONS[precision][1]}
-
-
 @pytest.mark.slow
 def test_repeatable_kernels_are_used_when_asked_and_two_runs_from_one_seed_are_equal() -> None:
     seen: list[tuple[bool, bool]] = []
@@ -152,15 +141,3 @@ def test_regional_compilation_compiles_equal_blocks_once_and_ends_with_the_stage
     assert list(deep.state_dict()) == list(plain.state_dict())
     assert all(block._compiled_call_impl is None for block in deep.blocks)
     torch.testing.assert_close(weights_of(deep), weights_of(plain))
-
-
-@_COMPILER_WARNS
-@pytest.mark.slow
-def test_a_run_compiles_with_the_default_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch._inductor.config
-
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # its threads outlive the test
-    compiled, plain = RegressionTask(), RegressionTask()
-    quiet_trainer(max_epochs=1, compile=True).fit(compiled, regression_loader(8, 2))
-    quiet_trainer(max_epochs=1).fit(plain, regression_loader(8, 2))
-    torch.testing.assert_close(weights_of(compiled), weights_of(plain))

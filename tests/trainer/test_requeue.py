@@ -13,7 +13,6 @@ import pytest
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import Preempted
-from trainwright.data import DataModule
 from trainwright.trainer.recovery import preemption
 
 
@@ -46,19 +45,6 @@ def test_a_warning_signal_before_the_fit_requeues_the_job(
     assert (end.value.code, end.value.signal_name) == (143, "SIGUSR1")
     assert requeued == [["scontrol", "requeue", "77"]]
     assert "Job 77 is requeued" in capfd.readouterr().err
-
-
-def test_a_warning_signal_during_prepare_data_requeues_the_job(requeued: list[list[str]]) -> None:
-    class Slow(DataModule):
-        def prepare_data(self) -> None:
-            _warn()
-
-        def train_dataloader(self) -> Any:
-            return regression_loader(4)
-
-    with pytest.raises(Preempted):
-        quiet_trainer(devices="auto", max_epochs=1).fit(RegressionTask(), datamodule=Slow())
-    assert len(requeued) == 1
 
 
 def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:

@@ -76,12 +76,6 @@ def test_a_verb_within_a_fit_is_refused_and_the_fit_goes_on(verb: str, threaded:
     assert trainer.state.finished
 
 
-def test_another_trainer_does_not_take_a_task_that_is_being_fitted() -> None:
-    calls = _Calls("validate", other=quiet_trainer())
-    quiet_trainer(max_epochs=1, callbacks=[calls]).fit(RegressionTask(), regression_loader(4, 2))
-    assert re.match(r"trainer\.validate\(\) was called while fit\(\) runs", str(calls.error))
-
-
 def test_what_a_run_knows_can_be_read_and_not_set() -> None:
     trainer = quiet_trainer()
     with pytest.raises(AttributeError, match="global_step is read-only"):

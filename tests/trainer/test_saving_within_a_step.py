@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
@@ -127,16 +127,6 @@ def test_a_run_that_was_interrupted_beside_a_validation_comes_to_the_same_end(
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
-def test_an_older_score_is_still_known_after_a_resume(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    looking = LambdaCallback(on_train_start=lambda trainer, task: seen.append(trainer.callback_metrics.get("score")))
-    saved = tmp_path / "saved"
-    train(tmp_path, saving_at("on_train_step_end", 7, saved), interval=1.0)
-    train(tmp_path, looking, interval=1.0, resume=saved)
-    assert seen[0] is not None
-
-
 _STEPS = 8
 
 
@@ -155,32 +145,6 @@ class _Fails(RegressionTask):
         if batch_idx == 3 and self.error is not None:
             raise self.error("the fourth step")
         return loss
-
-
-class _FailsByHand(_Fails):
-    """Steps two optimizers itself, and raises between them, or before the first."""
-
-    def __init__(self, error: type[BaseException] | None, *, between: bool) -> None:
-        super().__init__(error)
-        self.automatic_optimization, self.between = False, between
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]  # it returns nothing
-        first, second = self.optimizers()
-        fails = batch_idx == 3 and self.error is not None
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        if fails and not self.between:
-            raise self.error("the fourth step")  # type: ignore[misc]  # it is set
-        first.step()
-        if fails:
-            raise self.error("the fourth step")  # type: ignore[misc]  # it is set
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        weight, *others = self.parameters()
-        return torch.optim.SGD([weight], lr=0.1), torch.optim.Adam(others)
 
 
 def _whole(task: RegressionTask) -> dict[str, torch.Tensor]:
@@ -206,13 +170,6 @@ def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[B
     assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
 
 
-def test_a_trainer_can_save_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
-    trainer = fitted(_Fails(KeyboardInterrupt), regression_loader(_STEPS), max_epochs=1, on_interrupt="return")
-    saved = trainer.save_checkpoint(tmp_path / "mine")
-    assert read_checkpoint(saved).state["step"] == 3
-    assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
-
-
 def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
     class Breaks(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -231,42 +188,6 @@ def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="the fit ended while an optimizer was stepping"):
         trainer.save_checkpoint(tmp_path / "mine")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_manual_optimization_is_saved_before_its_first_optimizer_only(between: bool, tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
-    trainer.fit(_FailsByHand(KeyboardInterrupt, between=between), regression_loader(_STEPS))
-    if between:
-        with pytest.raises(ConfigurationError, match="an optimizer was stepping"):
-            trainer.save_checkpoint(tmp_path / "mine")
-        return
-    saved = trainer.save_checkpoint(tmp_path / "mine")
-    whole = _whole(_FailsByHand(None, between=False))
-    assert_equal_weights(_resume(saved, _FailsByHand(None, between=False)), whole)
-
-
-def test_saving_within_a_step_of_a_stateful_loader_is_an_error(tmp_path: Path) -> None:
-    data = [(torch.full((4,), index / 8), torch.zeros(1)) for index in range(2 * _STEPS)]
-
-    class Stream(IterableDataset[Any]):
-        def __init__(self) -> None:
-            self.at = 0
-
-        def __iter__(self) -> Any:
-            while self.at < len(data):
-                self.at += 1
-                yield data[self.at - 1]
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.at = state["at"]
-
-    trainer = fitted(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2), max_epochs=1, on_interrupt="return")
-    with pytest.raises(ConfigurationError, match="stateful loader had already read"):
-        trainer.save_checkpoint(tmp_path / "mine")
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_train_batch_start"])

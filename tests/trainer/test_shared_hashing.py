@@ -19,7 +19,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.format import manifests
 from trainwright.checkpoint.run_folder import RunFolder
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError
 from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.load_request import fair_shares, left_by_earlier
 
@@ -120,10 +120,3 @@ def test_a_later_attempt_takes_the_newest_checkpoint_of_its_own_job(tmp_path: Pa
     assert _left(Attempt("mine", 1), tmp_path) == mine
     assert _left(Attempt("mine", 0), tmp_path) is None
     assert _left(Attempt("third", 1), tmp_path) is None
-
-
-def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(tmp_path: Path) -> None:
-    mine, damaged = _write(tmp_path, 1, "mine"), _write(tmp_path, 2, "mine")
-    (damaged / "trainer.safetensors").write_bytes(b"")
-    with pytest.warns(TrainwrightWarning, match=r"skipping the damaged .*step-00000002.*trainer\.safetensors"):
-        assert _left(Attempt("mine", 1), tmp_path) == mine

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.calls import calls_of
 from tests.helpers.runs import quiet_trainer
-from trainwright import ModelCheckpoint, TaskModule
+from trainwright import TaskModule
 
 Run = Callable[[int], Any]
 _OF_OUR_OWN = 16  # Python calls that a step may make beside the loop's
@@ -111,18 +109,3 @@ def test_a_step_runs_no_more_operations_than_a_hand_written_loop() -> None:
 
 def test_a_step_adds_few_python_calls() -> None:
     assert _per_step(_python_calls, _fit) <= _per_step(_python_calls, _by_hand) + _OF_OUR_OWN
-
-
-@pytest.mark.slow
-def test_saving_adds_no_operations_to_steps(tmp_path: Path) -> None:
-    """Twice as many steps between the same number of saves: what a step does beside a write is what it does alone."""
-    folders = itertools.count()
-
-    def saving(num_steps: int) -> list[Tensor]:
-        checkpoint = ModelCheckpoint(tmp_path / str(next(folders)), every_n_train_steps=num_steps // 3)
-        return _fit(num_steps, logs=True, log_every_n_steps=1000, callbacks=[checkpoint])
-
-    def logging(num_steps: int) -> list[Tensor]:
-        return _fit(num_steps, logs=True, log_every_n_steps=1000)
-
-    assert _per_step(_operations, saving) == _per_step(_operations, logging)

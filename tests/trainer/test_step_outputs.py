@@ -125,30 +125,3 @@ def test_outputs_are_empty_where_no_loss_was_used(form: Any, automatic: bool) ->
         _Returns(form, automatic), regression_loader(3)
     )
     assert [outputs for outputs, *_ in keeps.seen["on_train_batch_end"]] == [{}] * 3
-
-
-def test_outputs_are_not_affected_by_in_place_changes_of_the_loss() -> None:
-    kept: list[torch.Tensor] = []
-
-    def form(loss: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        kept.append(loss)
-        return loss
-
-    class Changes(Callback):
-        def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            before = float(outputs["loss"])
-            with torch.no_grad():
-                kept[-1].mul_(0)
-            assert float(outputs["loss"]) == before != 0
-
-    quiet_trainer(max_epochs=1, callbacks=Changes()).fit(_Returns(form), regression_loader(2))
-
-
-def test_outputs_are_not_processed_without_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.strategies.steps import step
-
-    def fails(output: Any) -> Any:
-        raise AssertionError("nobody listens")
-
-    monkeypatch.setattr(step, "outputs_of", fails)
-    quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(2))

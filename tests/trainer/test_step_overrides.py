@@ -44,12 +44,6 @@ def test_a_step_may_return_none_to_skip_its_batch() -> None:
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
 
 
-def test_a_loss_of_shape_one_is_a_scalar_too() -> None:
-    assert torch.equal(
-        _trained(StepTask(lambda task, batch, idx: task.loss(batch).reshape(1))), _trained(RegressionTask())
-    )
-
-
 def test_backward_may_be_run_in_the_tasks_own_way() -> None:
     calls: list[torch.Size] = []
 
@@ -88,25 +82,6 @@ def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
     task = _WarmsUp()
     assert torch.equal(_trained(task), _trained(Scheduled()))
     assert task.calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
-
-
-def test_the_tasks_own_step_is_told_the_last_batch_of_its_group() -> None:
-    task = _WarmsUp()
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(task, regression_loader(10))
-    assert task.calls == [(0, 3), (0, 7), (0, 9)]
-
-
-def test_the_tasks_own_step_may_leave_a_step_out() -> None:
-    class Task(RegressionTask):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
-        ) -> None:
-            if batch_idx % 2 == 0:
-                optimizer.step(closure=optimizer_closure)
-
-    assert torch.equal(
-        _trained(Task()), _trained(StepTask(lambda task, batch, idx: None if idx % 2 else task.loss(batch)))
-    )
 
 
 def test_the_closure_gives_the_loss_of_this_very_step() -> None:
@@ -182,32 +157,3 @@ def test_lbfgs_evaluates_the_whole_group_when_gradients_are_accumulated() -> Non
 def test_lbfgs_and_a_scaled_loss_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"precision='16-mixed' uses loss scaling"):
         quiet_trainer(max_epochs=1, precision="16-mixed").fit(_Lbfgs(), regression_loader(8, 8))
-
-
-def test_batches_pass_through_the_tasks_own_transfer() -> None:
-    class Task(RegressionTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.order: list[str] = []
-
-        def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-            self.order.append("before")
-            return batch
-
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            self.order.append(f"to {device}")
-            return [part.to(device) for part in batch]
-
-        def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-            self.order.append("after")
-            return [2 * batch[0], batch[1]]
-
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.order.append("step")
-            self.first = batch[0]
-            return self.loss(batch)
-
-    task = Task()
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
-    assert task.order == ["before", "to cpu", "after", "step"] * 2
-    assert torch.equal(task.first, 2 * regression_data(2).tensors[0][1:])

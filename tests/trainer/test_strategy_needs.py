@@ -50,16 +50,6 @@ def test_a_graph_that_the_main_rank_would_wait_in_for_the_others_is_refused_at_c
     quiet_trainer(devices=1, strategy="fsdp", logger=logger)
 
 
-def test_what_needs_one_process_only_is_let_through_where_there_is_one() -> None:
-    quiet_trainer(devices=1, strategy="fsdp", callbacks=[BatchSizeFinder()])
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-def test_averages_of_weights_are_let_through_where_weights_are_those_of_one_training(strategy: str) -> None:
-    devices = 1 if strategy == "single" else 2
-    quiet_trainer(devices=devices, strategy=strategy, callbacks=[EMAWeightAveraging(), StochasticWeightAveraging(0.1)])
-
-
 def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
     trainer = quiet_trainer(devices=2, strategy="fsdp", max_epochs=1)
     with pytest.raises(ConfigurationError, match=r"ByHand uses manual optimization.*FSDPStrategy.*strategy='ddp'"):

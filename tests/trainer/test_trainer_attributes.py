@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from trainwright.callbacks.prediction_writer import BasePredictionWriter, WriteInterval
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.rng import seed_everything
-from trainwright.core.state import TrainState
+from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger, TensorBoardLogger
 from trainwright.trainer.lightning_names import INTERNALS
 from trainwright.trainer.run_state import RunningStage, TrainerFn, TrainerStatus
 from trainwright.trainer.trainer import Trainer
-from trainwright.utilities import rank_zero_only
 
 BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
     "check_val_every_n_epoch": 1, "checkpoint_callbacks": [], "ckpt_path": None, "device_ids": [0],
@@ -124,15 +112,6 @@ def test_the_state_of_a_new_trainer_and_of_a_failed_one() -> None:
     assert RunningStage.SANITY_CHECKING.value == "sanity_check"
 
 
-def test_copies_of_the_state_are_plain_train_states() -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8), max_epochs=1, limit_train_batches=2)
-    for twin in (copy.deepcopy(trainer.state), copy.copy(trainer.state), pickle.loads(pickle.dumps(trainer.state))):
-        assert type(twin) is TrainState
-        assert twin == trainer.state
-    sent = pickle.loads(pickle.dumps(quiet_trainer(max_steps=3)))
-    assert (sent.state.step, sent.state.fn, sent.state.status) == (0, None, "initializing")
-
-
 @pytest.mark.parametrize("name", sorted(INTERNALS))
 def test_internals_of_lightning_are_errors_with_a_replacement(name: str) -> None:
     trainer = quiet_trainer()
@@ -144,19 +123,6 @@ def test_internals_of_lightning_are_errors_with_a_replacement(name: str) -> None
 def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
         _ = quiet_trainer().globl_step
-
-
-def test_an_error_inside_a_property_keeps_its_message() -> None:
-    trainer = quiet_trainer()
-    del trainer.run.engine
-    with pytest.raises(AttributeError, match="'engine'"):
-        _ = trainer.global_rank
-
-
-def test_callbacks_are_found_by_type() -> None:
-    stop, save = EarlyStopping("val_loss"), ModelCheckpoint()
-    trainer = quiet_trainer(callbacks=[stop, save])
-    assert (trainer.early_stopping_callbacks, trainer.checkpoint_callbacks) == ([stop], [save])
 
 
 def test_the_checkpoint_that_was_loaded_is_known(tmp_path: Any) -> None:
@@ -174,12 +140,6 @@ def test_the_loss_scaler_is_known_during_a_fit() -> None:
     look = LambdaCallback(on_train_start=lambda trainer, task: found.append(trainer.scaler))
     quiet_trainer(max_steps=1, precision="16-mixed", callbacks=look).fit(RegressionTask(), regression_loader(8))
     assert type(found[0]).__name__ == "GradScaler"
-
-
-def test_received_sigterm_is_true_after_a_signal() -> None:
-    trainer = quiet_trainer()
-    trainer.run.status.preemption.signal = signal.SIGTERM
-    assert trainer.received_sigterm
 
 
 def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
@@ -216,60 +176,11 @@ def test_print_accepts_sep_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "a-b!\n"
 
 
-def test_seed_everything_has_a_default_seed() -> None:
-    assert seed_everything() == 0
-    assert seed_everything(3, True, verbose=True) == 3
-
-
 def test_storage_options_are_an_error(tmp_path: Any) -> None:
     trainer = fitted(RegressionTask(), regression_loader(8), max_steps=1)
     assert trainer.save_checkpoint(tmp_path / "a", storage_options=None) == tmp_path / "a"
     with pytest.raises(ConfigurationError, match=r"storage_options.*needs a URL"):
         trainer.save_checkpoint(tmp_path / "b", storage_options={"anon": True})
-
-
-def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    class Ask(Callback):
-        def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
-            strategy = trainer.strategy
-            strategy.barrier("here")
-            value = torch.tensor([1.0, 3.0])
-            seen.append((trainer.evaluating, strategy.root_device, strategy.is_global_zero, strategy.model is task))
-            seen.append((strategy.broadcast({"a": 1}), strategy.reduce(value).tolist(), strategy.reduce(value).shape))
-
-    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, logger=CSVLogger(tmp_path), callbacks=Ask())
-    trainer.fit(RegressionTask(), regression_loader(8), regression_loader(8))
-    assert seen[-2:] == [(True, torch.device("cpu"), True, True), ({"a": 1}, [1.0, 3.0], (2,))]
-    assert trainer.evaluating is False
-    assert trainer.log_dir + "/metrics.csv" == str(trainer.logger.metrics_file)
-    assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
-    for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
-        assert isinstance(folder, str)
-
-
-def test_values_of_attributes_are_lightnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    trainer = quiet_trainer(max_epochs=-1, num_sanity_val_steps=-1, default_root_dir="~/runs")
-    trainer.max_epochs = -1
-    with pytest.warns(TrainwrightWarning, match="layer is a Linear"):
-        initial = _Keeping(nn.Linear(1, 1)).hparams_initial
-    home = str(tmp_path)
-    found = {
-        "an unlimited number of epochs": (trainer.max_epochs, -1),
-        "all sanity batches": (trainer.num_sanity_val_steps, math.inf),
-        "the root folder": (trainer.default_root_dir, f"{home}/runs"),
-        "log_dir without a logger": (trainer.log_dir, f"{home}/runs"),
-        "dirpath of ModelCheckpoint": (ModelCheckpoint(dirpath="~/x").dirpath, f"{home}/x"),
-        "dirpath of OnExceptionCheckpoint": (OnExceptionCheckpoint("~/x").dirpath, f"{home}/x"),
-        "save_dir of a logger": (CSVLogger("~/x").save_dir, f"{home}/x"),
-        "the rank": (rank_zero_only.rank, 0),
-        "a prediction writer's interval": (BasePredictionWriter("batch").interval, WriteInterval.BATCH),
-        "the interval's parts": (BasePredictionWriter("batch_and_epoch").interval.on_epoch, True),
-        "keys of hparams_initial": (list(initial), ["layer", "width"]),
-    }
-    assert {name: value for name, (value, _) in found.items()} == {name: value for name, (_, value) in found.items()}
 
 
 class _Keeping(RegressionTask):

@@ -21,14 +21,6 @@ def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> l
     return tally.validations
 
 
-@pytest.mark.parametrize("max_epochs", [1, 2, 3])
-@pytest.mark.parametrize("parts", [1, 3, 4])
-def test_a_fraction_of_an_epoch_validates_so_many_times_an_epoch(parts: int, max_epochs: int) -> None:
-    found = _validations(max_epochs=max_epochs, val_check_interval=1 / parts, num_sanity_val_steps=2)
-    assert len(found) == parts * max_epochs
-    assert [epoch for epoch, _ in found] == [epoch for epoch in range(max_epochs) for _ in range(parts)]
-
-
 @pytest.mark.parametrize(
     ("batches", "arguments", "expected"),
     [
@@ -100,14 +92,6 @@ def test_the_sanity_check_tries_so_many_validation_batches(steps: int, batches: 
     trainer = quiet_trainer(max_epochs=1, limit_train_batches=0, num_sanity_val_steps=steps, callbacks=recorder)
     trainer.fit(RegressionTask(), regression_loader(2), regression_loader(5))
     assert recorder.notes == [("on_validation_batch_end", True)] * batches
-
-
-def test_the_sanity_check_leaves_no_metrics_behind() -> None:
-    seen: list[dict[str, float]] = []
-    recorder = RecordingCallback("on_train_start", note=lambda _, trainer: seen.append(dict(trainer.callback_metrics)))
-    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=2, callbacks=recorder)
-    trainer.fit(RegressionTask(), regression_loader(2), regression_loader(2))
-    assert seen == [{}]
 
 
 def test_a_validation_changes_neither_weights_nor_generators() -> None:
