@@ -19,6 +19,7 @@ from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import move
 from trainwright.data import DataModule
 from trainwright.trainer.trainer import Trainer
 
@@ -123,7 +124,7 @@ def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], messa
 
 
 def test_an_evaluation_without_its_step_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Task has no test_step. Define test_step"):
+    with pytest.raises(ConfigurationError, match="Task has no test_step"):
         quiet_trainer().test(_without("test_step"), regression_loader(2))
 
 

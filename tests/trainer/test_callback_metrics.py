@@ -13,9 +13,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import TaskError
 from trainwright.core.metric_value import MetricValue
-from trainwright.loggers.metric_slot import HostReads
 
 
 def test_a_metric_value_works_as_a_float_and_as_a_tensor() -> None:
@@ -91,28 +89,6 @@ def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() ->
     assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
 
 
-def test_metrics_are_read_from_the_device_once_and_only_if_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[int] = []
-    read = HostReads.read
-    monkeypatch.setattr(HostReads, "read", lambda self: (self._tensors and reads.append(1)) or read(self))
-    at_end: list[float] = []
-
-    class Reads(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            if trainer.global_step in (2, 4):
-                assert trainer.callback_metrics["step"] == trainer.callback_metrics["step"]
-                assert "both" in trainer.callback_metrics
-            if trainer.global_step == 3:
-                trainer.at_step_end(lambda: at_end.append(trainer.callback_metrics["step"]))
-
-    _fit()
-    unread = len(reads)
-    reads.clear()
-    _fit(Reads())
-    assert len(at_end) == 1
-    assert len(reads) == unread + 3
-
-
 class _OfRank(RegressionTask):
     """Logs what tells the ranks apart, once to stay there and once to be averaged when it is flushed."""
 
@@ -161,11 +137,3 @@ def test_callbacks_can_log() -> None:
     trainer = fitted(RegressionTask(), regression_loader(4), regression_loader(4), max_epochs=1, callbacks=Logging())
     assert trainer.callback_metrics["index"] == 3.0
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
-
-
-def test_logging_from_a_callback_outside_a_stage_is_an_error() -> None:
-    callback = Logging()
-    quiet_trainer(max_steps=1, callbacks=callback).fit(RegressionTask(), regression_loader(4))
-    with pytest.raises(TaskError, match=r"Logging\.log can be called only in hooks, while a Trainer runs a stage"):
-        callback.log("a", 1.0)
-    assert vars(callback) == {}

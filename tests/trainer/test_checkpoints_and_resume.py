@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import shutil
 import types
 from pathlib import Path
@@ -36,44 +35,6 @@ class ScriptedTask(RegressionTask):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", next(self.values))
-
-
-class MeanTask(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_epoch: dict[int, list[float]] = {}
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        self.log("val_loss", loss)
-        self.by_epoch.setdefault(self.current_epoch, []).append(float(loss))
-
-
-def test_keeping_all_writes_one_checkpoint_per_epoch_that_says_its_epoch_step_and_score(tmp_path: Path) -> None:
-    task = MeanTask()
-    saver = ModelCheckpoint(tmp_path, filename="{val_loss:.4f}-{epoch}", monitor="val_loss", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=3, limit_train_batches=5, callbacks=[saver], num_sanity_val_steps=0)
-    trainer.fit(task, regression_loader(), regression_loader(12))
-    found = find_checkpoints(tmp_path)
-    assert [(f.manifest.epoch, f.manifest.step) for f in found] == [(0, 5), (1, 10), (2, 15)]
-    for epoch, checkpoint in enumerate(found):
-        mean = sum(task.by_epoch[epoch]) / len(task.by_epoch[epoch])
-        assert checkpoint.path.name == f"val_loss={mean:.4f}-epoch={epoch}"
-        assert checkpoint.manifest.metrics["val_loss"] == pytest.approx(mean, abs=1e-5)
-        assert saver.best_k_models[str(checkpoint.path)] == pytest.approx(mean, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("mode", "values", "best"), [("min", [math.nan, 8, 7, 5], 5), ("max", [math.nan] * 3, -math.inf)]
-)
-def test_a_score_that_is_not_a_number_is_the_worst(tmp_path: Path, mode: str, values: list[float], best: float) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", mode=mode, save_top_k=1)
-    trainer = quiet_trainer(
-        max_epochs=len(values), limit_train_batches=1, limit_val_batches=1, callbacks=[saver], num_sanity_val_steps=0
-    )
-    trainer.fit(ScriptedTask(values), regression_loader(), regression_loader())
-    assert saver.best_model_score == best
-    assert len(saved_in(tmp_path)) == 1
 
 
 def every_two_steps(folder: Path) -> ModelCheckpoint:
@@ -146,7 +107,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_that_the_task_or_max_epochs_does_not_fit_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match="extra.weight"):
+    with pytest.raises(CheckpointError, match="are not in it"):
         quiet_trainer().validate(WiderTask(), regression_loader(2), ckpt_path=checkpoint)
     with pytest.raises(ConfigurationError, match="max_epochs=1"):
         quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), ckpt_path=checkpoint)

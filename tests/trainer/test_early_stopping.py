@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -14,41 +13,16 @@ from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 
-_CASES = [([6, 5, 5, 5, 5, 5], 3, 4), ([6, 5, 4, 4, 3, 3], 1, 3), ([6, 5, 6, 5, 5, 5], 3, 4)]
 
-
-def _run(values: list[float], monitor: str, *, validate: bool, **options: Any) -> tuple[int, EarlyStopping]:
-    """Return how many epochs ran, at most one per value, and the callback."""
-    stopping = EarlyStopping(monitor, **options)
+@pytest.mark.parametrize(("values", "patience", "last_epoch"), [([6, 5, 6, 5, 5, 5], 3, 4), ([6, 4, 4, 3], 1, 2)])
+@pytest.mark.parametrize(("monitor", "validates"), [("val_measure", True), ("train_measure", False)])
+def test_it_stops_when_a_metric_no_longer_improves(
+    values: list[float], patience: int, last_epoch: int, monitor: str, validates: bool
+) -> None:
+    stopping = EarlyStopping(monitor, patience=patience)
     trainer = quiet_trainer(max_epochs=len(values), callbacks=stopping, num_sanity_val_steps=2)
-    trainer.fit(MeasuredTask(values), regression_loader(2), regression_loader(2) if validate else None)
-    return trainer.current_epoch, stopping
-
-
-@pytest.mark.parametrize(("values", "patience", "last_epoch"), _CASES)
-def test_it_stops_when_a_validation_metric_no_longer_improves(
-    values: list[float], patience: int, last_epoch: int
-) -> None:
-    epochs, stopping = _run(values, "val_measure", validate=True, patience=patience)
-    assert epochs == last_epoch + 1
-    assert stopping.stopped_epoch == last_epoch
-
-
-@pytest.mark.parametrize(("values", "patience", "last_epoch"), _CASES)
-@pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize("at_end", [None, True])
-def test_it_stops_when_a_training_metric_no_longer_improves_with_and_without_validation(
-    values: list[float], patience: int, last_epoch: int, validate: bool, at_end: bool | None
-) -> None:
-    epochs, _ = _run(values, "train_measure", validate=validate, patience=patience, check_on_train_epoch_end=at_end)
-    assert epochs == last_epoch + 1
-
-
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_it_stops_at_the_first_number_that_is_not_finite(bad: float) -> None:
-    epochs, stopping = _run([4, 3, bad, 2, 1], "val_measure", validate=True, check_finite=True)
-    assert epochs == 3
-    assert stopping.stopped_epoch == 2
+    trainer.fit(MeasuredTask(values), regression_loader(2), regression_loader(2) if validates else None)
+    assert (trainer.current_epoch, stopping.stopped_epoch) == (last_epoch + 1, last_epoch)
 
 
 class _Worsening(RegressionTask):

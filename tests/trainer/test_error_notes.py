@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import fitted, quiet_trainer
-from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
-from trainwright import Accelerator, DistributedDataParallelKwargs
-from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import ConfigurationError, TaskError
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core.errors import ConfigurationError
 from trainwright.trainer.recovery.failure import describe
 
 
@@ -80,20 +77,6 @@ def test_wrong_shapes_in_validation_and_manual_optimization_name_the_line() -> N
     assert "batch_idx 3\n" in note
 
 
-def test_errors_outside_steps_get_no_note() -> None:
-    class Fails(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine") as caught:
-        quiet_trainer(max_epochs=1, callbacks=[Fails()]).fit(RegressionTask(), regression_loader(4))
-    assert not hasattr(caught.value, "__notes__")
-
-    with pytest.raises(TaskError) as said:
-        quiet_trainer(max_epochs=1).fit(StepTask(lambda task, batch, idx: torch.tensor(1.0)), regression_loader(4))
-    assert not hasattr(said.value, "__notes__")
-
-
 def test_batches_of_any_type_are_described() -> None:
     tensor = torch.zeros(2, 3)
     assert describe({"x": tensor, "y": (1, tensor.long())}) == (
@@ -107,65 +90,3 @@ def test_batches_of_any_type_are_described() -> None:
 class _Pair:
     first: torch.Tensor
     second: str
-
-
-class _LeavesOut(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = torch.nn.Linear(2, 2).requires_grad_(False)
-        self.left_out = torch.nn.Linear(2, 2)
-
-
-class _Told(Callback):
-    def __init__(self) -> None:
-        self.errors: list[BaseException] = []
-
-    def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
-        self.errors.append(exception)
-
-
-def _leave_out() -> tuple[str, int, str, int]:
-    told, options = _Told(), {"devices": "auto", "max_epochs": 1}
-    with pytest.raises(TaskError) as caught:
-        quiet_trainer(strategy="ddp", callbacks=[told], **options).fit(_LeavesOut(), regression_loader(8))
-    assert told.errors == [caught.value]
-    looks = fitted(_LeavesOut(), regression_loader(8), strategy="ddp_find_unused_parameters_true", **options)
-    with pytest.raises(TaskError) as in_a_loop:
-        _own_loop()
-    steps = _own_loop(DistributedDataParallelKwargs(find_unused_parameters=True))
-    return str(caught.value), looks.global_step, str(in_a_loop.value), steps
-
-
-class _Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.left_out = torch.nn.Linear(2, 1), torch.nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.used(inputs).mean()
-
-
-def _own_loop(*handlers: Any) -> int:
-    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
-    model = accelerator.prepare(_Model())
-    for _ in range(3):
-        accelerator.backward(model(torch.ones(4, 2)))
-    return 3
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_unused_parameters_are_an_error_that_names_the_option_in_fits_and_user_written_loops() -> None:
-    for of_fit, steps_of_fit, of_loop, num_steps in run_distributed(_leave_out, 2, init=False):
-        assert (
-            "_LeavesOut's last step does not depend on some of its parameters: left_out.weight, left_out.bias."
-            in of_fit
-        )
-        assert "frozen" not in of_fit
-        assert "DDPStrategy(find_unused_parameters=True)" in of_fit
-        assert "strategy='ddp_find_unused_parameters_true'" in of_fit
-        assert (
-            "_Model's last step does not depend on some of its parameters: left_out.weight, left_out.bias." in of_loop
-        )
-        assert "kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]" in of_loop
-        assert (steps_of_fit, num_steps) == (4, 3)

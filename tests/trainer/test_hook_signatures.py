@@ -57,25 +57,6 @@ def test_batch_hooks_may_omit_dataloader_idx(kind: str, num_loaders: int) -> Non
     assert seen == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_loaders", [1, 2])
-def test_variadic_hooks_and_steps_receive_dataloader_idx_with_several_loaders_only(kind: str, num_loaders: int) -> None:
-    seen: list[int] = []
-
-    def hook(self: Any, *args: Any) -> None:
-        seen.append(len(args))
-
-    def step(self: Any, *args: Any) -> int:
-        seen.append(len(args))
-        return 0
-
-    task = type("Mine", (RegressionTask,), {f"on_{kind}_batch_start": hook, f"{kind}_step": step})()
-    callback = type("Mine", (Callback,), {f"on_{kind}_batch_end": hook})()
-    _evaluate(kind, task, [callback], num_loaders)
-    more = int(num_loaders > 1)
-    assert seen == [2 + more, 2 + more, 5 + more] * 2 * num_loaders
-
-
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) -> None:
     seen: list[Any] = []

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
-from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
 from tests.trainer.runs import MemoryLogger
-from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.errors import TaskError
 from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 
@@ -31,13 +30,13 @@ class CountingTask(RegressionTask):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(5, [4, 9]), (1, list(range(10)))])
-def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs(every: int, steps: list[int]) -> None:
+def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs() -> None:
     logger = MemoryLogger()
-    trainer = quiet_trainer(max_steps=10, limit_train_batches=3, log_every_n_steps=every, logger=logger)
+    trainer = quiet_trainer(max_steps=11, limit_train_batches=4, log_every_n_steps=5, logger=logger)
     trainer.fit(CountingTask(), regression_loader())
-    assert logger.steps == steps
-    assert logger.values("count") == {step: float(step) for step in steps}
+    assert [(step, row["epoch"]) for step, row in logger.rows] == [(4, 1), (9, 2), (10, 2)]
+    assert logger.values("count") == {4: 4.0, 9: 9.0, 10: 10.0}
+    assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
 
 
 def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
@@ -84,10 +83,12 @@ def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
     assert set(logger.steps) >= {1, 3, 5, 7, 9}
 
 
-def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
-    logger = MemoryLogger()
-    quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader())
-    assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
+def test_a_step_called_by_hand_warns_once_and_a_later_fit_logs() -> None:
+    task, batch = RegressionTask(), next(iter(regression_loader(2, 2)))
+    with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*values are discarded"):
+        assert task.training_step(batch, 0).requires_grad
+    task.training_step(batch, 1)  # warnings are errors here
+    assert "train_loss" in fitted(task, regression_loader(2), max_epochs=1).callback_metrics
 
 
 class RankTask(RegressionTask):
@@ -119,117 +120,6 @@ def test_values_of_two_processes_are_reduced_where_asked_and_stay_each_ranks_own
         assert metrics["own_step"] == rank + 1
         for name in ("sum", "mean", "min", "max"):
             assert metrics[f"own_{name}"] == rank + 1
-
-
-class SeenTask(RegressionTask):
-    """Keeps the sample ids of every batch by stage and epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list[list[int]]] = {}
-
-    def _see(self, stage: str, batch: Any) -> torch.Tensor:
-        (ids,) = batch
-        self.seen.setdefault(f"{stage}{self.current_epoch}", []).append(ids.tolist())
-        return self.net(torch.ones(len(ids), 4)).mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._see("train", batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._see("val", batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._see("test", batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self._see("predict", batch)
-        return batch[0]
-
-
-class NotingSampler(DistributedSampler[Any]):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-        super().set_epoch(epoch)
-
-
-def _numbers(n: int = 16, **options: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(n)), batch_size=2, **options)
-
-
-def _read_on_rank() -> dict[str, Any]:
-    task = SeenTask()
-    trainer = fitted(task, _numbers(shuffle=True), _numbers(), devices="auto", max_epochs=2, num_sanity_val_steps=0)
-    trainer.test(task, _numbers(), verbose=False)
-    trainer.predict(task, _numbers())
-    return task.seen
-
-
-def _flat(rows: list[list[int]]) -> list[int]:
-    return [number for row in rows for number in row]
-
-
-@pytest.fixture(scope="module")
-def read_by_rank() -> list[dict[str, Any]]:
-    return run_distributed(_read_on_rank, 2, init=False)
-
-
-@pytest.mark.distributed
-def test_two_processes_share_the_training_data_in_one_shuffled_order(read_by_rank: list[dict[str, Any]]) -> None:
-    for epoch in (0, 1):
-        first, second = (_flat(seen[f"train{epoch}"]) for seen in read_by_rank)
-        assert len(first) == len(second) == 8
-        assert sorted(first + second) == list(range(16))
-        assert sorted(first) != first
-    assert read_by_rank[0]["train0"] != read_by_rank[0]["train1"]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("stage", ["val0", "test2", "predict2"])
-def test_two_processes_share_evaluation_data_in_its_own_order(read_by_rank: list[dict[str, Any]], stage: str) -> None:
-    in_turn = [row for rows in zip(*(seen[stage] for seen in read_by_rank), strict=True) for row in rows]
-    assert _flat(in_turn) == list(range(16))
-
-
-def _read_with_own_sampler_on_rank() -> tuple[list[int], list[int], int]:
-    task = SeenTask()
-    trainer = quiet_trainer(devices="auto", max_epochs=3)
-    rank = trainer.settings.selection.topology.rank
-    sampler = NotingSampler(range(16), num_replicas=2, rank=1 - rank, shuffle=False)
-    trainer.fit(task, _numbers(sampler=sampler))
-    return _flat(task.seen["train0"]), sampler.epochs, rank
-
-
-@pytest.mark.distributed
-def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None:
-    for ids, epochs, rank in run_distributed(_read_with_own_sampler_on_rank, 2, init=False):
-        assert ids == list(range(1 - rank, 16, 2))  # it gives each rank the other's share, which ours would not
-        assert list(dict.fromkeys(epochs)) == [0, 1, 2]
-
-
-def _batch() -> list[torch.Tensor]:
-    return [tensor[:2] for tensor in regression_data(4).tensors]
-
-
-def _calls_by_hand(task: RegressionTask) -> None:
-    with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*values are discarded") as seen:
-        loss = task.training_step(_batch(), 0)
-    assert loss.requires_grad
-    assert len(seen) == 1
-    task.training_step(_batch(), 1)  # warnings are errors here
-    task.validation_step(_batch(), 0)
-
-
-def test_a_step_called_by_hand_warns_once_for_each_task_and_a_later_fit_logs() -> None:
-    first, second = RegressionTask(), RegressionTask()
-    _calls_by_hand(first)
-    _calls_by_hand(second)
-    trainer = fitted(first, regression_loader(2), max_epochs=1)
-    assert "train_loss" in trainer.callback_metrics
 
 
 def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> None:
@@ -272,11 +162,10 @@ class StepsTask(RegressionTask):
 POINTS = {CSVLogger: csv_points, JSONLinesLogger: jsonl_points, TensorBoardLogger: tensorboard_points}
 
 
-@pytest.mark.parametrize("resumes", [False, True], ids=["whole", "resumed"])
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("kind", POINTS)
-def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own(
-    kind: Any, stage: str, resumes: bool, tmp_path: Path
+def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own_also_after_a_resume(
+    kind: Any, stage: str, tmp_path: Path
 ) -> None:
     def session(max_epochs: int, ckpt_path: Any = None) -> tuple[Any, Path]:
         logger, task = kind(tmp_path), StepsTask()
@@ -288,10 +177,9 @@ def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own(
 
     epochs, num_batches = 2, 3
     logger, saved = session(epochs)
-    if resumes:
-        session(epochs + 2, saved)  # the next session discards its steps
-        epochs += 1
-        logger, _ = session(epochs, saved)
+    session(epochs + 2, saved)  # the next session discards its steps
+    epochs += 1
+    logger, _ = session(epochs, saved)
     assert logger.version == 0
     points, log = POINTS[kind], SimpleNamespace(log_dir=str(Path(logger.log_dir, stage)))
     total = epochs * num_batches if stage == "validate" else num_batches

@@ -42,24 +42,6 @@ def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
     assert trainer.state.batches == 4
 
 
-def test_two_optimizers_cannot_be_toggled_at_once() -> None:
-    class Task(Gan):
-        def training_step(self, batch: Batch, batch_idx: int) -> None:
-            first, second = self.optimizers()
-            self.toggle_optimizer(first)
-            self.toggle_optimizer(second)
-
-    with pytest.raises(TaskError, match=r"another optimizer is toggled"):
-        quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
-
-
-def test_accumulation_by_hand_equals_the_trainers() -> None:
-    by_hand, automatic = ByHand(4), RegressionTask()
-    quiet_trainer(max_epochs=1).fit(by_hand, regression_loader(16))
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(automatic, regression_loader(16))
-    torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
-
-
 @pytest.mark.parametrize(("bound", "counts"), [({"max_epochs": 1}, (16, 64)), ({"max_steps": 3}, (3, 12))], ids=str)
 def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
     bound: dict[str, int], counts: tuple[int, int]
@@ -120,23 +102,6 @@ def _fit(body: Callable[..., Any], callback: Any = None, task: Any = None, **arg
     task = task or _Manual(body)
     quiet_trainer(max_epochs=1, callbacks=callback, **arguments).fit(task, regression_loader(3))
     return task
-
-
-def test_the_wrapper_is_an_optimizer_with_the_torch_optimizer_inside() -> None:
-    def body(task: Any, batch: Any) -> None:
-        optimizer, own = task.optimizers(), task.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert isinstance(optimizer, _Counting)
-        assert type(own) is _Counting
-        assert optimizer.optimizer is own is task.trainer.optimizers[0]
-        assert optimizer.param_groups is own.param_groups
-        assert repr(optimizer) == repr(own)
-        optimizer.param_groups = own.param_groups  # what is assigned reaches the optimizer
-        optimizer.seen = True
-        assert own.seen
-        assert "param_groups" not in vars(optimizer)
-
-    _fit(body)
 
 
 @pytest.mark.parametrize("keyword", [True, False])

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
@@ -19,7 +17,6 @@ from trainwright import CSVLogger, ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 
 SIZES = [2, 2, 1]  # samples of the batches of an epoch; a mean is weighted by them
-REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -40,16 +37,6 @@ class Metric:
         if self.reduce_fx == "mean":
             return sum(v * SIZES[i] for i, v in values.items()) / sum(SIZES[i] for i in values)
         return {"sum": sum, "min": min, "max": max}[self.reduce_fx](values.values())
-
-
-METRICS = st.builds(
-    Metric,
-    on_step=st.booleans(),
-    on_epoch=st.booleans(),
-    reduce_fx=st.sampled_from(REDUCTIONS),
-    batches=st.frozensets(st.integers(0, 2), min_size=1),
-    where=st.sampled_from(["training_step", "on_train_batch_end", "on_before_optimizer_step"]),
-).filter(lambda metric: metric.on_step or metric.on_epoch)
 
 
 def expected(metrics: list[Metric], epoch: int, idx: int, *, at_end: bool) -> dict[str, float]:
@@ -126,19 +113,6 @@ def run_program(
     assert dict(trainer.callback_metrics) == pytest.approx(expected(metrics, epochs - 1, len(SIZES) - 1, at_end=True))
 
 
-@settings(max_examples=40)
-@given(
-    metrics=st.lists(METRICS, min_size=1, max_size=4),
-    log_every_n_steps=st.sampled_from([1, 2, 3, 4, 50]),
-    epochs=st.integers(1, 3),
-    after_steps=st.booleans(),
-)
-def test_a_name_means_what_the_table_says_whatever_the_logging_interval(
-    metrics: list[Metric], log_every_n_steps: int, epochs: int, after_steps: bool
-) -> None:
-    run_program(metrics, log_every_n_steps, epochs, after_steps=after_steps)
-
-
 def _programs_on_rank() -> int:
     SIZES[:] = [2, 2, 2]  # a ragged last batch is on one rank only
     everywhere = [
@@ -190,26 +164,3 @@ def test_scores_and_schedules_do_not_depend_on_the_logging_interval(log_every_n_
     trainer.fit(task, regression_loader(5, batch_size=2))
     assert [*saver.best_k_models.values()] == task.means == seen
     assert trainer.callback_metrics["loss"] == task.means[-1]
-
-
-@pytest.mark.parametrize("on_epoch", [False, True])
-def test_a_name_of_training_and_validation_holds_the_value_of_the_last_that_ended(on_epoch: bool) -> None:
-    seen: list[tuple[str, float]] = []
-
-    class Both(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.log("loss", 1.0, on_step=True, on_epoch=on_epoch)
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("loss", 2.0 + self.current_epoch)
-
-        def on_validation_end(self) -> None:
-            seen.append(("validation", self.trainer.callback_metrics["loss"]))
-
-        def on_train_epoch_end(self) -> None:
-            seen.append(("epoch", self.trainer.callback_metrics["loss"]))
-
-    loader = regression_loader(2)
-    quiet_trainer(max_epochs=2, num_sanity_val_steps=0).fit(Both(), loader, loader)
-    assert seen == [("validation", 2.0), ("epoch", 1.0), ("validation", 3.0), ("epoch", 1.0)]

@@ -151,15 +151,6 @@ def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) ->
     assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
 
 
-def test_generators_that_may_be_missing_start_anew(run: Path) -> None:
-    remove_part(run / "checkpoints" / "2", "rng")
-    with pytest.raises(CheckpointError, match="the part 'rng' is missing"):
-        resume(run, run / "checkpoints" / "2")
-    with pytest.warns(TrainwrightWarning, match="has no rng part") as caught:
-        assert resume(run, run / "checkpoints" / "2", allow_missing="rng")[0] == 13
-    assert len(caught) == 1
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -217,15 +208,6 @@ def _saved(folder: Path, **data: Any) -> Path:
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(DecayingTask(), **(data or {"train_dataloaders": loader()}))
     return trainer.save_checkpoint(folder / "saved")
-
-
-def test_the_state_of_a_data_module_that_is_absent_is_an_error_unless_allowed(tmp_path: Path) -> None:
-    saved, data = _saved(tmp_path), Data()
-    with pytest.raises(CheckpointError, match=r"no state of the data module, and Data has one.*\['datamodule'\]"):
-        quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved)
-    with pytest.warns(TrainwrightWarning, match="data module"):
-        quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved, allow_missing=["datamodule"])
-    assert data.loaded is None
 
 
 def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_path: Path) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.strategies.fsdp.sharded import Block, Blocks, batches
+from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright import ConfigurationError, DataModule, FSDPStrategy, Trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.trainer.planning.run_plan import Plan
@@ -99,18 +97,6 @@ def test_a_plan_of_one_process() -> None:
     assert "peak_bytes" not in plan.memory
 
 
-def test_a_plan_of_fsdp_with_two_processes() -> None:
-    strategy = FSDPStrategy(auto_wrap_policy={Block}, weights_after_stage="all")
-    task = Blocks().requires_grad_(True)
-    plan = quiet_trainer(devices=2, strategy=strategy, precision="bf16-mixed").plan(task, batches(2))
-    assert plan.processes["mesh"] == {"dp_shard": 2}
-    assert plan.strategy["options"] == {"auto_wrap_policy": ["Block"], "weights_after_stage": "all"}
-    assert (plan.strategy["units"], plan.strategy["unit_classes"]) == (3, ["Block"])
-    names = ("parameters", "computation", "reduction", "optimizer_state")
-    assert [plan.precision[name] for name in names] == ["float32", "bfloat16", "float32", "float32"]
-    assert isinstance(plan.memory["forecast_bytes"], int)
-
-
 def _shard_sizes() -> tuple[int, int]:
     """Return the numbers of parameters of rank 0's plan, and of this rank's shards in a fit."""
     task, found = Blocks(), list[int]()
@@ -156,20 +142,6 @@ def test_a_plan_is_data_for_json_without_secrets() -> None:
     assert json.loads(text)["settings"]["compile"]["value"]["options"] == {"api_key": "hidden", "mode": "inf"}
 
 
-def test_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    task, state = RegressionTask(), torch.get_rng_state()
-    before = weights_of(task)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy="fsdp", max_epochs=1)
-    trainer.plan(task, regression_loader(8, 2, shuffle=True))
-    assert_equal_weights(weights_of(task), before)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not dist.is_initialized()
-    assert list(tmp_path.iterdir()) == []
-    assert task._run is None
-    assert trainer.state.step == 0
-
-
 def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
     task = _Late()
     plan = quiet_trainer(devices=2, strategy="fsdp").plan(task, regression_loader())
@@ -197,13 +169,6 @@ def test_a_data_module_that_is_set_up_is_counted() -> None:
     assert (plan.data["batches_per_epoch"], plan.data["samples_per_epoch"]) == (5, 20)
     assert (plan.data["steps_per_epoch"], plan.data["total_steps"], plan.data["tokens_per_step"]) == (3, 9, 24)
     assert not any(note.startswith("data:") for note in plan.notes)
-
-
-def test_a_short_last_batch_and_a_limit_count_as_in_the_fit() -> None:
-    loader = DataLoader(TensorDataset(torch.ones(21, 4), torch.ones(21, 1)), batch_size=4)
-    assert quiet_trainer().plan(RegressionTask(), loader).data["samples_per_epoch"] == 21
-    limited = quiet_trainer(limit_train_batches=2).plan(RegressionTask(), loader)
-    assert (limited.data["batches_per_epoch"], limited.data["samples_per_epoch"]) == (2, 8)
 
 
 def test_errors_are_those_of_fit() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
@@ -107,37 +106,3 @@ def test_a_compiled_run_trains_like_a_plain_one_and_keeps_the_users_names() -> N
     assert list(trainer.strategy.state.model_state()) == list(compiled.state_dict())
     torch.testing.assert_close(weights_of(compiled), weights_of(plain))
     assert trainer.callback_metrics["val_loss"] == pytest.approx(other.callback_metrics["val_loss"])
-
-
-class _Backend:
-    def __init__(self) -> None:
-        self.num_graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.num_graphs += 1
-        return graph.forward
-
-
-class _Deep(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        for block in self.blocks:
-            y = y + block(y)
-        return y
-
-
-@_COMPILER_WARNS
-@pytest.mark.slow
-def test_regional_compilation_compiles_equal_blocks_once_and_ends_with_the_stage() -> None:
-    backend, deep, plain = _Backend(), _Deep(), _Deep()
-    quiet_trainer(max_epochs=2, compile={"backend": backend, "regional": True}).fit(deep, regression_loader(8, 2))
-    quiet_trainer(max_epochs=2).fit(plain, regression_loader(8, 2))
-    assert 1 <= backend.num_graphs <= 2
-    assert list(deep.state_dict()) == list(plain.state_dict())
-    assert all(block._compiled_call_impl is None for block in deep.blocks)
-    torch.testing.assert_close(weights_of(deep), weights_of(plain))

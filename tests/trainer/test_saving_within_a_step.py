@@ -220,13 +220,6 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
     "a signal": ({"max_epochs": 3}, [at_13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
     "an error": ({"max_epochs": 3}, [at_13(fail)], 13),
 }
-SAVERS: dict[str, dict[str, Any] | None] = {
-    "default": None,
-    "every 5 steps": {"every_n_train_steps": 5},
-    "every 2 epochs": {"every_n_epochs": 2},
-    "last": {"every_n_train_steps": 5, "save_last": True},
-    "last of the best": {"monitor": "train_loss", "save_last": True},
-}
 
 
 @pytest.mark.parametrize("validates", [True, pytest.param(False, marks=pytest.mark.exhaustive)])

@@ -93,22 +93,6 @@ def test_outputs_of_all_events_are_detached(form: Any, automatic: bool) -> None:
     assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in tensors)
 
 
-@pytest.mark.parametrize(("automatic", "accumulate"), [(True, 1), (True, 3), (False, 1)])
-def test_outputs_are_a_dict_with_the_loss_that_the_step_returned(automatic: bool, accumulate: int) -> None:
-    losses: list[float] = []
-
-    def plain(loss: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor:
-        losses.append(float(loss.detach()))
-        return loss
-
-    keeps = _Keeps()
-    trainer = quiet_trainer(max_epochs=1, callbacks=keeps, accumulate_grad_batches=accumulate)
-    trainer.fit(_Returns(plain, automatic), regression_loader(6))
-    outputs = [outputs for outputs, *_ in keeps.seen["on_train_batch_end"]]
-    assert [list(each) for each in outputs] == [["loss"]] * 6
-    assert [float(each["loss"]) for each in outputs] == losses
-
-
 @pytest.mark.filterwarnings("ignore:.*training_step returned None for each", "ignore:.*it is skipped")
 @pytest.mark.parametrize(
     ("form", "automatic"),

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_data, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
-from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 
@@ -82,22 +81,6 @@ def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
     task = _WarmsUp()
     assert torch.equal(_trained(task), _trained(Scheduled()))
     assert task.calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
-
-
-def test_the_closure_gives_the_loss_of_this_very_step() -> None:
-    given: list[float] = []
-    reported: list[float] = []
-
-    class Task(RegressionTask):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
-        ) -> None:
-            given.append(float(optimizer.step(optimizer_closure)))  # type: ignore[arg-type,func-returns-value]
-
-    notes = LambdaCallback(on_train_step_end=lambda trainer, task, result: reported.append(float(result.loss)))
-    quiet_trainer(max_epochs=1, callbacks=notes).fit(Task(), regression_loader(4))
-    assert given == reported
-    assert len(given) == 4
 
 
 def test_an_overflown_step_of_the_tasks_own_is_left_out_as_the_trainers_would_be() -> None:

@@ -10,13 +10,11 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import regression_loader
 from tests.trainer.runs import Untouched
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
-from trainwright.strategies import FSDPStrategy, LocalSGDStrategy
-from trainwright.strategies.capabilities import REFUSALS, Capabilities
+from trainwright.strategies import FSDPStrategy
 
 
 class ByHand(Untouched):
@@ -78,13 +76,3 @@ def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started(s
     )
     with pytest.raises(ConfigurationError, match="Untouched has none"):
         trainer.fit(Untouched(), regression_loader(4))
-
-
-def test_what_callbacks_need_are_names_of_capabilities() -> None:
-    def all_of(cls: type[Callback]) -> set[type[Callback]]:
-        return {cls}.union(*(all_of(child) for child in cls.__subclasses__()))
-
-    fields = set(Capabilities.__dataclass_fields__)
-    assert {need for cls in all_of(Callback) for need in cls.needs} <= set(REFUSALS) <= fields
-    assert not FSDPStrategy.capabilities.independent_steps
-    assert not LocalSGDStrategy.capabilities.weight_averages

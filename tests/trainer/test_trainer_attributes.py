@@ -79,17 +79,6 @@ def test_the_last_batch_of_an_epoch_is_known_while_it_runs(
     assert trained[1].last == trained[1].at_end == [False, False, False, True]
 
 
-def test_the_last_batch_is_known_within_a_group_of_several() -> None:
-    watch = Watch()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=5, accumulate_grad_batches=2, callbacks=watch)
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert watch.last == watch.at_end == [False, False, False, False, True]
-    watch.last.clear()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, accumulate_grad_batches=4, callbacks=watch)
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert watch.last == [False, False, False, True]
-
-
 def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
     trainer, watch = trained[:2]
     assert watch.stages == ["sanity_check", *["train"] * 4, "validate"]
@@ -174,13 +163,6 @@ def test_val_check_interval_may_be_a_dict() -> None:
 def test_print_accepts_sep_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     quiet_trainer().print("a", "b", sep="-", end="!\n")
     assert capsys.readouterr().out == "a-b!\n"
-
-
-def test_storage_options_are_an_error(tmp_path: Any) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=1)
-    assert trainer.save_checkpoint(tmp_path / "a", storage_options=None) == tmp_path / "a"
-    with pytest.raises(ConfigurationError, match=r"storage_options.*needs a URL"):
-        trainer.save_checkpoint(tmp_path / "b", storage_options={"anon": True})
 
 
 class _Keeping(RegressionTask):
