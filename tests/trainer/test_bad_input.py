@@ -19,7 +19,6 @@ from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move
 from trainwright.data import DataModule
 from trainwright.trainer.trainer import Trainer
 
@@ -232,11 +231,6 @@ def test_an_argument_that_a_verb_does_not_have_is_told(verb: str, arguments: dic
         getattr(quiet_trainer(), verb)(**arguments)
 
 
-def test_a_task_in_the_place_of_a_loader_is_told() -> None:
-    with pytest.raises(ConfigurationError, match="Pass the task as the first argument"):
-        quiet_trainer().fit(regression_loader(), RegressionTask())  # type: ignore[arg-type]  # swapped
-
-
 def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:
     data = regression_loader(8, 2).dataset
     with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set, not a loader"):
@@ -300,19 +294,3 @@ def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> No
     task.net[0] = nn.Linear(3, 2)
     with pytest.raises(CheckpointError, match=r"Build it with the sizes below"):
         quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved)
-
-
-def test_a_sparse_buffer_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    task = RegressionTask()
-    task.register_buffer("adjacency", torch.eye(3).to_sparse())
-    trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
-    with pytest.raises(CheckpointError, match=r"model\.adjacency: a torch\.sparse_coo tensor .* persistent=False"):
-        trainer.fit(task, regression_loader(1))
-
-
-def test_a_batch_that_is_nested_too_deeply_is_named() -> None:
-    batch: Any = torch.zeros(1)
-    for _ in range(3000):
-        batch = [batch]
-    with pytest.raises(ConfigurationError, match="a batch is nested more deeply than Python"):
-        move(batch, torch.device("cpu"))

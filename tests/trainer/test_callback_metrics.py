@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
@@ -87,42 +86,6 @@ def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() ->
     assert reads.at_ends["train"]["both_epoch"] == reads.at_ends["train"]["both"] == pytest.approx(mean)
     assert reads.at_ends["validation"]["val"] == 1.0
     assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
-
-
-class _OfRank(RegressionTask):
-    """Logs what tells the ranks apart, once to stay there and once to be averaged when it is flushed."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        mine = 10.0 * self.trainer.global_rank
-        self.log("own", torch.tensor(mine + batch_idx))
-        self.log("shared", mine, sync_dist=True)
-        return self.loss(batch)
-
-
-class _RankOneReads(Callback):
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1:
-            metrics = trainer.callback_metrics
-            self.seen.append((metrics["own"].item(), metrics["shared"].item()))
-
-
-def _read_on_one_rank() -> tuple[list[tuple[float, float]], dict[str, float]]:
-    reads = _RankOneReads()
-    trainer = quiet_trainer(devices="auto", strategy="ddp", max_epochs=1, callbacks=[reads], log_every_n_steps=3)
-    trainer.fit(_OfRank(), regression_loader(8))
-    return reads.seen, dict(trainer.callback_metrics)
-
-
-@pytest.mark.distributed
-def test_one_rank_may_read_between_flushes_and_finds_its_own_values() -> None:
-    (none, first), (seen, second) = run_distributed(_read_on_one_rank, 2, init=False)
-    assert none == []
-    assert seen == [(10.0, 10.0), (11.0, 10.0), (12.0, 10.0), (13.0, 10.0)]
-    assert first["shared"] == second["shared"] == 5.0
-    assert (first["own"], second["own"]) == (3.0, 13.0)
 
 
 class Logging(Callback):

@@ -9,20 +9,9 @@ import pytest
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer
+from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
-
-
-@pytest.mark.parametrize(("values", "patience", "last_epoch"), [([6, 5, 6, 5, 5, 5], 3, 4), ([6, 4, 4, 3], 1, 2)])
-@pytest.mark.parametrize(("monitor", "validates"), [("val_measure", True), ("train_measure", False)])
-def test_it_stops_when_a_metric_no_longer_improves(
-    values: list[float], patience: int, last_epoch: int, monitor: str, validates: bool
-) -> None:
-    stopping = EarlyStopping(monitor, patience=patience)
-    trainer = quiet_trainer(max_epochs=len(values), callbacks=stopping, num_sanity_val_steps=2)
-    trainer.fit(MeasuredTask(values), regression_loader(2), regression_loader(2) if validates else None)
-    assert (trainer.current_epoch, stopping.stopped_epoch) == (last_epoch + 1, last_epoch)
 
 
 class _Worsening(RegressionTask):

@@ -10,7 +10,8 @@ import torch
 
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
-from trainwright.core.errors import ConfigurationError
+from trainwright import ModelCheckpoint
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weig
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 
 
 class _Growing(RegressionTask):
@@ -190,22 +187,6 @@ def test_weights_may_be_changed_and_entries_that_would_have_no_effect_not(tmp_pa
     task = _Scheduled()
     quiet_trainer(max_steps=3, callbacks=Changes()).fit(task, regression_loader(8), ckpt_path=_saved(tmp_path))
     assert not any(bool(value.any()) for value in weights_of(task).values())
-
-
-def _shown() -> ShownCheckpoint:
-    read = {"epoch": lambda: 3, "loops": lambda: {"fit": [{"done": 1}]}}
-    return ShownCheckpoint("on_save_checkpoint", {"own": 1}, {"w": 2}, read, advice="do not")
-
-
-_PLAIN = {"epoch": 3, "loops": {"fit": ({"done": 1},)}, "own": 1, "state_dict": {"w": 2}}
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda shown: pickle.loads(pickle.dumps(shown))])
-def test_a_copy_of_the_checkpoint_is_a_dict_that_can_be_changed(copied: Any) -> None:
-    found = copied(_shown())
-    assert found == _PLAIN
-    found["epoch"] = 4
-    assert type(found) is dict
 
 
 @pytest.mark.parametrize("how", ["resumed", "continued"])

@@ -146,23 +146,6 @@ def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
     assert tally.batches["validation"] == {0: 12}
 
 
-class StopsEarly(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Declares 8 samples, and ends after 4."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if index >= 4:
-            raise StopIteration
-        return regression_loader().dataset[index]  # type: ignore[no-any-return]
-
-
-def test_an_evaluation_of_fewer_batches_than_the_declared_length_warns() -> None:
-    with pytest.warns(TrainwrightWarning, match="ended after 2 of the 4 batches of its declared length"):
-        quiet_trainer().validate(RegressionTask(), DataLoader(StopsEarly(), batch_size=2))
-
-
 class _ChangesLength(TaskModule):
     """Gives its data another length in each epoch, and writes down what the epochs have seen."""
 

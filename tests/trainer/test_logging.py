@@ -15,7 +15,7 @@ from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
 from tests.trainer.runs import MemoryLogger
-from trainwright.core.errors import TaskError
+from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
 
@@ -37,17 +37,6 @@ def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs() -> N
     assert [(step, row["epoch"]) for step, row in logger.rows] == [(4, 1), (9, 2), (10, 2)]
     assert logger.values("count") == {4: 4.0, 9: 9.0, 10: 10.0}
     assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
-
-
-def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
-    class Aggregating(CountingTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.log("mean_count", float(self.count), on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    logger = MemoryLogger()
-    quiet_trainer(max_epochs=2, limit_train_batches=4, logger=logger).fit(Aggregating(), regression_loader())
-    assert logger.values("mean_count") == {3: 1.5, 7: 5.5}
 
 
 def test_validation_metrics_stand_at_the_step_after_which_it_ran() -> None:
@@ -189,32 +178,3 @@ def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own_also_after_a_r
     assert points(logger, f"{stage}_both_step") == []
     assert points(logger, f"{stage}_both_epoch")[-1][1] == total - 2
     assert [step for step, _ in points(logger, "validate_both_epoch")] == [2 * epoch + 1 for epoch in range(epochs)]
-
-
-def _log_steps_on_rank() -> list[tuple[int, dict[str, float]]]:
-    class Task(RegressionTask):
-        def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-            value = float(10 * dataloader_idx + 2 * batch_idx + self.global_rank)
-            self.log("own", value, on_step=True, on_epoch=False)
-            self.log("mean", torch.tensor(value), on_step=True, on_epoch=False, sync_dist=True)
-
-    logger = MemoryLogger()
-    trainer = quiet_trainer(devices="auto", logger=logger)
-    trainer.test(Task(), [regression_loader(12, 4), regression_loader(8, 4)], verbose=False)
-    return logger.rows
-
-
-@pytest.mark.distributed
-def test_rows_of_evaluation_steps_are_reduced_over_the_ranks_that_had_the_batch() -> None:
-    rows, nothing = run_distributed(_log_steps_on_rank, 2, init=False)
-    points = {
-        name: [(step, row[name]) for step, row in rows if name in row]
-        for name in ("own/dataloader_idx_0", "mean/dataloader_idx_0", "own/dataloader_idx_1", "mean/dataloader_idx_1")
-    }
-    assert points == {
-        "own/dataloader_idx_0": [(0, 0.0), (1, 2.0)],
-        "mean/dataloader_idx_0": [(0, 0.5), (1, 2.0)],  # the second batch was only rank 0's
-        "own/dataloader_idx_1": [(2, 10.0)],
-        "mean/dataloader_idx_1": [(2, 10.5)],
-    }
-    assert nothing == []

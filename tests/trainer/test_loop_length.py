@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.runs import assert_equal_weights
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks import LambdaCallback, Timer
@@ -127,12 +127,11 @@ def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatc
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            now[0] += 0.3
-            return self.loss(batch)
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        now[0] += 0.3
+        return task.loss(batch)
 
-    trainer = fitted(Task(), regression_loader(), max_time=max_time)
+    trainer = fitted(StepTask(step), regression_loader(), max_time=max_time)
     assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
 
 
@@ -217,21 +216,11 @@ def test_a_limit_below_one_batch_is_an_error() -> None:
         fitted(RegressionTask(), regression_loader(10), regression_loader(10), max_epochs=1, limit_val_batches=0.05)
 
 
-class _NoLoss(RegressionTask):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.loss(batch)
-
-
 def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
-    seen: list[int] = []
-
-    def note(event: str, trainer: Any) -> None:
-        seen.append(len(told))
-
+    task = StepTask(lambda task, batch, batch_idx: None)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        quiet_trainer(max_epochs=1, callbacks=RecordingCallback("on_train_batch_end", note=note)).fit(
-            _NoLoss(), regression_loader(64)
-        )
-    assert seen.index(1) in range(49, 60)
+        recorder = RecordingCallback("on_train_batch_end", note=lambda *_: len(told))
+        fitted(task, regression_loader(64), max_epochs=1, callbacks=recorder)
+    assert [number for _, number in recorder.notes].index(1) in range(49, 60)
     assert "so far" in str(told[0].message)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.runs import assert_equal_weights
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TaskError
 
@@ -48,12 +48,6 @@ def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
 ) -> None:
     trainer = fitted(ByHand(4), regression_loader(64), **bound)
     assert (trainer.global_step, trainer.state.batches) == counts
-
-
-def test_listeners_hear_of_backward_and_of_steps_by_hand() -> None:
-    recorder = RecordingCallback("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-    quiet_trainer(max_epochs=1, callbacks=recorder).fit(ByHand(), regression_loader(2))
-    assert recorder.events == ["on_before_backward", "on_after_backward", "on_before_optimizer_step"] * 2
 
 
 @pytest.mark.parametrize("argument", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])

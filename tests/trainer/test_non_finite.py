@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from tests.helpers.runs import assert_equal_weights, weights_of
-from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -110,18 +107,6 @@ def test_a_finite_loss_with_an_infinite_gradient_is_found(behind: bool, monkeypa
     assert (caught.value.step, caught.value.source, caught.value.parameters) == (1, "gradient", ("net.3.bias",))
 
 
-@pytest.mark.parametrize(("policy", "behind"), [("skip", False), ("raise", True)])
-def test_with_no_bad_batch_the_weights_are_those_of_a_run_that_looks_at_nothing(
-    policy: Any, behind: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(non_finite, "reading_waits", lambda device: behind)
-    plain, guarded = Bad(dropout=0.3), Bad(dropout=0.3)
-    for task, chosen in ((plain, None), (guarded, policy)):
-        torch.manual_seed(0)
-        quiet_trainer(max_epochs=2, on_nonfinite=chosen, gradient_clip_val=0.5).fit(task, regression_loader(12, 2))
-    assert_equal_weights(weights_of(guarded), weights_of(plain))
-
-
 @pytest.mark.usefixtures("_behind")
 @pytest.mark.filterwarnings("ignore:no checkpoint .* of the failed run")
 @pytest.mark.parametrize(
@@ -137,13 +122,6 @@ def test_nothing_is_saved_behind_a_step_that_was_not_finite(
     with pytest.raises(NonFiniteError):
         fitted(Bad((0, 3)), regression_loader(6), **arguments)
     assert sorted(read_manifest(path.parent).step for path in tmp_path.glob("*/manifest.json")) == saved
-
-
-def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
-    assert trainer.log_dir is not None
-    with open(Path(trainer.log_dir, "metrics.csv"), newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["train_loss"]]
-    return [int(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows]
 
 
 def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule() -> None:
@@ -163,15 +141,6 @@ def test_what_was_skipped_can_be_read_afterwards() -> None:
         (1, 5, 2, 1, [[4, 5]]),
     ]
     assert trainer.skipped_batches[0].reason == "the loss is nan on rank 0"
-
-
-def test_one_bad_micro_batch_leaves_out_its_whole_group() -> None:
-    task, without = Bad((0, 2)), Bad()
-    trainer = skip(task, batches(7), accumulate_grad_batches=2)
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(without, batches(7, 2, 3))
-    assert_equal_weights(weights_of(task), weights_of(without))
-    (skipped,) = trainer.skipped_batches
-    assert (skipped.first_batch, skipped.num_batches, trainer.global_step) == (2, 2, 3)
 
 
 def test_running_statistics_of_a_bad_forward_are_undone() -> None:
@@ -195,26 +164,6 @@ def test_warnings_become_rarer(recwarn: pytest.WarningsRecorder) -> None:
     assert len([w for w in recwarn if "it is skipped" in str(w.message)]) == 7  # 1 to 5, 8, 16
     assert len(trainer.skipped_batches) == 20
     recwarn.clear()
-
-
-def test_looking_up_the_ids_of_a_sampler_of_ones_own_does_not_change_the_order() -> None:
-    class Sees(Bad):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.inputs = [*getattr(self, "inputs", []), batch[0].sum().item()]
-            return super().training_step(batch, batch_idx)
-
-    def loader() -> DataLoader[Any]:
-        sampler = SubsetRandomSampler(range(80), generator=torch.Generator().manual_seed(1))
-        return DataLoader(regression_data(90), batch_size=1, sampler=sampler)
-
-    task, undisturbed = Sees((0, 30)), Sees()
-    trainer = skip(task, loader(), seed=1)
-    quiet_trainer(max_epochs=1, seed=1).fit(undisturbed, loader())
-    assert task.inputs == undisturbed.inputs  # type: ignore[attr-defined]
-    (skipped,) = trainer.skipped_batches
-    assert skipped.sample_ids is not None
-    (index,) = skipped.sample_ids[0]
-    assert regression_data(90)[int(index)][0].sum().item() == task.inputs[30]  # type: ignore[attr-defined]
 
 
 def test_the_list_is_in_the_checkpoint(tmp_path: Path) -> None:
@@ -324,14 +273,6 @@ def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
     ):
         trainer.fit(task, batches(6))
     assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3)]
-
-
-def test_logged_steps_strictly_increase_across_a_rollback(tmp_path: Path) -> None:
-    trainer = roll_back(Bad((0, 5), (1, 1)), batches(8), tmp_path, max_epochs=2, logger="csv", log_every_n_steps=1)
-    steps, losses = _logged(trainer)
-    assert steps == list(range(14))
-    assert all(a < b for a, b in itertools.pairwise(steps))
-    assert all(map(math.isfinite, losses))
 
 
 def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:

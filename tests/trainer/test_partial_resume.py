@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_data, regression_loader
 from tests.trainer.runs import DecayingTask, WiderTask
+from trainwright.callbacks import LambdaCallback
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
@@ -62,33 +61,28 @@ def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -
         assert resume(run, "last")[0] == 9
 
 
-@pytest.mark.parametrize(
-    ("damaged", "ckpt_path", "options", "message"),
-    [
-        ("2", "last", {"on_damaged": "error"}, r"/2.*on_damaged='fall_back'"),
-        ("1", "1", {}, "/1 is damaged"),
-        ("0", "0", {"on_damaged": "fall_back"}, r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"),
-    ],
-    ids=["last, if damage shall be one", "an explicit path", "nothing to fall back to"],
-)
-def test_damage_is_an_error(damaged: str, ckpt_path: str, options: dict[str, Any], message: str, run: Path) -> None:
-    damage(run / "checkpoints" / damaged)
-    with pytest.raises(CheckpointError, match=message):
-        resume(run, ckpt_path if ckpt_path == "last" else run / "checkpoints" / ckpt_path, **options)
-
-
-def test_an_explicit_path_falls_back_to_the_newest_earlier_one_if_told_and_names_both(run: Path) -> None:
+def test_damage_is_an_error_unless_the_resume_may_fall_back(run: Path) -> None:
     damage(run / "checkpoints" / "1")
+    with pytest.raises(CheckpointError, match="/1 is damaged"):
+        resume(run, run / "checkpoints" / "1")
     with pytest.warns(TrainwrightWarning, match=r"/1 is damaged: .*Falling back to .*/0\."):
         assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 5
+    damage(run / "checkpoints" / "0")
+    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"):
+        resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
+
+
+def test_last_may_not_fall_back_if_damage_shall_be_an_error(run: Path) -> None:
+    damage(run / "checkpoints" / "2")
+    with pytest.raises(CheckpointError, match=r"/2.*on_damaged='fall_back'"):
+        resume(run, "last", on_damaged="error")
 
 
 def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
     manifest = run / "checkpoints" / "2" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
-    for ckpt_path in ("last", manifest.parent):
-        with pytest.raises(CheckpointError, match="format_version=99 is newer"):
-            resume(run, ckpt_path, on_damaged="fall_back")
+    with pytest.raises(CheckpointError, match="format_version=99 is newer"):
+        resume(run, "last", on_damaged="fall_back")
 
 
 class Scored(DecayingTask):
@@ -100,38 +94,26 @@ class Scored(DecayingTask):
         self.log("score", self.values[self.current_epoch])
 
 
-@pytest.fixture
-def scored(tmp_path: Path) -> Any:
-    """A Trainer that has fitted three epochs, of which the second is the best and the third the next best."""
-    saver = ModelCheckpoint(
-        filename="{epoch}", monitor="score", mode="max", save_top_k=-1, auto_insert_metric_name=False
-    )
-    trainer = fitted(Scored([1.0, 3.0, 2.0]), loader(), max_epochs=3, callbacks=[saver], default_root_dir=tmp_path)
+def test_a_damaged_best_gives_way_to_the_next_best(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", monitor="score", mode="max", save_top_k=-1)
+    trainer = fitted(Scored([1.0, 3.0, 2.0]), loader(), max_epochs=3, callbacks=[saver])
     trainer.max_epochs = 4
-    return trainer
+    damage(tmp_path / "step=8")
+    with pytest.warns(TrainwrightWarning, match=r"step=8 is damaged.* Falling back to .*step=12, the best valid"):
+        trainer.fit(Scored([1.0] * 4), loader(), ckpt_path="best", on_damaged="fall_back")
+    assert trainer.global_step == 16
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["an error", "the next best if told"])
-def test_the_best_is_verified_before_it_is_used(scored: Any, told: bool) -> None:
-    damage(scored.checkpoint_dir / "1")
-    if not told:
-        with pytest.raises(CheckpointError, match="/1 is damaged"):
-            scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best")
-        return
-    with pytest.warns(TrainwrightWarning, match=r"/1 is damaged.* Falling back to .*/2, the best valid checkpoint"):
-        scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best", on_damaged="fall_back")
-    assert scored.global_step == 16
-
-
-@pytest.mark.parametrize("ckpt_path", ["last", "checkpoints/2"])
-def test_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedule(run: Path, ckpt_path: str) -> None:
-    remove_part(run / "checkpoints" / "2", "optimizer")
-    recorder, task = StepRecorder(), DecayingTask()
+@pytest.mark.parametrize("part", ["optimizer", "rng"])
+def test_a_part_that_is_missing_is_an_error_unless_allowed(run: Path, part: str) -> None:
+    remove_part(run / "checkpoints" / "2", part)
+    with pytest.raises(CheckpointError, match=rf"the part '{part}' is missing.*allow_missing=\['{part}'\]"):
+        resume(run, run / "checkpoints" / "2")
+    recorder = StepRecorder()
     trainer = quiet_trainer(max_epochs=4, callbacks=[recorder], default_root_dir=run)
-    path = ckpt_path if ckpt_path == "last" else run / ckpt_path
     with pytest.warns(TrainwrightWarning) as caught:
-        trainer.fit(task, loader(), ckpt_path=path, allow_missing=["optimizer"])
-    assert any("has no optimizer part" in str(warning.message) for warning in caught)
+        trainer.fit(DecayingTask(), loader(), ckpt_path="last", allow_missing=part)
+    assert any(f"has no {part} part" in str(warning.message) for warning in caught)
     assert trainer.global_step == 16
     assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.9**step) for step in range(12, 16)]
 
@@ -169,23 +151,18 @@ class Counting(Callback):
         return {"count": 1}
 
 
-@pytest.mark.parametrize(
-    ("new", "options", "message"),
-    [
-        ("callback", {}, "holds no state of the callback 'Counting'"),
-        ("callback", {"allow_missing": ["callbacks"]}, None),
-        ("logger", {}, "holds no state of the CSVLogger"),
-    ],
-)
-def test_a_new_callback_or_logger_starts_anew_with_a_warning_unless_allowed(
-    new: str, options: dict[str, Any], message: str | None, run: Path
-) -> None:
-    callbacks: list[Any] = [ModelCheckpoint(filename="{epoch}", save_top_k=-1)]
-    callbacks += [Counting()] if new == "callback" else []
-    logger = [CSVLogger(run / "logs")] if new == "logger" else False
-    trainer = quiet_trainer(max_epochs=4, callbacks=callbacks, default_root_dir=run, logger=logger)
-    with pytest.warns(TrainwrightWarning, match=message) if message else contextlib.nullcontext():
+def test_a_new_callback_or_logger_starts_anew_with_a_warning_unless_allowed(run: Path) -> None:
+    def resumed(*callbacks: Callback, logger: Any = False, **options: Any) -> None:
+        trainer = quiet_trainer(
+            max_epochs=3, callbacks=[ModelCheckpoint(), *callbacks], default_root_dir=run, logger=logger
+        )
         trainer.fit(DecayingTask(), loader(), ckpt_path="last", **options)
+
+    with pytest.warns(TrainwrightWarning, match="holds no state of the callback 'Counting'"):
+        resumed(Counting())
+    resumed(Counting(), allow_missing=["callbacks"])
+    with pytest.warns(TrainwrightWarning, match="holds no state of the CSVLogger"):
+        resumed(logger=CSVLogger(run / "logs"))
 
 
 class Data(DataModule):
@@ -218,28 +195,17 @@ def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_p
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda entries: entries.pop("schedulers"), "no entry 'schedulers' in its trainer part"),
-        (lambda entries: entries["schedulers"].clear(), "holds 0 learning-rate schedule"),
-    ],
-    ids=["no entry", "no schedule"],
-)
-def test_a_schedule_that_is_absent_is_an_error_unless_allowed(
-    run: Path, change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
-    edit_trainer(run / "checkpoints" / "2", change)
-    with pytest.raises(CheckpointError, match=rf"{message}.*allow_missing=\['schedulers'\]"):
+def test_a_schedule_that_is_absent_is_an_error_unless_allowed(run: Path) -> None:
+    edit_trainer(run / "checkpoints" / "2", lambda entries: entries["schedulers"].clear())
+    with pytest.raises(CheckpointError, match=r"holds 0 learning-rate schedule.*allow_missing=\['schedulers'\]"):
         resume(run, "last")
     with pytest.warns(TrainwrightWarning, match="schedule"):
         assert resume(run, "last", allow_missing=["schedulers"])[0] == 13
 
 
-@pytest.mark.parametrize("entry", ["strategy", "callbacks", "loggers", "datamodule", "data", "seed", "run_id"])
-def test_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path, entry: str) -> None:
-    edit_trainer(run / "checkpoints" / "2", lambda entries: entries.pop(entry))
-    with pytest.raises(CheckpointError, match=f"no entry '{entry}'"):
+def test_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path) -> None:
+    edit_trainer(run / "checkpoints" / "2", lambda entries: entries.pop("callbacks"))
+    with pytest.raises(CheckpointError, match="no entry 'callbacks'"):
         resume(run, "last")
 
 
@@ -292,14 +258,14 @@ def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: 
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda: DataLoader(TensorDataset(torch.randn(10, 4), torch.randn(10, 1)), batch_size=2, shuffle=True),
-        lambda: DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=2),
-        lambda: DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_sampler=[[0, 1, 2, 3]] * 4),
+        lambda: regression_loader(10, 2, shuffle=True),
+        lambda: regression_loader(8, 2),
+        lambda: DataLoader(regression_data(8), batch_sampler=[[0, 1, 2, 3]] * 4),
     ],
     ids=["more samples", "not shuffled", "a sampler of its own"],
 )
 def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: Any, tmp_path: Path) -> None:
-    first = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=2, shuffle=True)
+    first = regression_loader(8, 2, shuffle=True)
     for steps in (3, 4):
         trainer = fitted(RegressionTask(), first, max_steps=steps)
         trainer.save_checkpoint(tmp_path / f"step={steps}")
@@ -308,17 +274,8 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
     quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
 
 
-class _DrawsInSaves(Callback):
-    """Draws random numbers in each save, and records the generator's state in the first step after it."""
-
-    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: Any) -> None:
-        torch.rand(3)
-        self.after_save = torch.get_rng_state()
-
-
 def test_a_checkpoint_holds_the_generators_as_save_hooks_left_them(tmp_path: Path) -> None:
-    draws = _DrawsInSaves()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[draws], default_root_dir=tmp_path)
-    trainer.fit(DecayingTask(), loader())
+    draws = LambdaCallback(on_save_checkpoint=lambda trainer, task, checkpoint: torch.rand(3))
+    trainer = fitted(DecayingTask(), loader(), max_epochs=1, callbacks=[draws])
     trainer.save_checkpoint(tmp_path / "saved")
-    assert torch.equal(read_checkpoint(tmp_path / "saved").rng[0]["torch"], draws.after_save)
+    assert torch.equal(read_checkpoint(tmp_path / "saved").rng[0]["torch"], torch.get_rng_state())

@@ -30,19 +30,6 @@ class _Late(RegressionTask):
         self.net[0].bias.requires_grad_(False)
 
 
-class _NeedsValues(RegressionTask):
-    def configure_model(self) -> None:
-        nn.Linear(2, 2).weight.sum().item()
-
-
-class _WithSetup(DataModule):
-    def setup(self, stage: str) -> None:
-        raise AssertionError("a plan calls no setup")
-
-    def train_dataloader(self) -> Any:
-        raise AssertionError("a plan reads no data before its setup")
-
-
 class _Documents(DataModule):
     """20 documents of 3 tokens, which `setup` creates."""
 
@@ -150,14 +137,6 @@ def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
     assert plan.parameters["total_per_device"] == 4 * 4 + 4 + 7 + 1  # the largest chunks of 7, 7, 1 and 1 rows
     assert plan.memory["forecast_bytes"] is None
     assert "forecast_bytes: memory is not estimated for models with frozen parameters" in plan.notes
-
-
-def test_what_is_not_known_has_a_reason() -> None:
-    plan = quiet_trainer().plan(_NeedsValues(), datamodule=_WithSetup())
-    assert (plan.parameters["total"], plan.data["global_batch"], plan.data["total_steps"]) == (None, None, None)
-    assert any("data: _WithSetup.setup is not called by a plan, because it may" in note for note in plan.notes)
-    assert any("_NeedsValues.configure_model failed on the device 'meta'" in note for note in plan.notes)
-    assert ["total", "not", "known"] in [line.split() for line in str(plan).splitlines()]
 
 
 def test_a_data_module_that_is_set_up_is_counted() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
@@ -69,16 +69,6 @@ def saving_at(hook: str, step: int, path: Path) -> Callback:
     return type("Saving", (Callback,), {hook: save})()  # type: ignore[no-any-return]  # made by hand
 
 
-def failing_at(hook: str, step: int) -> Callback:
-    """Return a callback that presses Ctrl-C in `hook`, once."""
-
-    def fail(self: Any, trainer: Any, task: Any, *_: Any) -> None:
-        if trainer.global_step == step and not trainer.interrupted:
-            raise KeyboardInterrupt
-
-    return type("Failing", (Callback,), {hook: fail})()  # type: ignore[no-any-return]  # made by hand
-
-
 def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Path | None = None) -> Watched:
     """Train to the end, or to an interruption."""
     torch.manual_seed(5 if resume is None else 6)
@@ -92,19 +82,17 @@ def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Pat
     return task
 
 
-_MOMENTS = [
-    ("on_train_batch_end", 4, 1.0),
-    ("on_train_step_end", 8, 1.0),
-    ("on_validation_start", 8, 1.0),
-    ("on_validation_end", 4, 1.0),
-    ("on_train_epoch_end", 8, 1.0),
-    ("on_train_batch_end", 6, 2),
-    ("on_validation_end", 6, 2),
-    ("on_train_epoch_start", 8, 2),
-]
-
-
-@pytest.mark.parametrize(("hook", "step", "interval"), _MOMENTS)
+@pytest.mark.parametrize(
+    ("hook", "step", "interval"),
+    [
+        ("on_train_step_end", 8, 1.0),
+        ("on_validation_start", 8, 1.0),
+        ("on_train_epoch_end", 8, 1.0),
+        ("on_train_batch_end", 6, 2),
+        ("on_validation_end", 6, 2),
+        ("on_train_epoch_start", 8, 2),
+    ],
+)
 def test_a_checkpoint_that_a_hook_writes_goes_on_with_what_was_left_of_its_step(
     hook: str, step: int, interval: float, tmp_path: Path
 ) -> None:
@@ -115,14 +103,14 @@ def test_a_checkpoint_that_a_hook_writes_goes_on_with_what_was_left_of_its_step(
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
-@pytest.mark.parametrize(
-    ("hook", "step"), [("on_train_batch_end", 4), ("on_validation_batch_end", 8), ("on_validation_end", 8)]
-)
-def test_a_run_that_was_interrupted_beside_a_validation_comes_to_the_same_end(
-    hook: str, step: int, tmp_path: Path
-) -> None:
+def test_a_run_that_was_interrupted_in_a_validation_comes_to_the_same_end(tmp_path: Path) -> None:
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 8 and not trainer.interrupted:
+            raise KeyboardInterrupt
+
     whole = train(tmp_path, interval=1.0)
-    train(tmp_path, failing_at(hook, step), OnExceptionCheckpoint(tmp_path / "left"), interval=1.0)
+    fails, saver = LambdaCallback(on_validation_batch_end=fail), OnExceptionCheckpoint(tmp_path / "left")
+    train(tmp_path, fails, saver, interval=1.0)
     resumed = train(tmp_path, interval=1.0, resume=tmp_path / "left" / "on_exception")
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
@@ -133,18 +121,14 @@ _STEPS = 8
 _LATER = "was written within the step after step 3"
 
 
-class _Fails(RegressionTask):
-    """Raises in its fourth training step, after the forward pass."""
-
-    def __init__(self, error: type[BaseException] | None) -> None:
-        super().__init__()
-        self.error = error
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        if batch_idx == 3 and self.error is not None:
-            raise self.error("the fourth step")
+def _fails_in_its_fourth_step(error: type[BaseException] | None) -> StepTask:
+    def step(task: Any, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = task.loss(batch)
+        if batch_idx == 3 and error is not None:
+            raise error("the fourth step")
         return loss
+
+    return StepTask(step)
 
 
 def _whole(task: RegressionTask) -> dict[str, torch.Tensor]:
@@ -163,11 +147,11 @@ def _resume(path: Path, task: RegressionTask) -> dict[str, torch.Tensor]:
 def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[BaseException], tmp_path: Path) -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
     with pytest.raises(error):
-        trainer.fit(_Fails(error), regression_loader(_STEPS))
+        trainer.fit(_fails_in_its_fourth_step(error), regression_loader(_STEPS))
     saved = tmp_path / "on_exception"
     assert verify(saved) == []
     assert read_checkpoint(saved).state["step"] == 3
-    assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
+    assert_equal_weights(_resume(saved, _fails_in_its_fourth_step(None)), _whole(_fails_in_its_fourth_step(None)))
 
 
 def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
@@ -175,29 +159,17 @@ def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
         def step(self, closure: Any = None) -> Any:
             raise ArithmeticError("half-way")
 
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            return Breaks(self.parameters(), lr=0.1)
-
+    task = RegressionTask()
+    task.configure_optimizers = lambda: Breaks(task.parameters(), lr=0.1)  # type: ignore[method-assign]
     trainer = quiet_trainer(max_epochs=1, callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
     with (
         pytest.warns(TrainwrightWarning, match="it stopped while an optimizer was stepping"),
         pytest.raises(ArithmeticError),
     ):
-        trainer.fit(Task(), regression_loader(_STEPS))
+        trainer.fit(task, regression_loader(_STEPS))
     with pytest.raises(ConfigurationError, match="the fit ended while an optimizer was stepping"):
         trainer.save_checkpoint(tmp_path / "mine")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("hook", ["setup", "on_train_batch_start"])
-def test_saving_before_the_run_or_within_a_step_is_an_error(hook: str, tmp_path: Path) -> None:
-    def save(self: Any, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(tmp_path / "mine")
-
-    saves = type("Saves", (Callback,), {hook: save})()
-    with pytest.raises(ConfigurationError, match="save_checkpoint must be called between two steps of a fit"):
-        quiet_trainer(max_epochs=1, callbacks=saves).fit(RegressionTask(), regression_loader(4))
 
 
 _BATCHES = 9
@@ -222,25 +194,20 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
 }
 
 
-@pytest.mark.parametrize("validates", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize(
+    "every", [{"every_n_train_steps": 5}, {"every_n_epochs": 2}, {"monitor": "train_loss"}], ids=str
+)
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_the_last_state_is_on_disk(bound: str, saver: str, validates: bool, tmp_path: Path) -> None:
+def test_the_last_state_is_on_disk(bound: str, every: dict[str, Any], tmp_path: Path) -> None:
     arguments, stops, steps = BOUNDS[bound]
-    options = SAVERS[saver]
-    if bound == "an error":  # a state in which something failed is saved only where that is asked for
-        options = {**(options or {}), "save_on_exception": True}
-    callbacks = [*stops] if options is None else [*stops, ModelCheckpoint(**options)]
-    trainer = quiet_trainer(**arguments, default_root_dir=tmp_path, callbacks=callbacks, enable_checkpointing=True)
-    loader = regression_loader(_BATCHES)
+    # A state in which something failed is saved only where that is asked for.
+    saver = ModelCheckpoint(save_last=True, save_on_exception=bound == "an error", **every)
+    trainer = quiet_trainer(**arguments, default_root_dir=tmp_path, callbacks=[*stops, saver])
     with contextlib.suppress(SystemExit, OSError):
-        trainer.fit(RegressionTask(), loader, loader if validates else None)
+        trainer.fit(RegressionTask(), regression_loader(_BATCHES), regression_loader(2))
     assert trainer.global_step == steps
     newest = newest_valid(tmp_path / "checkpoints")
     assert newest is not None
     assert read_checkpoint(newest).state["step"] == steps
-    if bound in ("a signal", "an error"):
-        return  # saved beside what ModelCheckpoint keeps
-    checkpoint = trainer.checkpoint_callback
-    named = checkpoint.last_model_path if options and "save_last" in options else checkpoint.best_model_path
-    assert read_checkpoint(named).state["step"] == steps
+    if bound not in ("a signal", "an error"):  # those are saved beside what ModelCheckpoint keeps
+        assert read_checkpoint(saver.last_model_path).state["step"] == steps

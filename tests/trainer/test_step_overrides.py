@@ -19,20 +19,6 @@ def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
     return weights_of(task)
 
 
-def test_a_step_may_return_a_dict_with_the_loss() -> None:
-    outputs: list[Any] = []
-
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> Any:
-            return {"loss": self.loss(batch), "extra": batch_idx}
-
-        def on_train_batch_end(self, outputs_: Any, batch: Any, batch_idx: int) -> None:
-            outputs.append(outputs_["extra"])
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
-    assert outputs == [0, 1, 2, 3] * 2
-
-
 def test_a_step_may_return_none_to_skip_its_batch() -> None:
     task = StepTask(lambda task, batch, idx: None)
     before = weights_of(task)
@@ -81,20 +67,6 @@ def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
     task = _WarmsUp()
     assert torch.equal(_trained(task), _trained(Scheduled()))
     assert task.calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
-
-
-def test_an_overflown_step_of_the_tasks_own_is_left_out_as_the_trainers_would_be() -> None:
-    class Task(RegressionTask):
-        def optimizer_step(
-            self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
-        ) -> None:
-            optimizer.step(closure=optimizer_closure)
-
-    task, plain = Task(), RegressionTask()
-    quiet_trainer(max_epochs=2, precision="16-mixed").fit(task, regression_loader(16, 2))
-    quiet_trainer(max_epochs=2, precision="16-mixed").fit(plain, regression_loader(16, 2))
-    assert weights_of(plain).isfinite().all()
-    torch.testing.assert_close(weights_of(task), weights_of(plain))
 
 
 class _Lbfgs(RegressionTask):
