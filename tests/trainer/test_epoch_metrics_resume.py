@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric, MetricCollection, MinMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from trainwright.core.errors import Preempted, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
 pytestmark = pytest.mark.filterwarnings("ignore:ModelCheckpoint.*not found:UserWarning")
@@ -131,53 +129,29 @@ def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> N
 
 
 class _Validating(RegressionTask):
-    """Validates with a metric object that `log` receives, and with one that the task computes and resets itself."""
+    """Validates with a metric object that `log` receives; `fails` in the middle of the second validation."""
 
-    def __init__(self, ends: str | None = None) -> None:
+    def __init__(self, fails: bool = False) -> None:
         super().__init__()
-        self.ends = ends
-        self.logged, self.computed = MeanMetric(), MeanMetric()
-        self.seen: list[tuple[float, float]] = []
+        self.fails = fails
+        self.metric = MeanMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        value = self.forward(batch[0]).mean() + batch_idx
-        self.logged.update(value)
-        self.computed.update(value)
-        self.log("logged", self.logged)
-        if self.ends is not None and (self.current_epoch, batch_idx) == (1, 1):
-            end, self.ends = self.ends, None
-            if end == "an error":
-                raise ZeroDivisionError
-            signal.raise_signal(signal.SIGTERM)
-
-    def on_validation_epoch_end(self) -> None:
-        value = float(self.computed.compute())
-        self.computed.reset()
-        self.log("computed", value)
-
-    def on_validation_end(self) -> None:
-        if not self.trainer.sanity_checking:
-            metrics = self.trainer.callback_metrics
-            self.seen.append((float(metrics["logged"]), float(metrics["computed"])))
+        self.metric.update(self.forward(batch[0]).mean() + batch_idx)
+        self.log("mean", self.metric)
+        if self.fails and (self.current_epoch, batch_idx) == (1, 1):
+            self.fails = False
+            raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(
-    ("end", "again"),
-    [("a signal", "in a new process"), ("an error", "with the same task")],
-)
-def test_a_validation_that_ends_early_counts_no_batch_twice_when_it_runs_again(
-    end: str, again: str, tmp_path: Path
-) -> None:
-    data = regression_loader(4)
-
-    settings: dict[str, Any] = {"max_epochs": 2, "seed": 1, "default_root_dir": tmp_path, "enable_checkpointing": True}
-    whole = _Validating()
-    quiet_trainer(max_epochs=2, seed=1).fit(whole, data, data)
-    first = _Validating(end)
-    with contextlib.suppress(Preempted, ZeroDivisionError):
-        saver = OnExceptionCheckpoint(tmp_path, filename="saved")
-        quiet_trainer(**settings, callbacks=[saver]).fit(first, data, data)
-    resumed = first if again == "with the same task" else _Validating()
-    saved = "last" if end == "a signal" else tmp_path / "saved"
-    quiet_trainer(**settings).fit(resumed, data, data, ckpt_path=saved)
-    assert resumed.seen[-1] == pytest.approx(whole.seen[-1], abs=0)
+@pytest.mark.parametrize("again", ["in a new process", "with the same task"])
+def test_a_validation_that_ends_early_counts_no_batch_twice_when_it_runs_again(again: str, tmp_path: Path) -> None:
+    data, arguments = regression_loader(4), {"max_epochs": 2, "seed": 1, "num_sanity_val_steps": 0}
+    whole = fitted(_Validating(), data, data, **arguments)
+    first = _Validating(fails=True)
+    saver = OnExceptionCheckpoint(tmp_path, filename="saved")
+    with pytest.raises(ZeroDivisionError):
+        quiet_trainer(**arguments, callbacks=[saver]).fit(first, data, data)
+    task = first if again == "with the same task" else _Validating()
+    resumed = fitted(task, data, data, ckpt_path=tmp_path / "saved", **arguments)
+    assert resumed.callback_metrics["mean"] == whole.callback_metrics["mean"]

@@ -11,12 +11,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import RankError, run_distributed
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Endless, Tally, fitted, quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.task import TaskModule
-from trainwright.data import CombinedLoader, DataModule
+from trainwright.data import CombinedLoader
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_a_list_of_training_loaders_cycles_the_shorter_ones() -> None:
     assert task.shapes == [2] * 8
 
 
-class _LoadsByEpoch(DataModule):
+class _LoadsByEpoch(RegressionTask):
     """Notes the epoch in which each loader is requested."""
 
     def __init__(self) -> None:
@@ -90,13 +89,11 @@ class _LoadsByEpoch(DataModule):
         self.asked: list[tuple[str, int]] = []
 
     def train_dataloader(self) -> Any:
-        assert self.trainer is not None
-        self.asked.append(("train", self.trainer.current_epoch))
+        self.asked.append(("train", self.current_epoch))
         return regression_loader(2)
 
     def val_dataloader(self) -> Any:
-        assert self.trainer is not None
-        self.asked.append(("val", self.trainer.current_epoch))
+        self.asked.append(("val", self.current_epoch))
         return regression_loader(1)
 
 
@@ -104,14 +101,14 @@ class _LoadsByEpoch(DataModule):
 def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(
     every: int, validate_every: int, tmp_path: Path
 ) -> None:
-    def fit(data: _LoadsByEpoch, ckpt_path: Path | None = None) -> list[tuple[str, int]]:
+    def fit(ckpt_path: Path | None = None) -> list[tuple[str, int]]:
+        task = _LoadsByEpoch()
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         arguments = {"reload_dataloaders_every_n_epochs": every, "check_val_every_n_epoch": validate_every}
-        trainer = quiet_trainer(max_epochs=6, callbacks=saver, num_sanity_val_steps=0, **arguments)
-        trainer.fit(RegressionTask(), datamodule=data, ckpt_path=ckpt_path)
-        return data.asked
+        fitted(task, ckpt_path=ckpt_path, max_epochs=6, callbacks=saver, **arguments)
+        return task.asked
 
-    whole = fit(_LoadsByEpoch())
+    whole = fit()
     for step in (1, 4, 7, 10):
         epoch = step // 2
         reloaded = epoch - epoch % every if every else 0
@@ -120,93 +117,60 @@ def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(
             for kind in ("train", "val")
         }
         wanted = [(kind, e) for kind, e in whole if e >= last[kind]]
-        assert sorted(fit(_LoadsByEpoch(), tmp_path / f"step={step}")) == sorted(wanted), step
+        assert sorted(fit(tmp_path / f"step={step}")) == sorted(wanted), step
 
 
 def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
     seen: list[float] = []
-    validated: list[float] = []
 
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            seen.append(batch[0].sum().item())
-            return self.loss(batch)
-
-        def validation_step(self, batch: Batch, batch_idx: int) -> None:
-            validated.append(batch[0].sum().item())
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        seen.append(batch[0].sum().item())
+        return task.loss(batch)
 
     tally = Tally()
-    trainer = quiet_trainer(max_epochs=3, overfit_batches=4, num_sanity_val_steps=0, callbacks=tally)
+    trainer = quiet_trainer(max_epochs=3, overfit_batches=4, callbacks=tally)
     with pytest.warns(TrainwrightWarning) as caught:
-        trainer.fit(Task(), regression_loader(shuffle=True), regression_loader(shuffle=True))
+        trainer.fit(StepTask(step), regression_loader(shuffle=True), regression_loader(shuffle=True))
     ignored = [str(w.message) for w in caught if "or sampler (RandomSampler) is ignored" in str(w.message)]
     assert ["train_dataloader" in text or "val_dataloader" in text for text in ignored] == [True, True]
     first = [batch[0].sum().item() for batch in regression_loader()][:4]
-    assert seen == validated == first * 3
+    assert seen == first * 3
     assert tally.batches["validation"] == {0: 12}
 
 
-class _ChangesLength(TaskModule):
-    """Gives its data another length in each epoch, and writes down what the epochs have seen."""
+class _ChangesLength(RegressionTask):
+    """Gives its data another length at the end of each epoch, and notes what the epochs have seen."""
 
-    lengths = (6, 9, 4)
-
-    def __init__(self, hook: str) -> None:
+    def __init__(self, *lengths: int) -> None:
         super().__init__()
-        self.weight, self.hook = torch.nn.Parameter(torch.zeros(1)), hook
-        self.data = [torch.tensor([float(i)]) for i in range(6)]
-        self.trained: list[list[float]] = []
-        self.validated: list[list[float]] = []
+        self.lengths = lengths
+        self.data = list(range(lengths[0]))
+        self.seen: dict[int, list[int]] = {}
 
-    def _change(self, epoch: int) -> None:
-        self.data[:] = [torch.tensor([float(i)]) for i in range(self.lengths[epoch % 3])]
-
-    def on_train_epoch_start(self) -> None:
-        self.trained.append([])
-        if self.hook == "start":
-            self._change(self.current_epoch)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        self.trained[-1] += batch.flatten().tolist()
-        return (self.weight * batch).sum()
-
-    def on_validation_epoch_start(self) -> None:
-        self.validated.append([])
-
-    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        self.validated[-1] += batch.flatten().tolist()
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.setdefault(self.current_epoch, []).extend(batch.tolist())
+        return next(self.parameters()).sum()
 
     def on_train_epoch_end(self) -> None:
-        if self.hook == "end":
-            self._change(self.current_epoch + 1)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        self.data[:] = range(self.lengths[(self.current_epoch + 1) % len(self.lengths)])
 
 
-def _seen(hook: str, as_list: bool) -> tuple[list[list[float]], list[list[float]]]:
-    task = _ChangesLength(hook)
-    data: Any = task.data if as_list else DataLoader(task.data, batch_size=2, shuffle=True)
-    quiet_trainer(max_epochs=3, devices="auto").fit(task, data, task.data if as_list else DataLoader(task.data))
-    return task.trained, task.validated[-3:]
+def _train_on_changing_data(second_length: int) -> dict[int, list[int]]:
+    task = _ChangesLength(6, second_length + int(os.environ.get("RANK", 0)), 4)
+    loader = DataLoader(task.data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    quiet_trainer(max_epochs=3, devices="auto").fit(task, loader)
+    return task.seen
 
 
-@pytest.mark.parametrize(("hook", "as_list"), [("start", False), ("end", True)])
-def test_the_length_of_data_is_read_in_each_epoch(hook: str, as_list: bool) -> None:
-    for epochs in _seen(hook, as_list):
-        assert [sorted(seen) for seen in epochs] == [[float(i) for i in range(n)] for n in _ChangesLength.lengths]
+def test_the_length_of_data_is_read_in_each_epoch() -> None:
+    seen = _train_on_changing_data(9)
+    assert [sorted(of_epoch) for of_epoch in seen.values()] == [list(range(n)) for n in (6, 9, 4)]
 
 
 @pytest.mark.distributed
 def test_a_length_that_differs_between_ranks_is_an_error() -> None:
     with pytest.raises(RankError, match=r"7 samples on rank 0, 8 samples on rank 1"):
-        run_distributed(_fit_with_lengths_by_rank, 2)
-
-
-def _fit_with_lengths_by_rank() -> None:
-    task = _ChangesLength("end")
-    task.lengths = (6, 7 + int(os.environ["RANK"]), 4)
-    quiet_trainer(max_epochs=3, devices="auto").fit(task, DataLoader(task.data, batch_size=4))
+        run_distributed(_train_on_changing_data, 2, 7)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -66,19 +65,6 @@ def test_manual_backward_in_automatic_optimization_is_refused() -> None:
         quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
 
 
-class _Counting(torch.optim.SGD):
-    """SGD whose `step` has an argument of its own."""
-
-    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:  # type: ignore[override]
-        before = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] *= factor
-        result = super().step(closure)
-        for group, lr in zip(self.param_groups, before, strict=True):
-            group["lr"] = lr
-        return result
-
-
 class _Manual(RegressionTask):
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
@@ -88,18 +74,8 @@ class _Manual(RegressionTask):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.body(self, batch)
 
-    def configure_optimizers(self) -> Any:
-        return _Counting(self.parameters(), lr=self.lr)
 
-
-def _fit(body: Callable[..., Any], callback: Any = None, task: Any = None, **arguments: Any) -> Any:
-    task = task or _Manual(body)
-    quiet_trainer(max_epochs=1, callbacks=callback, **arguments).fit(task, regression_loader(3))
-    return task
-
-
-@pytest.mark.parametrize("keyword", [True, False])
-def test_a_closure_and_arguments_of_the_optimizer_reach_its_step(keyword: bool) -> None:
+def test_a_closure_reaches_the_optimizers_step() -> None:
     def by_closure(task: Any, batch: Any) -> None:
         optimizer = task.optimizers()
 
@@ -109,16 +85,12 @@ def test_a_closure_and_arguments_of_the_optimizer_reach_its_step(keyword: bool) 
             task.manual_backward(loss)
             return loss
 
-        loss = optimizer.step(closure=closure, factor=0.5) if keyword else optimizer.step(closure, factor=0.5)
-        assert loss is not None
+        assert optimizer.step(closure=closure) is not None
 
-    def plain(task: Any, batch: Any) -> None:
-        optimizer = task.optimizers()
-        optimizer.zero_grad()
-        task.manual_backward(task.loss(batch))
-        optimizer.step(factor=0.5)
-
-    assert_equal_weights(weights_of(_fit(by_closure)), weights_of(_fit(plain)))
+    task, automatic = _Manual(by_closure), RegressionTask()
+    for each in (task, automatic):
+        quiet_trainer(max_epochs=1).fit(each, regression_loader(3))
+    assert torch.equal(weights_of(task), weights_of(automatic))
 
 
 def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
@@ -140,4 +112,4 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
         assert required(task) == [True] * 4
         assert not task.trainer.strategy.step._holds_back
 
-    _fit(body, task=Two(body))
+    quiet_trainer(max_epochs=1).fit(Two(body), regression_loader(3))

@@ -16,7 +16,7 @@ from trainwright.core.errors import Preempted
 from trainwright.trainer.recovery import preemption
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def requeued(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Let a job of Slurm begin; returns the commands that it is told."""
     commands: list[list[str]] = []

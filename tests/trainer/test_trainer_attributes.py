@@ -35,7 +35,6 @@ class Watch(Callback):
         self.at_end: list[bool] = []
         self.stages: list[str | None] = []
         self.state: tuple[Any, ...] = ()
-        self.sigterm: bool | None = None
 
     def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
         self.last.append(trainer.is_last_batch)
@@ -139,16 +138,13 @@ def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
     trainer.logger = True
     assert isinstance(trainer.logger, TensorBoardLogger)
 
-    class Change(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            trainer.logger = None
-
+    change = LambdaCallback(on_train_start=lambda trainer, task: setattr(trainer, "logger", None))
     with pytest.raises(ConfigurationError, match=r"cannot be changed while fit\(\) runs"):
-        quiet_trainer(max_steps=1, callbacks=Change()).fit(RegressionTask(), regression_loader(8))
+        quiet_trainer(max_steps=1, callbacks=change).fit(RegressionTask(), regression_loader(8))
 
 
 class _Keeping(RegressionTask):
-    def __init__(self, layer: Any = None, width: int = 2) -> None:
+    def __init__(self, width: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
 
