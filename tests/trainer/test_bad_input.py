@@ -1,8 +1,9 @@
-"""Bad input gets a clear error before any hook, device or process is touched."""
+"""Bad input gets a clear error before anything is touched, and errors of steps get notes that help."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, fitted, quiet_trainer
+from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
+from trainwright.loggers import CSVLogger
+from trainwright.strategies import FSDPStrategy
+from trainwright.trainer.recovery.failure import describe
 from trainwright.trainer.trainer import Trainer
 
 
@@ -294,3 +301,141 @@ def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> No
     task.net[0] = nn.Linear(3, 2)
     with pytest.raises(CheckpointError, match=r"Build it with the sizes below"):
         quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved)
+
+
+class ByHand(Untouched):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "said"),
+    [
+        ("fsdp", BatchSizeFinder, "BatchSizeFinder runs trial steps.*FSDPStrategy needs all ranks.*devices=1"),
+        ("local_sgd", WeightAveraging, "WeightAveraging averages.*LocalSGDStrategy.*strategy='ddp'"),
+        ("local_sgd", EMAWeightAveraging, "EMAWeightAveraging averages.*LocalSGDStrategy"),
+        ("local_sgd", lambda: StochasticWeightAveraging(0.1), "StochasticWeightAveraging averages"),
+    ],
+)
+def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_construction(
+    strategy: str, make: Any, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        quiet_trainer(devices=2, strategy=strategy, callbacks=[make()])
+
+
+def test_a_graph_that_the_main_rank_would_wait_in_for_the_others_is_refused_at_construction() -> None:
+    logger = CSVLogger("logs")
+    logger.wants_graph = True
+    with pytest.raises(ConfigurationError, match=r"log_graph=True.*FSDPStrategy needs all ranks"):
+        quiet_trainer(devices=2, strategy="fsdp", logger=logger)
+    quiet_trainer(devices=2, strategy="ddp", logger=logger)
+    quiet_trainer(devices=1, strategy="fsdp", logger=logger)
+
+
+def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
+    trainer = quiet_trainer(devices=2, strategy="fsdp", max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"ByHand uses manual optimization.*FSDPStrategy.*strategy='ddp'"):
+        trainer.fit(ByHand(), regression_loader(4))
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({}, {"compile": True}, "compile= compiles each unit of a sharded model.*shard_units"),
+        ({"auto_wrap_policy": "Linaer"}, {}, "Did you mean 'Linear'"),
+    ],
+)
+def test_units_that_cannot_be_are_refused_before_a_process_is_started(
+    options: dict[str, Any], arguments: dict[str, Any], said: str
+) -> None:
+    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(**options), max_epochs=1, **arguments)
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(Untouched(), regression_loader(4))
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "local_sgd"])
+def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started(strategy: str) -> None:
+    trainer = quiet_trainer(
+        devices=1 if strategy == "single" else 2, strategy=strategy, max_epochs=1, compile="regional"
+    )
+    with pytest.raises(ConfigurationError, match="Untouched has none"):
+        trainer.fit(Untouched(), regression_loader(4))
+
+
+class _OneCycle(RegressionTask):
+    def __init__(self, total_steps: int | None) -> None:
+        super().__init__()
+        self.total_steps = total_steps
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        total = self.total_steps or int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_one_cycle_schedule_has_to_be_as_long_as_estimated_stepping_batches() -> None:
+    quiet_trainer(max_epochs=2).fit(_OneCycle(None), regression_loader(4))
+    with pytest.raises(ConfigurationError, match=r"OneCycleLR is shorter.*self.trainer.estimated_stepping_batches"):
+        quiet_trainer(max_epochs=2).fit(_OneCycle(4), regression_loader(4))
+
+
+class _WrongShape(RegressionTask):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs = batch[0][:, :2] if batch_idx == 3 else batch[0]
+        return self.net(inputs).square().mean()  # the user's line
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.net(batch[0][:, :3])  # the user's line in a validation
+
+
+def _line_of(text: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+
+
+def _notes(task: Any, *loaders: Any, **arguments: Any) -> list[str]:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        quiet_trainer(max_epochs=1, num_sanity_val_steps=0, **arguments).fit(task, *loaders)
+    notes: list[str] = caught.value.__notes__
+    return notes
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (4, 0), (3, 1)])
+def test_wrong_shapes_in_a_step_name_the_line_and_the_batch(accumulate: int, steps: int) -> None:
+    (note,) = _notes(_WrongShape(), regression_loader(8), accumulate_grad_batches=accumulate)
+    line = _line_of("the user's line")
+    assert f"_WrongShape.training_step, {__file__}:{line}: return" in note
+    assert f"epoch 0, step {steps}, batch_idx 3\n" in note
+    assert "batch: [float32[1, 4] on cpu, float32[1, 1] on cpu]" in note
+
+
+def test_wrong_shapes_in_validation_and_manual_optimization_name_the_line() -> None:
+    (note,) = _notes(_WrongShape(), regression_loader(2), regression_loader(2))
+    line = _line_of("the user's line in a validation")
+    assert f"_WrongShape.validation_step, {__file__}:{line}: self.net" in note
+    assert "epoch 0, step 2, batch_idx 0\n" in note
+
+    class ByHand(_WrongShape):
+        automatic_optimization = False
+
+    (note,) = _notes(ByHand(), regression_loader(8))
+    assert "ByHand.training_step" in note
+    assert "batch_idx 3\n" in note
+
+
+def test_batches_of_any_type_are_described() -> None:
+    tensor = torch.zeros(2, 3)
+    assert describe({"x": tensor, "y": (1, tensor.long())}) == (
+        "{'x': float32[2, 3] on cpu, 'y': (int, int64[2, 3] on cpu)}"
+    )
+    assert describe([0] * 20).endswith("int, and 12 more]")
+    assert describe(_Pair(tensor, "a")) == "_Pair(first=float32[2, 3] on cpu, second=str)"
+
+
+@dataclass
+class _Pair:
+    first: torch.Tensor
+    second: str

@@ -1,11 +1,13 @@
-"""Ctrl-C and errors in the middle of a fit: who hears of them, what is kept, what the user sees."""
+"""Ctrl-C, signals and errors before and in a fit: who hears of them, what is kept, what the user sees."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import verify
 from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
+from trainwright.trainer.recovery import preemption
 
 
 class _Hears(Callback):
@@ -183,3 +186,50 @@ def test_an_error_in_teardown_is_a_failure_for_the_loggers() -> None:
     with pytest.raises(ValueError, match="no"):
         quiet_trainer(max_epochs=1, logger=logger).fit(task, regression_loader(2))
     assert logger.statuses == ["failed"]
+
+
+@pytest.fixture
+def requeued(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Let a job of Slurm begin; returns the commands that it is told."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(preemption.subprocess, "run", run)
+    for name, value in {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    preemption._ExitHandler.begun = False
+    return commands
+
+
+def _warn() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_warning_signal_before_the_fit_requeues_the_job(
+    requeued: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    quiet_trainer(devices="auto", max_epochs=1)
+    with pytest.raises(Preempted) as end:
+        _warn()
+    assert (end.value.code, end.value.signal_name) == (143, "SIGUSR1")
+    assert requeued == [["scontrol", "requeue", "77"]]
+    assert "Job 77 is requeued" in capfd.readouterr().err
+
+
+def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:
+    heard: list[int] = []
+
+    def own(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    quiet_trainer(devices="auto", preemption_grace=None)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, own)
+    quiet_trainer(devices="auto", max_epochs=1).fit(RegressionTask(), regression_loader(2))
+    assert signal.getsignal(signal.SIGUSR1) is own
+    _warn()
+    assert (heard, requeued) == ([signal.SIGUSR1], [])

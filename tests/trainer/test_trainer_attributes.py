@@ -1,17 +1,22 @@
-"""Attributes of Lightning's Trainer."""
+"""Names, arguments, attributes and calls of Lightning's Trainer."""
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
+from trainwright import ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
 from trainwright.loggers import CSVLogger, TensorBoardLogger
 from trainwright.trainer.lightning_names import INTERNALS
 from trainwright.trainer.run_state import RunningStage, TrainerFn, TrainerStatus
@@ -157,3 +162,182 @@ def test_on_save_checkpoint_may_change_the_saved_hyperparameters(tmp_path: Path)
     fitted(task, regression_loader(2), max_epochs=1).save_checkpoint(tmp_path / "saved")
     assert task.hparams.width == 2
     assert _Keeping.load_from_checkpoint(tmp_path / "saved").hparams.width == 5
+
+
+DEFAULTS: dict[str, Any] = {  # of Lightning 2.6.6's Trainer, but for what a test should not do
+    "strategy": "auto", "num_nodes": 1, "precision": None, "callbacks": None, "fast_dev_run": False,
+    "max_epochs": None, "min_epochs": None, "max_steps": -1, "min_steps": None, "max_time": None,
+    "limit_train_batches": None, "limit_val_batches": None, "limit_test_batches": None, "limit_predict_batches": None,
+    "overfit_batches": 0.0, "val_check_interval": None, "check_val_every_n_epoch": 1, "num_sanity_val_steps": None,
+    "log_every_n_steps": None, "accumulate_grad_batches": 1, "gradient_clip_val": None,
+    "gradient_clip_algorithm": None, "deterministic": None, "benchmark": None, "inference_mode": True,
+    "use_distributed_sampler": True, "profiler": None, "detect_anomaly": False, "barebones": False, "plugins": None,
+    "sync_batchnorm": False, "reload_dataloaders_every_n_epochs": 0, "default_root_dir": None,
+    "enable_autolog_hparams": True, "model_registry": None,
+}  # fmt: skip
+
+
+def test_all_defaults_are_accepted() -> None:
+    quiet_trainer(**DEFAULTS)
+    quiet_trainer(plugins=[])
+
+
+class WithHyperparameters(RegressionTask):
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_enable_autolog_hparams_controls_logging_of_hyperparameters(tmp_path: Path, wanted: bool) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(max_steps=1, logger=logger, enable_autolog_hparams=wanted)
+    trainer.fit(WithHyperparameters(), regression_loader(4))
+    assert trainer.enable_autolog_hparams is wanted
+    assert logger.log_dir is not None
+    found = Path(logger.log_dir, "hparams.yaml")
+    assert (found.exists() and "lr" in found.read_text()) is wanted
+
+
+VERBS = ("fit", "validate", "test", "predict")
+
+
+def _call(verb: str, *args: Any, **named: Any) -> Trainer:
+    trainer = quiet_trainer(max_steps=2)
+    named["train_dataloaders" if verb == "fit" else "dataloaders"] = regression_loader(4)
+    getattr(trainer, verb)(*args, **named)
+    return trainer
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_task_is_accepted_as_task_and_as_model_and_not_as_both(verb: str) -> None:
+    task = RegressionTask()
+    assert _call(verb, task=task).task is _call(verb, model=task).task is task
+    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) received two tasks"):
+        _call(verb, task, model=RegressionTask())
+
+
+def test_a_fit_without_a_task_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task"):
+        _call("fit")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_positional_arguments_come_in_lightnings_order(verb: str) -> None:
+    orders = {
+        "fit": ["task", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "weights_only"],
+        "validate": ["task", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"],
+        "test": ["task", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"],
+        "predict": ["task", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "weights_only"],
+    }
+    parameters = inspect.signature(getattr(Trainer, verb)).parameters.values()
+    positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert positional[1:] == orders[verb]
+
+
+def test_tpu_cores_is_an_error_that_names_the_accelerator() -> None:
+    with pytest.raises(ConfigurationError, match="accelerator='tpu'"):
+        quiet_trainer(tpu_cores=8)
+    if importlib.util.find_spec("torch_xla") is None:
+        with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
+            quiet_trainer(accelerator="tpu")
+
+
+def test_every_verb_accepts_weights_only_and_a_fit_resumes_all_the_same(tmp_path: Path) -> None:
+    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
+    checkpoint = trainer.save_checkpoint(tmp_path / "saved")
+    trainer = quiet_trainer(max_steps=3)
+    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
+    assert (trainer.global_step, trainer.resumed) == (3, True)
+    for verb in ("validate", "test", "predict"):
+        getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
+    assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)
+
+
+class _Calling(RegressionTask):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.validation_step_of_base = TaskModule.validation_step(self, batch, batch_idx, dataloader_idx)
+        return super().predict_step(batch, batch_idx, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("total", 1.0, reduce_fx="SUM", on_epoch=True, on_step=False)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        self.ended = True
+
+
+def test_default_steps_take_a_loader_index() -> None:
+    assert len(quiet_trainer().predict(_Calling(), regression_loader(2)) or ()) == 2
+
+
+def test_a_reduction_in_capitals_and_an_own_method_with_the_name_of_a_removed_hook_are_accepted() -> None:
+    task = _Calling()
+    assert fitted(task, regression_loader(2), max_epochs=1).callback_metrics["total"] == 2.0
+    assert task.ended
+
+
+def test_a_name_with_a_metric_that_is_never_logged_says_nan(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}-{never:.2f}")
+    with pytest.warns(TrainwrightWarning, match=r"'never'.*Its value in names is nan"):
+        fitted(RegressionTask(), regression_loader(2), max_epochs=1, callbacks=saver)
+    assert (tmp_path / "epoch=0-never=nan").exists()
+
+
+class _Progress(RegressionTask):
+    """Notes what `trainer.fit_loop` says in training steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loop = self.trainer.fit_loop
+        batches = loop.epoch_loop.batch_progress
+        self.seen.append(
+            (
+                loop.batch_idx,
+                loop.total_batch_idx,
+                loop.epoch_progress.current.ready,
+                loop.epoch_progress.current.completed,
+                batches.current.ready,
+                batches.total.ready,
+                loop.epoch_loop.global_step,
+            )
+        )
+        return super().training_step(batch, batch_idx)
+
+
+def test_fit_loop_has_the_progress() -> None:
+    task = _Progress()
+    trainer = fitted(task, regression_loader(4), max_epochs=2, accumulate_grad_batches=2)
+    expected: list[tuple[int, ...]] = []
+    for total in range(8):
+        epoch, index = divmod(total, 4)
+        expected.append((index, total, epoch + 1, epoch, index + 1, total + 1, total // 2))
+    assert task.seen == expected
+    assert trainer.fit_loop.epoch_progress.total.ready == trainer.fit_loop.epoch_progress.current.completed == 2
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 8
+    assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def test_the_limits_of_fit_loop_continue_a_fit() -> None:
+    task = RegressionTask()
+    trainer = fitted(task, regression_loader(4), max_epochs=1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.max_steps = 10
+    assert (trainer.max_epochs, trainer.max_steps) == (3, 10)
+    trainer.fit(task, regression_loader(4))
+    assert trainer.global_step == 10
+    trainer.fit_loop.max_epochs = -1
+    assert trainer.fit_loop.max_epochs == trainer.max_epochs == -1
+    trainer.fit_loop.max_steps = trainer.fit_loop.min_epochs = trainer.fit_loop.min_steps = None
+    assert trainer.max_steps == -1
+    assert (trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps) == (0, 0)
+    with pytest.raises(ConfigurationError, match="max_epochs='3': write a whole number"):
+        trainer.fit_loop.max_epochs = "3"
+    with pytest.raises(AttributeError, match=r"trainer\.fit_loop has no 'setup_data' here"):
+        trainer.fit_loop.setup_data()
