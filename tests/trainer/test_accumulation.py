@@ -97,24 +97,3 @@ def test_the_reported_loss_is_the_mean_of_the_micro_batches_that_had_one() -> No
 
     trainer = fitted(StepTask(step), regression_loader(4), max_epochs=1, accumulate_grad_batches=4)
     assert trainer.last_step.loss.item() == pytest.approx((losses[0] + losses[2]) / 2)
-
-
-class _CountsItems(RegressionTask):
-    def __init__(self, skips: bool) -> None:
-        super().__init__()
-        self.skips = skips
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-        return None if self.skips and len(batch[0]) == 3 else self.loss(batch)
-
-    def num_items(self, batch: Batch) -> int:
-        return len(batch[0])
-
-
-def test_a_micro_batch_without_loss_takes_its_items_out_of_the_mean() -> None:
-    x, y = next(iter(regression_loader(6, 6)))
-    pieces = [(x[:1], y[:1]), (x[1:3], y[1:3]), (x[3:], y[3:])]
-    skipping, plain = _CountsItems(skips=True), _CountsItems(skips=False)
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=3).fit(skipping, pieces)
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, pieces[:2])
-    torch.testing.assert_close(weights_of(skipping), weights_of(plain))

@@ -13,19 +13,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
+from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, fitted, quiet_trainer
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
-from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
-from trainwright.loggers import CSVLogger
-from trainwright.strategies import FSDPStrategy
 from trainwright.trainer.recovery.failure import describe
 from trainwright.trainer.trainer import Trainer
 
@@ -174,12 +171,8 @@ def test_a_stage_without_data_is_refused() -> None:
 
 
 def test_a_data_module_beside_loaders_is_refused() -> None:
-    class Data(DataModule):
-        def train_dataloader(self) -> Any:
-            return regression_loader(2)
-
     with pytest.raises(ConfigurationError, match=r"fit\(\) received both a data module and loaders"):
-        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), datamodule=Data())
+        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), datamodule=DataModule())
 
 
 def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
@@ -187,30 +180,23 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path
         quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
 
 
-def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
-    return StepTask(lambda task, batch, idx: make(task, batch))
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("step", "message"),
     [
-        (lambda task, batch: task(batch[0]), r"a loss of shape \(2, 1\); it must be a scalar. Return loss.mean\(\)"),
-        (lambda task, batch: task.loss(batch).detach(), r"a loss without a graph \(requires_grad is False\)"),
-        (lambda task, batch: task.loss(batch).item(), r"returned float. Return the loss as a scalar tensor"),
-        (lambda task, batch: {"los": task.loss(batch)}, r"returned dict without a loss tensor"),
+        (lambda task, batch, idx: task(batch[0]), r"a loss of shape \(2, 1\); it must be a scalar"),
+        (lambda task, batch, idx: task.loss(batch).detach(), r"a loss without a graph"),
+        (lambda task, batch, idx: task.loss(batch).item(), r"returned float"),
+        (lambda task, batch, idx: {"los": task.loss(batch)}, r"returned dict without a loss tensor"),
     ],
     ids=["not a scalar", "no graph", "a number", "no key"],
 )
-def test_a_loss_that_cannot_be_trained_on_is_refused(make: Callable[..., Any], message: str) -> None:
+def test_a_loss_that_cannot_be_trained_on_is_refused(step: Callable[..., Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        quiet_trainer(max_epochs=1).fit(_returning(make), regression_loader(4, 2))
+        quiet_trainer(max_epochs=1).fit(StepTask(step), regression_loader(4, 2))
 
 
-@pytest.mark.parametrize("make", [lambda: EarlyStopping("val_los"), lambda: ModelCheckpoint(monitor="val_los")])
-def test_a_monitored_metric_that_was_never_logged_is_an_error_that_lists_those_that_were(
-    make: Callable[[], Any], tmp_path: Path
-) -> None:
-    trainer = quiet_trainer(max_epochs=2, callbacks=make(), default_root_dir=tmp_path)
+def test_a_monitored_metric_that_was_never_logged_is_an_error_that_lists_those_that_were(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path, monitor="val_los"))
     with pytest.raises(ConfigurationError, match=r"'val_los', which was not logged. Did you mean 'val_loss'") as caught:
         trainer.fit(RegressionTask(), regression_loader(2), regression_loader(2))
     assert "'train_loss'" in str(caught.value)
@@ -249,31 +235,24 @@ class _WithoutStep(RegressionTask):
 
 
 @pytest.mark.parametrize(
-    ("task", "data", "message"),
+    ("task", "data", "limit", "message"),
     [
-        (_WithoutStep, True, "this fit does not validate: _WithoutStep has no validation_step. Define"),
-        (_WithoutStep, False, ""),
-        (
-            RegressionTask,
-            False,
-            "this fit does not validate: there is no data for RegressionTask.validation_step. Pass",
-        ),
-        (RegressionTask, True, ""),
+        (_WithoutStep, True, None, "_WithoutStep has no validation_step"),
+        (_WithoutStep, False, None, ""),
+        (RegressionTask, False, None, "there is no data for RegressionTask.validation_step"),
+        (RegressionTask, False, 0, ""),
     ],
 )
-@pytest.mark.parametrize("limit", [None, 0])
 def test_half_of_a_validation_is_told(
-    task: type[TaskModule], data: bool, message: str, limit: int | None, capsys: pytest.CaptureFixture[str]
+    task: type[TaskModule], data: bool, limit: int | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     loader = regression_loader() if data else None
     quiet_trainer(max_steps=1, limit_val_batches=limit).fit(task(), regression_loader(), loader)
     said = capsys.readouterr().out
-    assert message in said if message and limit is None else "validate" not in said
+    assert message in said if message else "validate" not in said
 
 
-@pytest.mark.parametrize(
-    "hook", ["on_validation_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "predict_step"]
-)
+@pytest.mark.parametrize("hook", ["on_validation_end", "on_save_checkpoint", "on_fit_end", "predict_step"])
 def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) -> None:
     def logs(self: TaskModule, *_: Any) -> None:
         self.log("lost", 1.0)
@@ -294,28 +273,11 @@ def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
         quiet_trainer().predict(task, regression_loader())
 
 
-def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(), max_steps=1, default_root_dir=tmp_path)
-    saved = trainer.save_checkpoint(tmp_path / "saved")
-    task = RegressionTask()
-    task.net[0] = nn.Linear(3, 2)
-    with pytest.raises(CheckpointError, match=r"Build it with the sizes below"):
-        quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved)
-
-
-class ByHand(Untouched):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 @pytest.mark.parametrize(
     ("strategy", "make", "said"),
     [
         ("fsdp", BatchSizeFinder, "BatchSizeFinder runs trial steps.*FSDPStrategy needs all ranks.*devices=1"),
-        ("local_sgd", WeightAveraging, "WeightAveraging averages.*LocalSGDStrategy.*strategy='ddp'"),
-        ("local_sgd", EMAWeightAveraging, "EMAWeightAveraging averages.*LocalSGDStrategy"),
-        ("local_sgd", lambda: StochasticWeightAveraging(0.1), "StochasticWeightAveraging averages"),
+        ("local_sgd", EMAWeightAveraging, "EMAWeightAveraging averages.*LocalSGDStrategy.*strategy='ddp'"),
     ],
 )
 def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_construction(
@@ -325,41 +287,16 @@ def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_const
         quiet_trainer(devices=2, strategy=strategy, callbacks=[make()])
 
 
-def test_a_graph_that_the_main_rank_would_wait_in_for_the_others_is_refused_at_construction() -> None:
-    logger = CSVLogger("logs")
-    logger.wants_graph = True
-    with pytest.raises(ConfigurationError, match=r"log_graph=True.*FSDPStrategy needs all ranks"):
-        quiet_trainer(devices=2, strategy="fsdp", logger=logger)
-    quiet_trainer(devices=2, strategy="ddp", logger=logger)
-    quiet_trainer(devices=1, strategy="fsdp", logger=logger)
-
-
 def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
     trainer = quiet_trainer(devices=2, strategy="fsdp", max_epochs=1)
-    with pytest.raises(ConfigurationError, match=r"ByHand uses manual optimization.*FSDPStrategy.*strategy='ddp'"):
-        trainer.fit(ByHand(), regression_loader(4))
+    task = Untouched()
+    task.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match=r"uses manual optimization.*FSDPStrategy.*strategy='ddp'"):
+        trainer.fit(task, regression_loader(4))
 
 
-@pytest.mark.parametrize(
-    ("options", "arguments", "said"),
-    [
-        ({}, {"compile": True}, "compile= compiles each unit of a sharded model.*shard_units"),
-        ({"auto_wrap_policy": "Linaer"}, {}, "Did you mean 'Linear'"),
-    ],
-)
-def test_units_that_cannot_be_are_refused_before_a_process_is_started(
-    options: dict[str, Any], arguments: dict[str, Any], said: str
-) -> None:
-    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(**options), max_epochs=1, **arguments)
-    with pytest.raises(ConfigurationError, match=said):
-        trainer.fit(Untouched(), regression_loader(4))
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp", "local_sgd"])
-def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started(strategy: str) -> None:
-    trainer = quiet_trainer(
-        devices=1 if strategy == "single" else 2, strategy=strategy, max_epochs=1, compile="regional"
-    )
+def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started() -> None:
+    trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=1, compile="regional")
     with pytest.raises(ConfigurationError, match="Untouched has none"):
         trainer.fit(Untouched(), regression_loader(4))
 
@@ -387,43 +324,17 @@ class _WrongShape(RegressionTask):
         inputs = batch[0][:, :2] if batch_idx == 3 else batch[0]
         return self.net(inputs).square().mean()  # the user's line
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.net(batch[0][:, :3])  # the user's line in a validation
 
-
-def _line_of(text: str) -> int:
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
-
-
-def _notes(task: Any, *loaders: Any, **arguments: Any) -> list[str]:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        quiet_trainer(max_epochs=1, num_sanity_val_steps=0, **arguments).fit(task, *loaders)
-    notes: list[str] = caught.value.__notes__
-    return notes
-
-
-@pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (4, 0), (3, 1)])
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (3, 1)])
 def test_wrong_shapes_in_a_step_name_the_line_and_the_batch(accumulate: int, steps: int) -> None:
-    (note,) = _notes(_WrongShape(), regression_loader(8), accumulate_grad_batches=accumulate)
-    line = _line_of("the user's line")
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        fitted(_WrongShape(), regression_loader(8), max_epochs=1, accumulate_grad_batches=accumulate)
+    (note,) = caught.value.__notes__
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(number for number, line in enumerate(lines, 1) if line.endswith("  # the user's line"))
     assert f"_WrongShape.training_step, {__file__}:{line}: return" in note
     assert f"epoch 0, step {steps}, batch_idx 3\n" in note
     assert "batch: [float32[1, 4] on cpu, float32[1, 1] on cpu]" in note
-
-
-def test_wrong_shapes_in_validation_and_manual_optimization_name_the_line() -> None:
-    (note,) = _notes(_WrongShape(), regression_loader(2), regression_loader(2))
-    line = _line_of("the user's line in a validation")
-    assert f"_WrongShape.validation_step, {__file__}:{line}: self.net" in note
-    assert "epoch 0, step 2, batch_idx 0\n" in note
-
-    class ByHand(_WrongShape):
-        automatic_optimization = False
-
-    (note,) = _notes(ByHand(), regression_loader(8))
-    assert "ByHand.training_step" in note
-    assert "batch_idx 3\n" in note
 
 
 def test_batches_of_any_type_are_described() -> None:

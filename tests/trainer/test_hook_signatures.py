@@ -86,22 +86,6 @@ def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) 
         assert seen[0] == expected
 
 
-def test_transfer_hooks_may_omit_dataloader_idx() -> None:
-    seen: list[str] = []
-
-    class Mine(RegressionTask):
-        def on_before_batch_transfer(self, batch: Any) -> Any:  # type: ignore[override]
-            seen.append("task")
-            return batch
-
-        def transfer_batch_to_device(self, *args: Any) -> Any:
-            assert len(args) == 3
-            return args[0]
-
-    quiet_trainer(max_epochs=1).fit(Mine(), regression_loader(1))
-    assert seen == ["task"]
-
-
 def _refused(task: TaskModule | None = None, callback: Any = None, **data: Any) -> str:
     trainer = quiet_trainer(max_epochs=1, callbacks=callback)
     with pytest.raises(ConfigurationError) as error:
@@ -141,16 +125,6 @@ def test_a_hook_that_cannot_be_called_is_an_error_with_the_signature_to_write(
 ) -> None:
     refused = _refused(**given)
     assert all(text in refused for text in texts), refused
-
-
-def test_signatures_are_checked_only_for_the_running_stage() -> None:
-    class Mine(RegressionTask):
-        def predict_step(self, images: Any, names: Any, least: float, most: float) -> None:  # type: ignore[override]
-            pass
-
-    quiet_trainer(max_epochs=1).fit(Mine(), regression_loader(2))
-    with pytest.raises(ConfigurationError, match="def predict_step\\(self, batch, batch_idx, dataloader_idx=0\\)"):
-        quiet_trainer().predict(Mine(), regression_loader(2))
 
 
 def _task(name: str, **more: Any) -> Any:

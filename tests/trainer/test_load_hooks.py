@@ -102,15 +102,7 @@ def test_a_hook_that_changes_the_model_or_its_groups_lets_a_run_resume_exactly(k
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("kind", "strategy"),
-    [
-        ("resized layer", "fsdp"),
-        ("resized layer", "deepspeed_stage_2"),
-        ("added group", "ddp"),
-        ("added group", "fsdp"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "strategy"), [("resized layer", "deepspeed_stage_2"), ("added group", "fsdp")])
 def test_a_hook_that_changes_the_model_or_its_groups_lets_two_ranks_resume(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:
@@ -129,7 +121,6 @@ class _Looks(Callback):
     def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
         self.optimizers = list(trainer.optimizers)
         self.seen = dict(checkpoint)
-        self.checkpoint = checkpoint
 
 
 class _Scheduled(RegressionTask):
@@ -189,19 +180,10 @@ def test_weights_may_be_changed_and_entries_that_would_have_no_effect_not(tmp_pa
     assert not any(bool(value.any()) for value in weights_of(task).values())
 
 
-@pytest.mark.parametrize("how", ["resumed", "continued"])
-def test_a_resumed_epoch_does_not_call_its_start_hook_again(how: str, tmp_path: Path) -> None:
-    path = _saved(tmp_path)
+def test_a_resumed_epoch_does_not_call_its_start_hook_again(tmp_path: Path) -> None:
     record = RecordingCallback("on_train_epoch_start", "on_train_epoch_end")
-    if how == "resumed":
-        trainer = quiet_trainer(max_epochs=2, callbacks=[record, _Looks()])
-        trainer.fit(_Scheduled(), regression_loader(8), ckpt_path=path)
-    else:
-        trainer, task = quiet_trainer(max_epochs=2, max_steps=3, callbacks=record), _Scheduled()
-        trainer.fit(task, regression_loader(8))
-        record.events.clear()
-        trainer.max_steps = -1
-        trainer.fit(task, regression_loader(8))
+    trainer = quiet_trainer(max_epochs=2, callbacks=[record, _Looks()])
+    trainer.fit(_Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path))
     assert record.events == ["on_train_epoch_end", "on_train_epoch_start", "on_train_epoch_end"]
 
 

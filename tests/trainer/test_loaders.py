@@ -204,12 +204,3 @@ def test_each_loader_has_its_own_results() -> None:
         {"x0": 1.5, "y/dataloader_idx_0": 0.0, "total": 7.0},
         {"x1": 1.5, "y/dataloader_idx_1": 1.0, "total": 7.0},
     ]
-
-
-def test_one_name_over_two_loaders_is_an_error() -> None:
-    class Mixes(RegressionTask):
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("y", 1.0, add_dataloader_idx=False)
-
-    with pytest.raises(ConfigurationError, match=r"log\('y'.*dataloaders 0 and 1, whose values would mix"):
-        quiet_trainer().test(Mixes(), [regression_loader(2), regression_loader(2)], verbose=False)

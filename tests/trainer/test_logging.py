@@ -18,7 +18,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
 from tests.trainer.runs import MemoryLogger
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
 from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
@@ -113,15 +113,6 @@ def test_values_of_two_processes_are_reduced_where_asked_and_stay_each_ranks_own
         assert metrics["own_step"] == rank + 1
         for name in ("sum", "mean", "min", "max"):
             assert metrics[f"own_{name}"] == rank + 1
-
-
-def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> None:
-    class Early(RegressionTask):
-        def setup(self, stage: str) -> None:
-            self.log("early", 1.0)
-
-    with pytest.raises(TaskError, match="log\\('early'\\)"):
-        quiet_trainer(max_epochs=1).fit(Early(), regression_loader(2))
 
 
 class StepsTask(RegressionTask):

@@ -1,11 +1,10 @@
-"""Length of a fit: epochs, steps, samples, tokens, seconds, stop requests, a second fit, and the loop's warnings."""
+"""Length of a fit and when it validates: epochs, steps, samples, tokens, seconds, stop requests."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks import LambdaCallback, Timer
-from trainwright.callbacks.callback import Callback
+from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.trainer import Trainer
@@ -125,52 +122,29 @@ def test_a_bound_ends_a_fit_once_it_is_reached(
     assert (getattr(trainer.state, counted[0]), trainer.global_step) == (counted[1], steps)
 
 
-@pytest.mark.parametrize("max_time", ["00:00:00:01", {"seconds": 1}])
-def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
-        now[0] += 0.3
-        return task.loss(batch)
-
-    trainer = fitted(StepTask(step), regression_loader(), max_time=max_time)
-    assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
-
-
 @pytest.mark.parametrize("timer", [False, True], ids=["max_time", "Timer"])
 def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
-    timer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    timer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            now[0] += 0.3
-            return self.loss(batch)
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        now[0] += 0.3
+        return task.loss(batch)
 
-    def trainer(limit_s: float) -> Trainer:
+    def run(limit_s: float, ckpt_path: Path | None = None) -> Trainer:
         bound = {"callbacks": [Timer({"seconds": limit_s})]} if timer else {"max_time": {"seconds": limit_s}}
-        return quiet_trainer(max_epochs=2, seed=1, default_root_dir=tmp_path, **bound)
+        task, loader = StepTask(step, momentum=0.9), regression_loader(24, 4)
+        return fitted(task, loader, ckpt_path=ckpt_path, max_epochs=2, default_root_dir=tmp_path, **bound)
 
-    tasks = [Task(), Task()]
-    tasks[1].load_state_dict(tasks[0].state_dict())
-    whole = trainer(100)
-    whole.fit(tasks[0], regression_loader(24, 4))
-    first = trainer(1)
-    first.fit(tasks[1], regression_loader(24, 4))
+    whole, first = run(100), run(1)
     assert 0 < first.state.batch_in_epoch < 6
     assert (first.current_epoch, first.should_stop) == (0, timer)
-    path = first.save_checkpoint(tmp_path / "left")
-    capsys.readouterr()
-    trainer(1).fit(Task(), regression_loader(24, 4), ckpt_path=path)
-    assert ("nothing is left to train: the limit of 1 seconds is reached" in capsys.readouterr().out) is not timer
-    second = trainer(100)
-    second.fit(tasks[1], regression_loader(24, 4), ckpt_path=path)
+    second = run(100, first.save_checkpoint(tmp_path / "left"))
     assert second.state.step == whole.state.step == 12
-    assert_equal_weights(weights_of(tasks[1]), weights_of(tasks[0]))
+    assert torch.equal(weights_of(second.task), weights_of(whole.task))
 
 
 def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -> None:
@@ -229,49 +203,100 @@ def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
     assert "so far" in str(told[0].message)
 
 
-class _Worsening(RegressionTask):
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_loss", float(self.global_step))
-
-
-def _stopped_early() -> tuple[int, int, int]:
-    record = RecordingCallback("on_validation_start")
-    trainer = quiet_trainer(
-        devices="auto",
-        max_epochs=3,
-        val_check_interval=2,
-        num_sanity_val_steps=0,
-        callbacks=[EarlyStopping("val_loss", patience=2), record],
-    )
-    trainer.fit(_Worsening(), regression_loader(40, 2), regression_loader(4, 2))
-    return trainer.global_step, len(record.events), trainer.current_epoch
-
-
-def test_early_stopping_within_an_epoch_stops_at_the_step_of_the_request() -> None:
-    assert _stopped_early() == (6, 3, 1)
-
-
-@pytest.mark.distributed
-def test_two_ranks_stop_at_the_step_of_the_request() -> None:
-    assert run_distributed(_stopped_early, 2, init=False) == [(6, 3, 1)] * 2
-
-
-class _StopsAtSafePoint(Callback):
-    def __init__(self, step: int, how: str) -> None:
-        self.step, self.how = step, how
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.at_step_end(partial(self._stop, trainer))
-
-    def _stop(self, trainer: Any) -> None:
-        if self.how == "request":
-            trainer.request_stop("enough")
-        else:
-            trainer.should_stop = True
-
-
-@pytest.mark.parametrize("how", ["request", "attribute"])
-def test_an_action_at_a_safe_point_stops_at_its_step(how: str) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(10), max_epochs=2, callbacks=_StopsAtSafePoint(3, how))
+def test_an_action_at_a_safe_point_stops_at_its_step() -> None:
+    act = AfterBatch(lambda trainer, idx: idx == 2, lambda trainer: trainer.at_step_end(lambda: ask_to_stop(trainer)))
+    trainer = fitted(RegressionTask(), regression_loader(10), max_epochs=2, callbacks=act)
     assert (trainer.global_step, trainer.current_epoch) == (3, 1)
+
+
+def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
+    tally = Tally()
+    fitted(RegressionTask(), regression_loader(batches), regression_loader(val_batches), callbacks=tally, **arguments)
+    return tally.validations
+
+
+@pytest.mark.parametrize(
+    ("batches", "arguments", "expected"),
+    [
+        (8, {}, [(0, 8), (1, 16)]),
+        (10, {"val_check_interval": 4}, [(0, 4), (0, 8), (1, 14), (1, 18)]),
+        (10, {"val_check_interval": 6, "check_val_every_n_epoch": None}, [(0, 6), (1, 12), (1, 18)]),
+        # 5 batches end inside a group: validated after batches 8 and 10
+        (10, {"val_check_interval": 5, "accumulate_grad_batches": 4, "max_epochs": 1}, [(0, 2), (0, 3)]),
+        (8, {"val_check_interval": 1 / 4}, [(0, 2), (0, 4), (0, 6), (0, 8), (1, 10), (1, 12), (1, 14), (1, 16)]),
+        (8, {"check_val_every_n_epoch": 2, "max_epochs": 5}, [(1, 16), (3, 32)]),
+        (8, {"val_check_interval": "3 steps", "accumulate_grad_batches": 2}, [(0, 3), (1, 6)]),
+        (8, {"val_check_interval": "4 samples", "max_epochs": 1}, [(0, 4), (0, 8)]),
+        (8, {"val_check_interval": "2 epochs"}, [(1, 16)]),
+        (8, {"val_check_interval": "0.75 epoch"}, [(0, 6), (1, 12)]),
+        (8, {"limit_val_batches": 0, "num_sanity_val_steps": 2}, []),
+    ],
+    ids=str,
+)
+def test_an_interval_counts_in_its_unit_over_epochs_and_batches_within_one(
+    batches: int, arguments: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    assert _validations(batches, **{"max_epochs": 2, **arguments}) == expected
+
+
+def test_an_interval_in_tokens_has_them_counted() -> None:
+    class Task(RegressionTask):
+        def num_tokens(self, batch: Batch) -> int:
+            return 100 * len(batch[0])
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, val_check_interval="400 tokens", callbacks=tally)
+    trainer.fit(Task(), regression_loader(8), regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8)]
+
+
+@pytest.mark.parametrize(("denominator", "batches"), [(10, 10), (7, 21)])
+def test_a_fraction_with_a_unit_loses_no_validation_to_rounding(denominator: int, batches: int) -> None:
+    found = _validations(batches, max_epochs=2, val_check_interval=Duration(1 / denominator, "epochs"))
+    assert [step for _, step in found] == [i * batches // denominator for i in range(1, 2 * denominator + 1)]
+
+
+def test_an_interval_of_time_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        now[0] += 15.0
+        return task.loss(batch)
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, val_check_interval={"minutes": 1}, callbacks=tally)
+    trainer.fit(StepTask(step), regression_loader(10), regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8)]
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(0, 0), (2, 2), (-1, 5), (9, 5)])
+def test_the_sanity_check_tries_so_many_validation_batches(steps: int, batches: int) -> None:
+    recorder = RecordingCallback("on_validation_batch_end", note=lambda _, trainer: trainer.sanity_checking)
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=0, num_sanity_val_steps=steps, callbacks=recorder)
+    trainer.fit(RegressionTask(), regression_loader(2), regression_loader(5))
+    assert recorder.notes == [("on_validation_batch_end", True)] * batches
+
+
+def test_a_validation_changes_neither_weights_nor_generators() -> None:
+    def final_weights(validate: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        task = RegressionTask(dropout=0.5)
+        loader = regression_loader(4) if validate else None
+        quiet_trainer(max_epochs=2, num_sanity_val_steps=2, seed=0).fit(task, regression_loader(8), loader)
+        return weights_of(task)
+
+    torch.testing.assert_close(final_weights(True), final_weights(False), rtol=0, atol=0)
+
+
+def test_an_interval_longer_than_the_epoch_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"val_check_interval=9 batches, but an epoch has 8"):
+        _validations(8, max_epochs=1, val_check_interval=9)
+
+
+@pytest.mark.parametrize("limits", [{}, {"limit_val_batches": 0}])
+def test_an_interval_has_no_effect_without_validation(limits: dict[str, int]) -> None:
+    loaders = [regression_loader(1)] if limits else []
+    for data, interval in ((DataLoader(Endless()), 0.5), (regression_loader(4), 1000)):
+        trainer = fitted(RegressionTask(), data, *loaders, max_steps=4, val_check_interval=interval, **limits)
+        assert trainer.global_step == 4

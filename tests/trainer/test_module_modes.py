@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
-from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
 
 
@@ -59,19 +58,14 @@ def test_modules_in_evaluation_mode_stay_so_and_the_others_follow_the_stage() ->
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation_records_no_gradients_with_and_without_inference_mode(stage: str, inference_mode: bool) -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    class Listener(Callback):
-        def _note(self, *_: Any) -> None:
-            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-
-        on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _note  # type: ignore[assignment]
-
-    trainer = quiet_trainer(inference_mode=inference_mode, callbacks=Listener())
+@pytest.mark.parametrize(("stage", "event"), [("test", "on_test_batch_end"), ("predict", "on_predict_batch_end")])
+def test_evaluation_records_no_gradients_with_and_without_inference_mode(
+    stage: str, event: str, inference_mode: bool
+) -> None:
+    recorder = RecordingCallback(event, note=lambda *_: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+    trainer = quiet_trainer(inference_mode=inference_mode, callbacks=recorder)
     getattr(trainer, stage)(RegressionTask(), regression_loader(2))
-    assert seen == [(False, inference_mode)] * 2
+    assert [modes for _, modes in recorder.notes] == [(False, inference_mode)] * 2
     assert torch.is_grad_enabled()
 
 
@@ -105,10 +99,6 @@ class Outer(RegressionTask):
     def configure_model(self) -> None:
         if len(self.inners) == 1:
             self.inners.append(Inner())
-
-    def configure_optimizers(self) -> Any:
-        assert [inner.trainer.max_epochs for inner in self.inners] == [2, 2]
-        return super().configure_optimizers()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = self.loss(batch)

@@ -159,20 +159,6 @@ def test_running_statistics_of_a_bad_forward_are_undone() -> None:
     assert_equal_weights(weights_of(task), weights_of(without))
 
 
-def test_warnings_become_rarer(recwarn: pytest.WarningsRecorder) -> None:
-    trainer = fitted(Bad(*((0, i) for i in range(20))), batches(20), max_epochs=1, on_nonfinite="skip")
-    assert len([w for w in recwarn if "it is skipped" in str(w.message)]) == 7  # 1 to 5, 8, 16
-    assert len(trainer.skipped_batches) == 20
-    recwarn.clear()
-
-
-def test_the_list_is_in_the_checkpoint(tmp_path: Path) -> None:
-    trainer = skip(Bad((0, 1)), batches(4), max_steps=2)
-    trainer.save_checkpoint(tmp_path / "here")
-    resumed = fitted(Bad(), batches(4), ckpt_path=tmp_path / "here", max_epochs=1, on_nonfinite="skip")
-    assert resumed.skipped_batches == trainer.skipped_batches
-
-
 ALL_STEPS = tuple(itertools.product(range(30), range(4)))
 
 
@@ -236,13 +222,6 @@ def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(tmp_path: Path) -
     assert_equal_weights(weights_of(task), weights_of(without))
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert [s.first_batch for s in trainer.skipped_batches] == [4]
-
-
-def test_without_a_checkpoint_it_skips_and_says_so(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="it is skipped, because this run has no checkpoint to roll back to"):
-        trainer.fit(Bad((0, 1)), batches(6))
-    assert (trainer.global_step, len(trainer.skipped_batches), trainer.num_rollbacks) == (5, 1, 0)
 
 
 def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, batches
-from trainwright import ConfigurationError, DataModule, FSDPStrategy, Trainer
+from trainwright import DataModule, Trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.trainer.planning.run_plan import Plan
 
@@ -148,14 +148,3 @@ def test_a_data_module_that_is_set_up_is_counted() -> None:
     assert (plan.data["batches_per_epoch"], plan.data["samples_per_epoch"]) == (5, 20)
     assert (plan.data["steps_per_epoch"], plan.data["total_steps"], plan.data["tokens_per_step"]) == (3, 9, 24)
     assert not any(note.startswith("data:") for note in plan.notes)
-
-
-def test_errors_are_those_of_fit() -> None:
-    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(auto_wrap_policy="Blok"))
-    with pytest.raises(ConfigurationError) as of_fit:
-        trainer.fit(Blocks(), batches(2))
-    with pytest.raises(ConfigurationError) as of_plan:
-        trainer.plan(Blocks(), batches(2))
-    assert str(of_plan.value) == str(of_fit.value)
-    with pytest.raises(FileNotFoundError):
-        quiet_trainer().plan(RegressionTask(), regression_loader(), ckpt_path="missing")

@@ -1,9 +1,9 @@
-"""Names, arguments, attributes and calls of Lightning's Trainer."""
+"""Names, arguments, attributes and calls of Lightning's Trainer, and the run behind them."""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -164,24 +164,6 @@ def test_on_save_checkpoint_may_change_the_saved_hyperparameters(tmp_path: Path)
     assert _Keeping.load_from_checkpoint(tmp_path / "saved").hparams.width == 5
 
 
-DEFAULTS: dict[str, Any] = {  # of Lightning 2.6.6's Trainer, but for what a test should not do
-    "strategy": "auto", "num_nodes": 1, "precision": None, "callbacks": None, "fast_dev_run": False,
-    "max_epochs": None, "min_epochs": None, "max_steps": -1, "min_steps": None, "max_time": None,
-    "limit_train_batches": None, "limit_val_batches": None, "limit_test_batches": None, "limit_predict_batches": None,
-    "overfit_batches": 0.0, "val_check_interval": None, "check_val_every_n_epoch": 1, "num_sanity_val_steps": None,
-    "log_every_n_steps": None, "accumulate_grad_batches": 1, "gradient_clip_val": None,
-    "gradient_clip_algorithm": None, "deterministic": None, "benchmark": None, "inference_mode": True,
-    "use_distributed_sampler": True, "profiler": None, "detect_anomaly": False, "barebones": False, "plugins": None,
-    "sync_batchnorm": False, "reload_dataloaders_every_n_epochs": 0, "default_root_dir": None,
-    "enable_autolog_hparams": True, "model_registry": None,
-}  # fmt: skip
-
-
-def test_all_defaults_are_accepted() -> None:
-    quiet_trainer(**DEFAULTS)
-    quiet_trainer(plugins=[])
-
-
 class WithHyperparameters(RegressionTask):
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
@@ -220,19 +202,6 @@ def test_the_task_is_accepted_as_task_and_as_model_and_not_as_both(verb: str) ->
 def test_a_fit_without_a_task_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task"):
         _call("fit")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_positional_arguments_come_in_lightnings_order(verb: str) -> None:
-    orders = {
-        "fit": ["task", "train_dataloaders", "val_dataloaders", "datamodule", "ckpt_path", "weights_only"],
-        "validate": ["task", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"],
-        "test": ["task", "dataloaders", "ckpt_path", "verbose", "datamodule", "weights_only"],
-        "predict": ["task", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "weights_only"],
-    }
-    parameters = inspect.signature(getattr(Trainer, verb)).parameters.values()
-    positional = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    assert positional[1:] == orders[verb]
 
 
 def test_tpu_cores_is_an_error_that_names_the_accelerator() -> None:
@@ -287,38 +256,19 @@ def test_a_name_with_a_metric_that_is_never_logged_says_nan(tmp_path: Path) -> N
     assert (tmp_path / "epoch=0-never=nan").exists()
 
 
-class _Progress(RegressionTask):
-    """Notes what `trainer.fit_loop` says in training steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[int, ...]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loop = self.trainer.fit_loop
-        batches = loop.epoch_loop.batch_progress
-        self.seen.append(
-            (
-                loop.batch_idx,
-                loop.total_batch_idx,
-                loop.epoch_progress.current.ready,
-                loop.epoch_progress.current.completed,
-                batches.current.ready,
-                batches.total.ready,
-                loop.epoch_loop.global_step,
-            )
-        )
-        return super().training_step(batch, batch_idx)
-
-
 def test_fit_loop_has_the_progress() -> None:
-    task = _Progress()
-    trainer = fitted(task, regression_loader(4), max_epochs=2, accumulate_grad_batches=2)
-    expected: list[tuple[int, ...]] = []
-    for total in range(8):
-        epoch, index = divmod(total, 4)
-        expected.append((index, total, epoch + 1, epoch, index + 1, total + 1, total // 2))
-    assert task.seen == expected
+    seen: list[tuple[int, ...]] = []
+
+    def step(task: RegressionTask, batch: Any, batch_idx: int) -> torch.Tensor:
+        loop = task.trainer.fit_loop
+        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+        seen.append((loop.batch_idx, loop.total_batch_idx, epochs.ready, epochs.completed))
+        assert (batches.current.ready, batches.total.ready) == (loop.batch_idx + 1, loop.total_batch_idx + 1)
+        assert loop.epoch_loop.global_step == loop.total_batch_idx // 2
+        return task.loss(batch)
+
+    trainer = fitted(StepTask(step), regression_loader(4), max_epochs=2, accumulate_grad_batches=2)
+    assert seen == [(total % 4, total, total // 4 + 1, total // 4) for total in range(8)]
     assert trainer.fit_loop.epoch_progress.total.ready == trainer.fit_loop.epoch_progress.current.completed == 2
     assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 8
     assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
@@ -341,3 +291,47 @@ def test_the_limits_of_fit_loop_continue_a_fit() -> None:
         trainer.fit_loop.max_epochs = "3"
     with pytest.raises(AttributeError, match=r"trainer\.fit_loop has no 'setup_data' here"):
         trainer.fit_loop.setup_data()
+
+
+class _Calls(Callback):
+    """Call a verb of a Trainer (default: the one that fits) within a fit."""
+
+    def __init__(self, verb: str, other: Any = None) -> None:
+        self.verb, self.other = verb, other
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        run = trainer.run
+        with pytest.raises(ConfigurationError, match=rf"trainer\.{self.verb}\(\) was called while fit\(\) runs"):
+            getattr(self.other or trainer, self.verb)(task, regression_loader(1, 2))
+        assert trainer.run is run
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_verb_within_a_fit_is_refused_and_the_fit_goes_on(verb: str, other: bool) -> None:
+    calls = _Calls(verb, quiet_trainer() if other else None)
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=2, callbacks=[calls])
+    assert trainer.global_step == 4
+    assert trainer.state.finished
+
+
+def test_what_a_run_knows_can_be_read_and_not_set() -> None:
+    trainer = quiet_trainer()
+    with pytest.raises(AttributeError, match="global_step is read-only"):
+        trainer.global_step = 3
+    with pytest.raises(AttributeError, match=r"pass Trainer\(limit_val_batches=3\)"):
+        trainer.limit_val_batches = 3
+    trainer.log_every_n_steps = 7
+    assert trainer.settings.log_every_n_steps == trainer.log_every_n_steps == 7
+
+
+def test_a_trainer_is_sent_without_its_run() -> None:
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=1)
+    sent = pickle.loads(pickle.dumps(trainer))
+    assert sent.global_step == 2
+    assert sent.history.run_id == trainer.history.run_id
+    assert sent.run.status.stage is None
+    assert sent.model is None
+    assert sent.run.engine.optimizers == []
+    assert sent.state.fn == "fit"
+    assert sent.state.finished
