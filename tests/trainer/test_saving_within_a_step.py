@@ -23,10 +23,8 @@ from trainwright.checkpoint import newest_valid, read_checkpoint, verify
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
-_BATCHES, _EPOCHS = 4, 3
-
-
-_INPUTS = torch.linspace(-1.0, 1.0, _BATCHES * 2 * 3).reshape(-1, 3)
+_EPOCHS = 3
+_INPUTS = torch.linspace(-1.0, 1.0, 4 * 2 * 3).reshape(-1, 3)  # four batches of two
 
 
 class Watched(TaskModule):
@@ -118,40 +116,26 @@ def test_a_run_that_was_interrupted_in_a_validation_comes_to_the_same_end(tmp_pa
 _STEPS = 8
 
 
-_LATER = "was written within the step after step 3"
-
-
-def _fails_in_its_fourth_step(error: type[BaseException] | None) -> StepTask:
-    def step(task: Any, batch: Batch, batch_idx: int) -> torch.Tensor:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[BaseException], tmp_path: Path) -> None:
+    def fails_in_its_fourth_step(task: Any, batch: Batch, batch_idx: int) -> torch.Tensor:
         loss: torch.Tensor = task.loss(batch)
-        if batch_idx == 3 and error is not None:
+        if batch_idx == 3:
             raise error("the fourth step")
         return loss
 
-    return StepTask(step)
-
-
-def _whole(task: RegressionTask) -> dict[str, torch.Tensor]:
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(_STEPS))
-    return weights_of(task)
-
-
-def _resume(path: Path, task: RegressionTask) -> dict[str, torch.Tensor]:
-    with pytest.warns(TrainwrightWarning, match=_LATER):
-        trainer = fitted(task, regression_loader(_STEPS), ckpt_path=path, max_epochs=1)
-    assert trainer.global_step == _STEPS
-    return weights_of(task)
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[BaseException], tmp_path: Path) -> None:
     trainer = quiet_trainer(max_epochs=1, callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
     with pytest.raises(error):
-        trainer.fit(_fails_in_its_fourth_step(error), regression_loader(_STEPS))
+        trainer.fit(StepTask(fails_in_its_fourth_step), regression_loader(_STEPS))
     saved = tmp_path / "on_exception"
     assert verify(saved) == []
     assert read_checkpoint(saved).state["step"] == 3
-    assert_equal_weights(_resume(saved, _fails_in_its_fourth_step(None)), _whole(_fails_in_its_fourth_step(None)))
+    whole, resumed = RegressionTask(), RegressionTask()
+    quiet_trainer(max_epochs=1).fit(whole, regression_loader(_STEPS))
+    with pytest.warns(TrainwrightWarning, match="was written within the step after step 3"):
+        trainer = fitted(resumed, regression_loader(_STEPS), ckpt_path=saved, max_epochs=1)
+    assert trainer.global_step == _STEPS
+    assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
 def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
