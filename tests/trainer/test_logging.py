@@ -43,13 +43,6 @@ def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs() -> N
     assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
 
 
-def test_validation_metrics_stand_at_the_step_after_which_it_ran() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_epochs=2, limit_train_batches=4, val_check_interval=2, logger=logger)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
-    assert list(logger.values("val_loss")) == [1, 3, 5, 7]
-
-
 def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     trainer = quiet_trainer(max_epochs=1, logger=logger, log_every_n_steps=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -323,15 +322,3 @@ def test_what_a_run_knows_can_be_read_and_not_set() -> None:
         trainer.limit_val_batches = 3
     trainer.log_every_n_steps = 7
     assert trainer.settings.log_every_n_steps == trainer.log_every_n_steps == 7
-
-
-def test_a_trainer_is_sent_without_its_run() -> None:
-    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=1)
-    sent = pickle.loads(pickle.dumps(trainer))
-    assert sent.global_step == 2
-    assert sent.history.run_id == trainer.history.run_id
-    assert sent.run.status.stage is None
-    assert sent.model is None
-    assert sent.run.engine.optimizers == []
-    assert sent.state.fn == "fit"
-    assert sent.state.finished
