@@ -115,14 +115,7 @@ def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("place", "status"),
-    [
-        ("setup", None),
-        ("on_train_end", "success"),
-        ("teardown", "success"),
-    ],
-)
+@pytest.mark.parametrize(("place", "status"), [("setup", None), ("on_train_end", "success"), ("teardown", "success")])
 def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, status: str | None) -> None:
     def signalled(self: Any, *args: Any) -> Any:
         _terminate()

@@ -20,11 +20,7 @@ from trainwright.data import CombinedLoader
 
 @pytest.mark.parametrize(
     ("limits", "batches"),
-    [
-        ((0.2, 0.4, 0.4), (12, 25, 25)),
-        ((10, 64, 1000), (10, 64, 64)),
-        ((1.0, 1, 1.0), (64, 1, 64)),
-    ],
+    [((0.2, 0.4, 0.4), (12, 25, 25)), ((10, 64, 1000), (10, 64, 64)), ((1.0, 1, 1.0), (64, 1, 64))],
 )
 def test_a_limit_is_a_fraction_or_a_number_of_batches(
     limits: tuple[float, float, float], batches: tuple[int, int, int]

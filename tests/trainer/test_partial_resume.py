@@ -45,14 +45,11 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def flip(file: Path) -> None:
+def damage(checkpoint: Path) -> None:
+    file = checkpoint / "model" / "model-00001-of-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-
-
-def damage(checkpoint: Path) -> None:
-    flip(checkpoint / "model" / "model-00001-of-00001.safetensors")
 
 
 def resume(run: Path, ckpt_path: Any, task: RegressionTask | None = None, **arguments: Any) -> list[int]:
@@ -195,6 +192,13 @@ def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_p
     assert data.loaded == {"place": 3}
     with pytest.warns(TrainwrightWarning, match="holds the state of a data module, but this run has none"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
+    without = _saved(tmp_path / "without")
+    with pytest.raises(CheckpointError, match=r"no state of the data module, and Data has one.*\['datamodule'\]"):
+        quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=Data(), ckpt_path=without)
+    with pytest.warns(TrainwrightWarning, match="data module"):
+        quiet_trainer(max_epochs=2).fit(
+            DecayingTask(), datamodule=Data(), ckpt_path=without, allow_missing=["datamodule"]
+        )
 
 
 def test_a_schedule_that_is_absent_is_an_error_unless_allowed(run: Path) -> None:
