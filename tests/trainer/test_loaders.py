@@ -145,7 +145,7 @@ class _ChangesLength(RegressionTask):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen.setdefault(self.current_epoch, []).extend(batch.tolist())
-        return next(self.parameters()).sum()
+        return self(torch.ones(1, 4)).mean()
 
     def on_train_epoch_end(self) -> None:
         self.data[:] = range(self.lengths[(self.current_epoch + 1) % len(self.lengths)])
