@@ -5,23 +5,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.optim import optimizer as torch_optimizer
 
-from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.trainer.runs import MemoryLogger
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import AsyncWriter, find_checkpoints, read_checkpoint, set_fault_hook, verify
+from trainwright.checkpoint import find_checkpoints, read_checkpoint, set_fault_hook, verify
 from trainwright.core.errors import CheckpointError, Preempted, TrainwrightWarning
 
 
@@ -74,16 +69,8 @@ def _steps_in(folder: Path) -> list[int]:
     return [found.manifest.step for found in find_checkpoints(folder)]
 
 
-class KeepWeights(Callback):
-    def __init__(self) -> None:
-        self.by_step: dict[int, Any] = {}
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        self.by_step[trainer.state.step] = weights_of(task)
-
-
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tmp_path: Path) -> None:
-    gate, kept = Gate(tmp_path), KeepWeights()
+    gate, kept = Gate(tmp_path), RecordingCallback("on_train_step_end", note=lambda _, t: weights_of(t.task))
     set_fault_hook(gate)
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
     _fit(3, saver, kept, gate)
@@ -91,17 +78,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tm
     assert gate.found == []  # two steps were done, and not a byte of the first checkpoint written
     checkpoints = find_checkpoints(tmp_path)
     assert [found.manifest.step for found in checkpoints] == [1, 2, 3]
-    for found in checkpoints:
-        assert_equal_weights(dict(read_checkpoint(found.path).model or {}), kept.by_step[found.manifest.step])
-
-
-@pytest.mark.parametrize("async_save", [True, False])
-def test_what_a_run_leaves_does_not_depend_on_how_it_saves(tmp_path: Path, async_save: bool) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, save_last="link")
-    _fit(7, saver, async_save=async_save)
-    assert [found.manifest.step for found in find_checkpoints(tmp_path) if not found.path.is_symlink()] == [7]
-    assert (tmp_path / "last").resolve() == Path(saver.best_model_path).resolve()
-    assert verify(tmp_path / "last") == []
+    for found, (_, weights) in zip(checkpoints, kept.notes, strict=True):
+        assert_equal_weights(dict(read_checkpoint(found.path).model or {}), weights)
 
 
 def test_without_async_save_a_checkpoint_stands_before_the_next_step(tmp_path: Path) -> None:
@@ -113,39 +91,16 @@ def test_without_async_save_a_checkpoint_stands_before_the_next_step(tmp_path: P
     assert stood == [[], [1], [1, 2]]
 
 
-def test_everything_is_published_when_on_fit_end_is_heard(tmp_path: Path) -> None:
-    stood: list[int] = []
-
-    look = LambdaCallback(
-        on_fit_end=lambda trainer, task: stood.extend(found.manifest.step for found in find_checkpoints(tmp_path))
-    )
-    _fit(3, ModelCheckpoint(tmp_path), look)
-    assert stood == [3]
-
-
-def test_several_checkpoints_of_one_moment_are_collected_once(tmp_path: Path) -> None:
-    collected: list[int] = []
-
-    count = LambdaCallback(on_save_checkpoint=lambda trainer, task, checkpoint: collected.append(trainer.state.step))
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True)
-    _fit(2, saver, count)
-    assert collected == [2]
-    names = {found.path.name for found in find_checkpoints(tmp_path)}
-    assert names == {"last", Path(saver.best_model_path).name}
-
-
 def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Path) -> None:
     stood: list[list[int]] = []
 
-    class Save(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            if trainer.state.step == 2:
-                trainer.save_checkpoint(tmp_path / "mine")
-                stood.append(_steps_in(tmp_path))
+    def save(trainer: Any, task: Any, result: Any) -> None:
+        trainer.save_checkpoint(tmp_path / f"mine-{trainer.global_step}")
+        stood.append(_steps_in(tmp_path))
 
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    _fit(2, saver, Save())
-    assert stood == [[1, 2]]
+    _fit(2, saver, LambdaCallback(on_train_step_end=save))
+    assert stood == [[1], [1, 1, 2]]
 
 
 @pytest.mark.parametrize(
@@ -154,55 +109,31 @@ def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Pat
 def test_a_failed_write_is_raised_and_names_the_path(max_steps: int, ended_at: int, tmp_path: Path) -> None:
     set_fault_hook(FullDisk(1))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=max_steps, callbacks=[saver], num_sanity_val_steps=0)
+    task = RegressionTask()
     with pytest.raises(CheckpointError, match=r"epoch=0-step=4 could not be written.*No space left"):
-        trainer.fit(RegressionTask(), regression_loader())
-    assert trainer.state.step == ended_at
+        _fit(max_steps, saver, task=task)
+    assert task.global_step == ended_at
     assert _steps_in(tmp_path) == [2]
 
 
 class Fails(RegressionTask):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
             raise ValueError("the first error")
-        return super().training_step(batch, batch_idx)
 
 
 def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
     set_fault_hook(FullDisk(0))
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
-    with (
-        pytest.warns(TrainwrightWarning, match="step=3 could not be written"),
-        pytest.raises(ValueError, match="the first error"),
-    ):
-        trainer.fit(Fails(), regression_loader())
+    failed_write = pytest.warns(TrainwrightWarning, match="step=3 could not be written")
+    with failed_write, pytest.raises(ValueError, match="the first error"):
+        _fit(20, saver, task=Fails())
 
 
 def test_a_run_that_fails_still_publishes_what_was_being_written(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     with pytest.raises(ValueError, match="the first error"):
-        fitted(Fails(), regression_loader(), max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
+        _fit(20, ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1), task=Fails())
     assert _steps_in(tmp_path) == [3]
-
-
-class Notes(MemoryLogger):
-    """Notes each checkpoint that it is told of, the thread, and whether it was there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.told: list[tuple[str, bool, bool]] = []
-
-    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        on_main = threading.current_thread() is threading.main_thread()
-        self.told.append((path.name, verify(path) == [], on_main))
-
-
-def test_loggers_hear_of_every_checkpoint_on_the_main_thread_while_it_is_there(tmp_path: Path) -> None:
-    notes = Notes()
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
-    _fit(3, saver, logger=notes)
-    assert notes.told == [(f"epoch=0-step={step}", True, True) for step in (1, 2, 3)]
 
 
 class FailOnce(FullDisk):
@@ -219,12 +150,9 @@ def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_writt
     tmp_path: Path, async_save: bool
 ) -> None:
     saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
-    trainer = quiet_trainer(
-        max_steps=4, callbacks=[saver], num_sanity_val_steps=0, async_save=async_save, on_save_error="warn"
-    )
     set_fault_hook(FailOnce(2))  # of step 2, the one that is called by its step
     with pytest.warns(TrainwrightWarning, match=r"No space left on device.*Training continues") as caught:
-        trainer.fit(RegressionTask(), regression_loader())
+        trainer = _fit(4, saver, async_save=async_save, on_save_error="warn")
     assert len(caught) == 1
     assert trainer.state.step == 4
     found = find_checkpoints(tmp_path)
@@ -236,28 +164,11 @@ def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_writt
 
 def test_a_best_checkpoint_that_could_not_be_written_is_not_called_the_best(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, filename="{step}", monitor="train_loss", mode="max", every_n_train_steps=1)
-    trainer = quiet_trainer(max_steps=3, callbacks=[saver], num_sanity_val_steps=0, on_save_error="warn")
     set_fault_hook(FailOnce(0))  # the loss falls, so that the first is the best
     with pytest.warns(TrainwrightWarning, match="Training continues"):
-        trainer.fit(RegressionTask(), regression_loader())
+        _fit(3, saver, on_save_error="warn")
     assert saver.best_model_path == str(tmp_path / "step=2")
     assert verify(saver.best_model_path) == []
-
-
-def test_a_preempted_run_that_tolerates_errors_does_not_claim_a_checkpoint_that_it_could_not_write(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Signalled(RegressionTask):
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            signal.raise_signal(signal.SIGTERM)
-
-    trainer = quiet_trainer(
-        max_steps=3, enable_checkpointing=True, default_root_dir=tmp_path, num_sanity_val_steps=0, on_save_error="warn"
-    )
-    set_fault_hook(FullDisk(0))
-    with pytest.raises(Preempted):
-        trainer.fit(Signalled(), regression_loader())
-    assert "the checkpoint could not be written: " in capsys.readouterr().out
 
 
 def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_earlier_checkpoint(
@@ -274,13 +185,10 @@ def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_ear
                 signal.raise_signal(signal.SIGTERM)
 
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    trainer = quiet_trainer(max_steps=9, callbacks=[saver], num_sanity_val_steps=0, preemption_grace=2)
     start_s = time.monotonic()
-    with (
-        pytest.raises(Preempted),
-        pytest.warns(TrainwrightWarning, match="not written before the deadline and is dropped"),
-    ):
-        trainer.fit(Signalled(), regression_loader())
+    dropped = pytest.warns(TrainwrightWarning, match="not written before the deadline and is dropped")
+    with dropped, pytest.raises(Preempted):
+        _fit(9, saver, task=Signalled(), preemption_grace=2)
     took_s = time.monotonic() - start_s
     assert "of preemption_grace are left" in capsys.readouterr().out
     for thread in threading.enumerate():
@@ -290,97 +198,3 @@ def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_ear
     gate.opened.set()
     assert took_s < 5
     assert _steps_in(tmp_path)[:1] == [1]
-
-
-def test_the_training_thread_never_waits_for_the_disk(tmp_path: Path) -> None:
-    synced: list[str] = []
-
-    def note(event: str, path: Path) -> None:
-        if event.startswith("fsync") and threading.current_thread() is threading.main_thread():
-            synced.append(str(path))
-
-    set_fault_hook(note)
-    trainer = quiet_trainer(
-        max_steps=3, callbacks=[ModelCheckpoint(every_n_train_steps=1)], default_root_dir=tmp_path / "new" / "run"
-    )
-    trainer.fit(RegressionTask(), regression_loader())
-    assert synced == []
-
-
-def _fail_on_rank(folder: Path) -> dict[str, tuple[int, str]]:
-    found = {}
-    for name, max_steps, on_save_error in (("save", 20, "raise"), ("end", 4, "raise"), ("warn", 8, "warn")):
-        set_fault_hook(FullDisk(1))
-        saver = ModelCheckpoint(folder / name, every_n_train_steps=2, save_top_k=-1)
-        trainer = quiet_trainer(
-            max_steps=max_steps, callbacks=[saver], num_sanity_val_steps=0, devices="auto", on_save_error=on_save_error
-        )
-        message = ""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", TrainwrightWarning)
-            try:
-                trainer.fit(RegressionTask(), regression_loader())
-            except CheckpointError as error:
-                message = str(error)
-        found[name] = trainer.state.step, message
-    return found
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_every_rank_raises_the_error_of_a_failed_write_or_goes_on_without_it(tmp_path: Path) -> None:
-    for found in run_distributed(_fail_on_rank, 2, tmp_path, init=False, timeout=120):
-        assert found["warn"] == (8, "")
-        for name, expected in (("save", 6), ("end", 4)):
-            step, message = found[name]
-            assert step == expected
-            assert "step=4 could not be written" in message
-            assert "No space left" in message
-    assert _steps_in(tmp_path / "warn") == [2]
-
-
-@pytest.mark.parametrize(("saves", "expected"), [(True, 1), (False, 0)])
-def test_the_first_saves_memory_is_asked_for_after_the_first_step_where_a_save_will_come(
-    saves: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WithAdam(RegressionTask):
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters())
-
-    task = WithAdam()
-    asked: list[tuple[int, int]] = []
-    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)] if saves else [])
-    monkeypatch.setattr(AsyncWriter, "prepare", lambda self, size: asked.append((size, trainer.global_step)))
-    trainer.fit(task, regression_loader())
-    # Of each weight itself and two averages, and of each tensor a counter.
-    expected_size = sum(3 * p.nbytes + 4 for p in task.parameters()) + sum(b.nbytes for b in task.buffers())
-    assert asked == [(expected_size, 1)] * expected
-
-
-def test_a_fit_that_ends_before_its_first_step_prepares_for_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Fails(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ArithmeticError("seven is odd")
-
-    with pytest.raises(ArithmeticError):
-        fitted(Fails(), regression_loader(), max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)])
-    asked: list[int] = []
-    monkeypatch.setattr(AsyncWriter, "prepare", lambda self, size: asked.append(size))
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    torch.optim.SGD([weight]).step()
-    assert asked == []
-
-
-def test_a_fit_that_saves_leaves_optimizers_of_other_fits_alone(tmp_path: Path) -> None:
-    class Looks(Callback):
-        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-            of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
-            found.append([*of_all[0], *of_all[1]])
-
-    found: list[Any] = []
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
-    _fit(4, Looks(), saver)
-    assert found == [[]] * 4  # other threads may run through these hooks

@@ -1,25 +1,20 @@
-"""Which checkpoints a run leaves, what they say, and what a run that continues from one does."""
+"""Which checkpoints a run leaves, what they say, which is the best, and what a run that continues from one does."""
 
 from __future__ import annotations
 
-import datetime
-import math
 import shutil
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.checkpoint.snapshots import same
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint, read_manifest
-from trainwright.checkpoint.format import layout
+from trainwright.checkpoint import find_checkpoints, read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 
 FOUR_BATCHES = 8  # samples, by 2
@@ -39,92 +34,11 @@ class ScriptedTask(RegressionTask):
         self.log("val_loss", next(self.values))
 
 
-class MeanTask(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_epoch: dict[int, list[float]] = {}
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        loss = self.loss(batch)
-        self.log("val_loss", loss)
-        self.by_epoch.setdefault(self.current_epoch, []).append(float(loss))
-
-
-def test_keeping_all_writes_one_checkpoint_per_epoch_that_says_its_epoch_step_and_score(tmp_path: Path) -> None:
-    task = MeanTask()
-    saver = ModelCheckpoint(tmp_path, filename="{val_loss:.4f}-{epoch}", monitor="val_loss", save_top_k=-1)
-    trainer = quiet_trainer(max_epochs=3, limit_train_batches=5, callbacks=[saver], num_sanity_val_steps=0)
-    trainer.fit(task, regression_loader(), regression_loader(12))
-    found = find_checkpoints(tmp_path)
-    assert [(f.manifest.epoch, f.manifest.step) for f in found] == [(0, 5), (1, 10), (2, 15)]
-    for epoch, checkpoint in enumerate(found):
-        mean = sum(task.by_epoch[epoch]) / len(task.by_epoch[epoch])
-        assert checkpoint.path.name == f"val_loss={mean:.4f}-epoch={epoch}"
-        assert checkpoint.manifest.metrics["val_loss"] == pytest.approx(mean, abs=1e-5)
-        assert saver.best_k_models[str(checkpoint.path)] == pytest.approx(mean, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "saved"),
-    [
-        (
-            {"max_epochs": 1, "limit_train_batches": 10, "val_check_interval": 0.2},
-            [(0, step) for step in (2, 4, 6, 8, 10)],
-        ),
-        ({"max_epochs": 5, "limit_train_batches": 1, "check_val_every_n_epoch": 2}, [(1, 2), (3, 4)]),
-    ],
-    ids=["five an epoch", "every second epoch"],
-)
-def test_each_validation_leaves_a_checkpoint(
-    arguments: dict[str, Any], saved: list[tuple[int, int]], tmp_path: Path
-) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
-    fitted(RegressionTask(), regression_loader(), regression_loader(2), callbacks=[saver], **arguments)
-    assert saved_in(tmp_path) == saved
-
-
-class EpochTask(RegressionTask):
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
-        return self.loss(batch)
-
-
-def test_the_best_by_epoch_is_the_last_and_the_worst_kept_the_first(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="epoch", mode="max", save_top_k=-1)
-    quiet_trainer(max_epochs=3, limit_train_batches=2, callbacks=[saver]).fit(EpochTask(), regression_loader())
-    assert Path(saver.best_model_path).name == "epoch=2"
-    assert saver.best_model_score == 2
-    assert Path(saver.kth_best_model_path).name == "epoch=0"
-
-
-@pytest.mark.parametrize(
-    ("mode", "values", "best"),
-    [
-        ("min", [math.nan, 8, 7, 5], 5),
-        ("max", [math.nan, 5, 7, 8], 8),
-        ("min", [math.nan] * 3, math.inf),
-        ("max", [math.nan] * 3, -math.inf),
-    ],
-    ids=["min", "max", "all NaN, min", "all NaN, max"],
-)
-def test_a_score_that_is_not_a_number_is_the_worst(tmp_path: Path, mode: str, values: list[float], best: float) -> None:
-    saver = ModelCheckpoint(tmp_path, monitor="val_loss", mode=mode, save_top_k=1)
-    trainer = quiet_trainer(
-        max_epochs=len(values), limit_train_batches=1, limit_val_batches=1, callbacks=[saver], num_sanity_val_steps=0
-    )
-    trainer.fit(ScriptedTask(values), regression_loader(), regression_loader())
-    assert saver.best_model_score == best
-    assert len(saved_in(tmp_path)) == 1
-
-
-def every_two_steps(folder: Path) -> ModelCheckpoint:
-    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-
-
 def test_a_resumed_run_writes_the_checkpoints_that_the_whole_run_wrote(tmp_path: Path) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> StepRecorder:
         recorder = StepRecorder()
-        trainer = quiet_trainer(max_epochs=4, callbacks=[recorder, every_two_steps(folder)])
+        saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = quiet_trainer(max_epochs=4, callbacks=[recorder, saver])
         trainer.fit(DecayingTask(), regression_loader(FOUR_BATCHES, 2, shuffle=True), ckpt_path=ckpt_path)
         return recorder
 
@@ -144,41 +58,6 @@ def test_a_resumed_run_writes_the_checkpoints_that_the_whole_run_wrote(tmp_path:
         assert same(first.optimizers, second.optimizers)
 
 
-def test_the_batches_after_a_resume_are_those_that_the_saved_step_had_left(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 0.65}
-    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=13, save_top_k=-1)
-    quiet_trainer(callbacks=[saver], **arguments).fit(DecayingTask(), regression_loader())
-    steps = [step for _, step in saved_in(tmp_path)]
-    assert steps == [13, 26, 39, 52, 65, 78]
-    for step in steps:
-        task, seen = DecayingTask(), RecordingCallback("on_train_batch_end")
-        trainer = quiet_trainer(callbacks=[seen], **arguments)
-        with pytest.warns(TrainwrightWarning, match="ModelCheckpoint"):  # this run has none, which it says
-            trainer.fit(task, regression_loader(), ckpt_path=tmp_path / f"step={step}")
-        assert step + len(seen.events) == trainer.global_step == 82
-        assert task.load_hooks == 1
-
-
-def test_resuming_a_finished_run_trains_nothing_and_writes_nothing_however_often(tmp_path: Path) -> None:
-    def run(ckpt_path: str | None = None) -> tuple[RecordingCallback, DecayingTask]:
-        seen, task = RecordingCallback("on_train_batch_end"), DecayingTask()
-        saver = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1, save_last="link")
-        trainer = quiet_trainer(max_epochs=2, callbacks=[seen, saver], default_root_dir=tmp_path)
-        trainer.fit(task, regression_loader(FOUR_BATCHES, 2), ckpt_path=ckpt_path)
-        return seen, task
-
-    seen, task = run()
-    assert len(seen.events) == 8
-    files = sorted(tmp_path.rglob("*"))
-    weights, stamps = weights_of(task), [file.stat().st_mtime_ns for file in files]
-    for _ in range(4):
-        seen, again = run("last")
-        assert seen.events == []
-        assert_equal_weights(weights_of(again), weights)
-        assert sorted(tmp_path.rglob("*")) == files
-    assert [file.stat().st_mtime_ns for file in files] == stamps
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint after two of three epochs."""
@@ -186,29 +65,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return trainer.save_checkpoint(tmp_path / "two")
 
 
-class NarrowerTask(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0), nn.Linear(8, 1, bias=False))
-
-
-@pytest.mark.parametrize(("kind", "name"), [(WiderTask, "extra.weight"), (NarrowerTask, "net.3.bias")])
-def test_strict_loading_refuses_weights_that_do_not_fit_and_names_them(
-    checkpoint: Path, kind: type[RegressionTask], name: str
-) -> None:
-    with pytest.raises(CheckpointError, match=name):
-        quiet_trainer().validate(kind(), regression_loader(2), ckpt_path=checkpoint)
-
-
-@pytest.mark.parametrize("kind", [WiderTask, NarrowerTask])
-def test_loading_that_is_not_strict_takes_the_weights_that_fit(checkpoint: Path, kind: type[RegressionTask]) -> None:
-    task = kind()
-    task.strict_loading = False
-    quiet_trainer().validate(task, regression_loader(2), ckpt_path=checkpoint, verbose=False)
-    torch.testing.assert_close(task.net[0].weight, (read_checkpoint(checkpoint).model or {})["net.0.weight"])
-
-
-def test_fewer_epochs_than_the_checkpoint_has_behind_it_are_an_error(checkpoint: Path) -> None:
+def test_a_checkpoint_that_the_task_or_max_epochs_does_not_fit_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"extra\.weight"):
+        quiet_trainer().validate(WiderTask(), regression_loader(2), ckpt_path=checkpoint)
     with pytest.raises(ConfigurationError, match="max_epochs=1"):
         quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), ckpt_path=checkpoint)
 
@@ -239,70 +98,32 @@ def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) ->
     assert [note for _, note in seen.notes] == [9, 10, 11, 12]
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
-def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path, stage: str) -> None:
+def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path) -> None:
     other = RegressionTask(seed=1)
     other.load_state_dict(read_checkpoint(checkpoint).model or {})
-    expected = getattr(quiet_trainer(), stage)(other, regression_loader(8, 2), verbose=False)
+    expected = quiet_trainer().test(other, regression_loader(8, 2), verbose=False)
     fresh = RegressionTask(seed=2)
-    found = getattr(quiet_trainer(), stage)(fresh, regression_loader(8, 2), ckpt_path=checkpoint, verbose=False)
+    found = quiet_trainer().test(fresh, regression_loader(8, 2), ckpt_path=checkpoint, verbose=False)
     assert found == expected
-    assert found != getattr(quiet_trainer(), stage)(RegressionTask(seed=2), regression_loader(8, 2), verbose=False)
+    assert found != quiet_trainer().test(RegressionTask(seed=2), regression_loader(8, 2), verbose=False)
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
-def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weights_only(
-    stage: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weights_only(tmp_path: Path) -> None:
     trainer, task = quiet_trainer(max_steps=1), RegressionTask()
     trainer.fit(task, regression_loader(2))
     assert read_checkpoint(trainer.save_checkpoint(tmp_path / "full")).kind == "full"
-    getattr(trainer, stage)(task, regression_loader(2), verbose=False)
+    trainer.validate(task, regression_loader(2), verbose=False)
     with pytest.warns(TrainwrightWarning, match="holds weights only, because another stage has run"):
         path = trainer.save_checkpoint(tmp_path / "late")
     assert read_checkpoint(path).kind == "weights"
     assert_equal_weights(weights_of(task), read_checkpoint(path).model or {})
 
 
-def _set_clock(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
-    """Shift the clock of checkpoints, as in another process."""
-
-    class Shifted(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return datetime.datetime.now(tz) + datetime.timedelta(hours=hours)
-
-    clock = types.SimpleNamespace(datetime=Shifted, timedelta=datetime.timedelta, UTC=datetime.UTC)
-    monkeypatch.setattr(layout, "datetime", clock)
-    monkeypatch.setattr(layout, "_newest", "")
-
-
-@pytest.mark.parametrize("resumes", [True, False], ids=["a resumed run that is behind", "a new run after one ahead"])
-def test_the_newest_checkpoint_is_the_last_written_whatever_the_clock_says(
-    resumes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, epochs, hours in (("first", 1, 0 if resumes else 2), ("second", 3, -3 if resumes else 0)):
-        _set_clock(monkeypatch, hours)
-        saver = ModelCheckpoint(tmp_path, filename=name, save_top_k=-1)
-        ckpt_path = "last" if resumes and name == "second" else None
-        fitted(RegressionTask(), regression_loader(2), ckpt_path=ckpt_path, max_epochs=epochs, callbacks=[saver])
-    newest = newest_valid(tmp_path)
-    assert newest is not None
-    assert read_manifest(newest).epoch == 2
-
-
-def test_a_fit_that_has_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(2), max_epochs=1)
-    assert "nothing is left to train" not in capsys.readouterr().out
-    trainer.fit(RegressionTask(), regression_loader(2))
-    assert "nothing is left to train: max_epochs=1 is reached at epoch 1" in capsys.readouterr().out
-
-
 def _best_two(folder: Path) -> ModelCheckpoint:
     return ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
 
 
-@pytest.mark.parametrize("how", ["moved", "moved, with a link in its place", "copied", "link"])
+@pytest.mark.parametrize("how", ["moved", "copied", "link"])
 def test_a_folder_that_was_moved_or_copied_or_is_a_link_is_continued_as_the_same(how: str, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     _fit_with(tmp_path, _best_two(old), ScriptedTask([1.0, 3.0]), max_epochs=2, limit_val_batches=1)
@@ -312,10 +133,92 @@ def test_a_folder_that_was_moved_or_copied_or_is_a_link_is_continued_as_the_same
         new.symlink_to(old)
     else:
         old.rename(new)
-        if how != "moved":
-            old.symlink_to(new)
     saver = _best_two(new)
     _fit_with(tmp_path, saver, ScriptedTask([2.0]), max_epochs=3, limit_val_batches=1, ckpt_path=new / "last")
     kept = {found.path.name: found.manifest.epoch for found in find_checkpoints(new)}
     assert kept == {"epoch=0-step=4": 0, "epoch=2-step=12": 2, "last": 2}
     assert saver.best_model_path == str(new / "epoch=0-step=4")
+
+
+class _Task(RegressionTask):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.log("val_loss", abs(self.current_epoch - 1))  # the second epoch is the best
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        return self(batch[0])
+
+
+def _fitted(folder: Path, *savers: Any, **options: Any) -> tuple[Any, _Task, dict[str, torch.Tensor]]:
+    savers = savers or (ModelCheckpoint(monitor="val_loss"),)
+    trainer = quiet_trainer(max_epochs=3, default_root_dir=folder, callbacks=list(savers), **options)
+    task = _Task()
+    trainer.fit(task, regression_loader(4), regression_loader(2))
+    return trainer, task, weights_of(task)
+
+
+def _best(saver: ModelCheckpoint) -> dict[str, torch.Tensor]:
+    found = read_checkpoint(saver.best_model_path).model
+    assert found is not None
+    return dict(found)
+
+
+@pytest.mark.parametrize("stage", ["validate", "predict"])
+def test_without_a_task_the_best_weights_are_used_and_one_line_says_so(
+    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, task, last = _fitted(tmp_path)
+    best = _best(trainer.checkpoint_callback)
+    capsys.readouterr()
+    getattr(trainer, stage)(dataloaders=regression_loader(2))
+    assert_equal_weights(weights_of(task), best)
+    assert not torch.equal(best["net.0.weight"], last["net.0.weight"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainwright:")]
+    used = f"{stage} uses the best weights by 'val_loss', {trainer.checkpoint_callback.best_model_path}"
+    assert lines == [f"trainwright: {used}. Pass ckpt_path=None to use the task's current weights."]
+
+
+def test_one_line_says_which_checkpoint_last_and_best_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saver = ModelCheckpoint(monitor="val_loss", save_last=True)
+    trainer, task, _ = _fitted(tmp_path, saver)
+    for name, path in (("best", saver.best_model_path), ("last", saver.last_model_path)):
+        capsys.readouterr()
+        trainer.test(task, regression_loader(2), ckpt_path=name)
+        named = [line for line in capsys.readouterr().out.splitlines() if "ckpt_path" in line]
+        assert named == [f'trainwright: ckpt_path="{name}" is {path}.']
+
+
+def test_an_explicit_none_or_a_task_keeps_the_current_weights(tmp_path: Path) -> None:
+    trainer, task, last = _fitted(tmp_path)
+    trainer.test(dataloaders=regression_loader(2), ckpt_path=None)
+    trainer.predict(task, regression_loader(2))
+    assert_equal_weights(weights_of(task), last)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["without a monitor", "a fast development run"])
+def test_without_best_weights_the_current_ones_are_used(fast: bool, tmp_path: Path) -> None:
+    trainer, task, last = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss" if fast else None), fast_dev_run=fast)
+    trainer.test(dataloaders=regression_loader(2))
+    assert_equal_weights(weights_of(task), last)
+
+
+def _weights_of_best(folder: Path, saver: ModelCheckpoint | None) -> dict[str, torch.Tensor]:
+    """Evaluate `ckpt_path="best"` with a Trainer that has not trained, and return the weights."""
+    task = _Task()
+    trainer = quiet_trainer(default_root_dir=folder, callbacks=[saver] if saver else [])
+    trainer.test(task, regression_loader(2), ckpt_path="best")
+    return weights_of(task)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_a_new_trainer_finds_the_best_of_the_run(tmp_path: Path, mode: str) -> None:
+    trainer, _, _ = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss", mode=mode, save_top_k=-1))
+    found = _weights_of_best(tmp_path, ModelCheckpoint(monitor="val_loss", mode=mode))
+    assert_equal_weights(found, _best(trainer.checkpoint_callback))
+
+
+def test_the_best_checkpoint_by_an_unknown_metric_or_without_a_callback_is_an_error(tmp_path: Path) -> None:
+    _fitted(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"no checkpoint with the metric 'other' in .*checkpoints.*dirpath"):
+        _weights_of_best(tmp_path, ModelCheckpoint(monitor="other"))
+    with pytest.raises(ConfigurationError, match=r"callbacks=\[ModelCheckpoint\(monitor=…\)\]"):
+        _weights_of_best(tmp_path, None)

@@ -33,8 +33,7 @@ def _gradients(task: RegressionTask | None = None, num_samples: int = 6, **argum
     return seen
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize(("precision", "k"), [("32-true", 1), ("16-mixed", 2)])
 def test_clipping_by_norm_leaves_that_total_norm(precision: str, k: int) -> None:
     found = _gradients(gradient_clip_val=0.05, precision=precision, accumulate_grad_batches=k)
     # The scaler of 16-mixed leaves out the steps whose scaled gradients overflow, until its scale is small enough.
@@ -50,7 +49,7 @@ def test_clipping_by_value_leaves_that_largest_element(precision: str) -> None:
         torch.testing.assert_close(gradient.abs().max(), torch.tensor(1e-10))
 
 
-@pytest.mark.parametrize("value", [None, 0, 0.0, 1e6])
+@pytest.mark.parametrize("value", [0, 1e6])
 def test_nothing_is_clipped_without_a_value_or_below_it(value: Any) -> None:
     torch.testing.assert_close(_gradients(gradient_clip_val=value), _gradients(), rtol=0, atol=0)
 

@@ -13,11 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
@@ -129,22 +128,12 @@ ALL_STEPS = (MID_FIRST_EPOCH, BOUNDARY, MID_SECOND_EPOCH)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "setting",
-    [Setting(), Setting("two optimizers"), Setting("scaler"), Setting("two optimizers", accumulate=2)],
-    ids=str,
-)
+@pytest.mark.parametrize("setting", [Setting("scaler"), Setting("two optimizers", accumulate=2)], ids=str)
 def test_one_process_goes_on_exactly(setting: Setting, tmp_path: Path) -> None:
     resume_and_compare(setting, tmp_path, ALL_STEPS)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_one_process_with_two_workers_goes_on_exactly(tmp_path: Path) -> None:
-    resume_and_compare(Setting(workers=2), tmp_path, ALL_STEPS)
-
-
-_ON_TWO = [Setting(), Setting("two optimizers", accumulate=2), Setting("scaler"), Setting(workers=2)]
+_ON_TWO = [Setting("two optimizers", accumulate=2), Setting("scaler"), Setting(workers=2)]
 
 
 def _compare_on_rank(folder: Path) -> list[list[int]]:
@@ -161,18 +150,6 @@ def test_two_processes_go_on_exactly_and_share_the_data(tmp_path: Path) -> None:
         of_epoch = slice(epoch * _STEPS_PER_EPOCH, (epoch + 1) * _STEPS_PER_EPOCH)
         rows = [ids for of_rank in by_rank for ids in of_rank[of_epoch]]
         assert sorted(itertools.chain.from_iterable(rows)) == list(range(_SAMPLES))
-
-
-def test_the_whole_run_uses_what_a_resume_could_forget(tmp_path: Path) -> None:
-    # Tests of the tests: the order, the noise and the dropout differ from run to run, and the scale has moved.
-    first = train(Setting("scaler"), tmp_path)
-    assert first.ids[:_STEPS_PER_EPOCH] != first.ids[_STEPS_PER_EPOCH : 2 * _STEPS_PER_EPOCH]
-    torch.manual_seed(79)
-    other = RestlessTask("sgd")
-    fitted(other, DataLoader(NoisySamples(), batch_size=8, shuffle=True), max_epochs=_EPOCHS)
-    assert other.losses != first.losses
-    saved = read_checkpoint(tmp_path / f"step={BOUNDARY}").trainer["strategy"]["scaler"]
-    assert saved["scale"] < 2**16  # torch's first scale was too large and has come down
 
 
 def test_a_resume_that_freezes_otherwise_in_the_middle_of_an_epoch_is_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""In which order hooks run: of a whole fit, and of the stages without training."""
+"""In which order hooks run, and which outputs of steps they receive."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.hooks import DataHooks, TaskHooks
+from trainwright.core.tree import iterate_tensors
 
 _OF_STEP_ONLY = ("on_train_step_start", "on_train_step_end")
 
@@ -124,18 +125,6 @@ def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
     ]
 
 
-def test_a_resumed_fit_lets_checkpoints_be_read_before_it_begins(tmp_path: Path) -> None:
-    notes: list[str] = []
-    first = fitted(_EveryTaskHook([]), max_epochs=1)
-    first.save_checkpoint(tmp_path / "one")
-    fitted(_EveryTaskHook(notes), ckpt_path=tmp_path / "one", max_epochs=2, callbacks=_EveryCallbackHook(notes))
-    start = notes.index("task.configure_model")
-    expected = ["task.configure_model", *_both("on_load_checkpoint"), "task.configure_optimizers"]
-    expected += _both("on_fit_start")
-    assert notes[start : start + len(expected)] == expected
-    assert notes.count("task.on_load_checkpoint") == 1
-
-
 @pytest.mark.parametrize(
     ("stage", "event", "loader"), [("validate", "validation", "val"), ("test", "test", "test"), ("predict",) * 3]
 )
@@ -152,47 +141,13 @@ def test_an_evaluation_runs_every_hook_in_the_promised_order(stage: str, event: 
     ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "argument"), [("validate", "val"), ("test", "test"), ("predict", "predict"), ("fit", "train")]
-)
-def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_not(stage: str, argument: str) -> None:
+@pytest.mark.parametrize("stage", ["test", "fit"])
+def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_not(stage: str) -> None:
     notes: list[str] = []
-    trainer = quiet_trainer(
-        max_epochs=1, limit_val_batches=0, callbacks=_EveryCallbackHook(notes), **{f"limit_{argument}_batches": 0}
-    ) if argument != "val" else quiet_trainer(limit_val_batches=0, callbacks=_EveryCallbackHook(notes))  # fmt: skip
-    getattr(trainer, stage)(_EveryTaskHook(notes))
+    limits = {"limit_train_batches": 0, "limit_val_batches": 0, "limit_test_batches": 0}
+    getattr(quiet_trainer(max_epochs=1, callbacks=_EveryCallbackHook(notes), **limits), stage)(_EveryTaskHook(notes))
     assert [note for note in notes if "setup" in note or "teardown" in note] == _both("setup", "teardown")
     assert [note for note in notes if "batch" in note or "epoch" in note or "_step" in note] == []
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
-def test_setup_and_teardown_are_told_the_stage(stage: str) -> None:
-    told: list[tuple[str, str]] = []
-    hooks = {name: lambda self, stage, name=name: told.append((name, stage)) for name in ("setup", "teardown")}
-    task = type("Task", (RegressionTask,), hooks)()
-    getattr(quiet_trainer(max_epochs=1), stage)(task, regression_loader(2))
-    assert told == [("setup", stage), ("teardown", stage)]
-
-
-def test_hooks_of_a_batch_see_the_outputs_and_the_batch() -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    class Task(RegressionTask):
-        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-            seen.append(("start", batch[0].shape, batch_idx))
-            return None
-
-        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-            seen.append(("end", outputs["loss"].shape, batch[0].shape, batch_idx, self.global_step))
-
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(Task(), regression_loader(4, 2))
-    shape, scalar = torch.Size([2, 4]), torch.Size([])
-    assert seen == [
-        ("start", shape, 0),
-        ("end", scalar, shape, 0, 0),
-        ("start", shape, 1),
-        ("end", scalar, shape, 1, 1),
-    ]
 
 
 def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
@@ -212,3 +167,52 @@ def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
     trainer = fitted(Task(), regression_loader(1), max_epochs=1, callbacks=[Says("the trainer's")])
     trainer.fit(RegressionTask(), regression_loader(1))
     assert notes == ["the task's", "the trainer's"]
+
+
+class _KeepsOutputs(Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Any]] = {"train": [], "test": [], "metrics": []}
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen["train"].append(outputs)
+        self.seen["metrics"].append(dict(trainer.callback_metrics))
+
+    def on_test_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen["test"].append(outputs)
+
+
+class _ReturnsDict(RegressionTask):
+    """Returns its loss and what it has predicted, with gradients switched on in evaluations too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.enable_grad():
+            predicted = self(batch[0].clone())
+            loss = torch.nn.functional.mse_loss(predicted, batch[1].clone())
+        self.log("loss", loss)
+        return {"loss": loss, "predicted": [predicted, {"twice": predicted * 2}]}
+
+    test_step = training_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.enable_grad():
+            return self(batch[0].clone())
+
+
+def test_outputs_of_steps_reach_hooks_whole_and_detached() -> None:
+    keeps, task = _KeepsOutputs(), _ReturnsDict()
+    trainer = fitted(task, regression_loader(6), max_epochs=1, callbacks=keeps, inference_mode=False)
+    trainer.test(task, regression_loader(2), verbose=False)
+    predictions = trainer.predict(task, regression_loader(2))
+    assert [list(outputs) for outputs in keeps.seen["train"]] == [["loss", "predicted"]] * 6
+    assert len(keeps.seen["test"]) == len(predictions) == 2
+    tensors = list(iterate_tensors([keeps.seen, predictions]))
+    assert len(tensors) > 20
+    assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in tensors)
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step returned None for each", "ignore:.*it is skipped")
+@pytest.mark.parametrize("factor", [None, float("nan")], ids=["no loss", "NaN"])
+def test_outputs_are_empty_where_no_loss_was_used(factor: float | None) -> None:
+    keeps, task = _KeepsOutputs(), StepTask(lambda task, batch, idx: factor and task.loss(batch) * factor)
+    quiet_trainer(max_epochs=1, callbacks=keeps, on_nonfinite="skip").fit(task, regression_loader(3))
+    assert keeps.seen["train"] == [{}] * 3

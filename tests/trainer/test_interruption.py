@@ -1,12 +1,13 @@
-"""Ctrl-C and errors in the middle of a fit: who hears of them, what is kept, what the user sees."""
+"""Ctrl-C, signals and errors before and in a fit: who hears of them, what is kept, what the user sees."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
-import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import verify
 from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
+from trainwright.trainer.recovery import preemption
 
 
 class _Hears(Callback):
@@ -31,10 +33,6 @@ class _Hears(Callback):
 
     def teardown(self, trainer: Any, task: Any, stage: Stage) -> None:
         self.torn_down.append(stage)
-
-
-class _HearsToo(_Hears):
-    pass
 
 
 class _FailsAt(RegressionTask):
@@ -71,15 +69,15 @@ class _InterruptedTwice(_FailsAt):
 
 @pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
 def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
-    first, second, logger = _Hears(), _HearsToo(), MemoryLogger()
-    trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger, on_interrupt="return")
+    hears, logger = _Hears(), MemoryLogger()
+    trainer = quiet_trainer(max_epochs=3, callbacks=hears, logger=logger, on_interrupt="return")
     trainer.fit(_FailsAt(0, 3, how), regression_loader(8))
-    assert trainer.interrupted
-    assert trainer.global_step == 3
-    for callback in (first, second):
-        assert [type(error) for error in callback.heard] == [KeyboardInterrupt]
-        assert callback.torn_down == ["fit"]
+    assert (trainer.interrupted, trainer.global_step) == (True, 3)
+    assert [type(error) for error in hears.heard] == [KeyboardInterrupt]
+    assert hears.torn_down == ["fit"]
     assert logger.statuses == ["interrupted"]
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert (trainer.interrupted, trainer.global_step, trainer.current_epoch) == (False, 24, 3)
 
 
 def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
@@ -88,24 +86,14 @@ def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
     def fail() -> None:
         raise error
 
-    first, second, logger = _Hears(), _HearsToo(), MemoryLogger()
-    trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger)
+    hears, logger = _Hears(), MemoryLogger()
+    trainer = quiet_trainer(max_epochs=3, callbacks=hears, logger=logger)
     with pytest.raises(ValueError, match=r"the user's own") as caught:
         trainer.fit(_FailsAt(0, 3, fail), regression_loader(8))
     assert caught.value is error
-    assert first.heard == second.heard == [error]
+    assert hears.heard == [error]
     assert logger.statuses == ["failed"]
     assert not trainer.interrupted
-
-
-def test_the_traceback_ends_in_the_users_own_line() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        quiet_trainer(max_epochs=1).fit(_FailsAt(0, 1, _divide_by_zero), regression_loader(4))
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    assert (frames[-1].name, frames[-1].line) == ("_divide_by_zero", "return 1 / 0")
-    assert (frames[-2].name, frames[-2].line) == ("training_step", "self.fail()")
-    assert caught.value.__cause__ is None
-    assert caught.value.__context__ is None
 
 
 def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
@@ -123,27 +111,11 @@ def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> 
     assert len(hears.heard) == 1
 
 
-def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
-    trainer = fitted(_FailsAt(0, 3, _interrupt), regression_loader(8), max_epochs=2, on_interrupt="return")
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert not trainer.interrupted
-    assert (trainer.global_step, trainer.current_epoch) == (16, 2)
-
-
 def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("place", "status"),
-    [
-        ("setup", None),
-        ("configure_optimizers", None),
-        ("on_train_end", "success"),
-        ("on_fit_end", "success"),
-        ("teardown", "success"),
-    ],
-)
+@pytest.mark.parametrize(("place", "status"), [("setup", None), ("on_train_end", "success"), ("teardown", "success")])
 def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, status: str | None) -> None:
     def signalled(self: Any, *args: Any) -> Any:
         _terminate()
@@ -160,67 +132,6 @@ def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, st
     assert (end.value.code, end.value.signal_name) == (143, "SIGTERM")
     assert hears.torn_down == ["fit"]
     assert logger.statuses == ([] if status is None else [status])
-
-
-class _SignalsAgain(Callback):
-    """Sends a signal in a step, and others while the run is torn down."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def teardown(self, trainer: Any, task: Any, stage: Any) -> None:
-        os.kill(os.getpid(), self.number)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_second_signal_during_the_exit_is_ignored(number: int, tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=2, callbacks=_SignalsAgain(number), default_root_dir=tmp_path)
-    with pytest.raises(Preempted) as end:
-        trainer.fit(RegressionTask(), regression_loader(4))
-    assert end.value.code == 143
-    os.kill(os.getpid(), number)  # and while the interpreter ends
-
-
-def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
-    came: list[int] = []
-    with pytest.raises(Preempted):
-        fitted(
-            RegressionTask(),
-            regression_loader(4),
-            max_epochs=2,
-            callbacks=_SignalsAgain(signal.SIGTERM),
-            default_root_dir=tmp_path,
-            preemption_grace=0.3,
-        )
-    leaving = signal.getsignal(signal.SIGTERM)
-    leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
-    leaving._deadline = 0.0  # type: ignore[union-attr]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert came == [signal.SIGTERM]
-
-
-def test_a_signal_ends_a_process_that_the_run_forked(tmp_path: Path) -> None:
-    """Whoever has forked it ends it so, and waits for it: the workers of a pool, for example."""
-    codes: list[int] = []
-
-    class Forks(Callback):
-        def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx:
-                return
-            pid = os.fork()
-            if pid == 0:
-                os.kill(os.getpid(), signal.SIGTERM)
-                os._exit(0)
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-    quiet_trainer(max_epochs=1, callbacks=Forks(), default_root_dir=tmp_path).fit(
-        RegressionTask(), regression_loader(2)
-    )
-    assert codes == [-signal.SIGTERM]
 
 
 def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
@@ -250,18 +161,6 @@ def test_ctrl_c_says_where_a_resume_continues(
     assert says in printed
 
 
-class _Stops(RegressionTask):
-    def on_train_epoch_end(self) -> None:
-        self.trainer.request_stop("The loss is good enough.")
-
-
-def test_the_reason_of_an_early_end_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    fitted(_Stops(), regression_loader(4), max_epochs=5)
-    assert "trainwright: training stops after 1 epochs and 4 steps. The loss is good enough." in capsys.readouterr().out
-    fitted(_Stops(), regression_loader(4), max_epochs=1)
-    assert "training stops" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
 def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not arguments:
@@ -272,20 +171,58 @@ def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monke
     assert trainer.interrupted
 
 
-def test_on_interrupt_raise_holds_at_a_prompt_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    with pytest.raises(KeyboardInterrupt):
-        fitted(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, on_interrupt="raise")
-
-
-@pytest.mark.parametrize("owner", ["task", "callback"])
-def test_an_error_in_teardown_is_a_failure_for_the_loggers(owner: str) -> None:
+def test_an_error_in_teardown_is_a_failure_for_the_loggers() -> None:
     def fails(self: Any, *args: Any) -> None:
         raise ValueError("no")
 
-    task = type("Fails", (RegressionTask,), {"teardown": fails} if owner == "task" else {})()
-    callbacks = [type("Fails", (Callback,), {"teardown": fails})()] if owner == "callback" else []
-    logger = MemoryLogger()
+    task, logger = type("Fails", (RegressionTask,), {"teardown": fails})(), MemoryLogger()
     with pytest.raises(ValueError, match="no"):
-        quiet_trainer(max_epochs=1, callbacks=callbacks, logger=logger).fit(task, regression_loader(2))
+        quiet_trainer(max_epochs=1, logger=logger).fit(task, regression_loader(2))
     assert logger.statuses == ["failed"]
+
+
+@pytest.fixture
+def requeued(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Let a job of Slurm begin; returns the commands that it is told."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(preemption.subprocess, "run", run)
+    for name, value in {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    preemption._ExitHandler.begun = False
+    return commands
+
+
+def _warn() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_warning_signal_before_the_fit_requeues_the_job(
+    requeued: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    quiet_trainer(devices="auto", max_epochs=1)
+    with pytest.raises(Preempted) as end:
+        _warn()
+    assert (end.value.code, end.value.signal_name) == (143, "SIGUSR1")
+    assert requeued == [["scontrol", "requeue", "77"]]
+    assert "Job 77 is requeued" in capfd.readouterr().err
+
+
+def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:
+    heard: list[int] = []
+
+    def own(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    quiet_trainer(devices="auto", preemption_grace=None)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, own)
+    quiet_trainer(devices="auto", max_epochs=1).fit(RegressionTask(), regression_loader(2))
+    assert signal.getsignal(signal.SIGUSR1) is own
+    _warn()
+    assert (heard, requeued) == ([signal.SIGUSR1], [])

@@ -1,35 +1,26 @@
-"""When loggers are called and with what, and what several processes make of what each has logged."""
+"""When loggers are called and with what, what callbacks read and log, and how processes put values together."""
 
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
-from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
 from tests.trainer.runs import MemoryLogger
-from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.metric_value import MetricValue
 from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-
-
-def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-    logger = MemoryLogger()
-    quiet_trainer(max_epochs=2, log_every_n_steps=3, logger=logger).fit(Task(), regression_loader(16, 4))
-    assert [(step, row["epoch"]) for step, row in logger.rows] == [(2, 0), (5, 1), (7, 1)]
 
 
 class CountingTask(RegressionTask):
@@ -43,41 +34,13 @@ class CountingTask(RegressionTask):
         return self.loss(batch)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(5, [4, 9]), (1, list(range(10)))])
-def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs(every: int, steps: list[int]) -> None:
+def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs() -> None:
     logger = MemoryLogger()
-    trainer = quiet_trainer(max_steps=10, limit_train_batches=3, log_every_n_steps=every, logger=logger)
+    trainer = quiet_trainer(max_steps=11, limit_train_batches=4, log_every_n_steps=5, logger=logger)
     trainer.fit(CountingTask(), regression_loader())
-    assert logger.steps == steps
-    assert logger.values("count") == {step: float(step) for step in steps}
-
-
-def test_what_is_logged_at_the_start_of_training_belongs_to_the_first_epoch() -> None:
-    class Task(RegressionTask):
-        def on_train_start(self) -> None:
-            self.log("at_start", 2.0)
-
-    logger = MemoryLogger()
-    quiet_trainer(max_epochs=2, logger=logger, log_every_n_steps=1).fit(Task(), regression_loader(4))
-    assert logger.values("at_start") == {3: 2.0}
-
-
-def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
-    class Aggregating(CountingTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            self.log("mean_count", float(self.count), on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    logger = MemoryLogger()
-    quiet_trainer(max_epochs=2, limit_train_batches=4, logger=logger).fit(Aggregating(), regression_loader())
-    assert logger.values("mean_count") == {3: 1.5, 7: 5.5}
-
-
-def test_validation_metrics_stand_at_the_step_after_which_it_ran() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_epochs=2, limit_train_batches=4, val_check_interval=2, logger=logger)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
-    assert list(logger.values("val_loss")) == [1, 3, 5, 7]
+    assert [(step, row["epoch"]) for step, row in logger.rows] == [(4, 1), (9, 2), (10, 2)]
+    assert logger.values("count") == {4: 4.0, 9: 9.0, 10: 10.0}
+    assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
 
 
 def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Path) -> None:
@@ -95,13 +58,6 @@ def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Pat
     assert len(rows) == len(fitted) - 1 + 3
 
 
-def test_the_sanity_check_logs_nothing() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=2, logger=logger)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
-    assert list(logger.values("val_loss")) == [0]
-
-
 def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
     logger = MemoryLogger()
     arguments: dict[str, Any] = {"limit_train_batches": 3, "log_every_n_steps": 2, "logger": logger}
@@ -113,10 +69,12 @@ def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
     assert set(logger.steps) >= {1, 3, 5, 7, 9}
 
 
-def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
-    logger = MemoryLogger()
-    quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader())
-    assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
+def test_a_step_called_by_hand_warns_once_and_a_later_fit_logs() -> None:
+    task, batch = RegressionTask(), next(iter(regression_loader(2, 2)))
+    with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*values are discarded"):
+        assert task.training_step(batch, 0).requires_grad
+    task.training_step(batch, 1)  # warnings are errors here
+    assert "train_loss" in fitted(task, regression_loader(2), max_epochs=1).callback_metrics
 
 
 class RankTask(RegressionTask):
@@ -150,139 +108,6 @@ def test_values_of_two_processes_are_reduced_where_asked_and_stay_each_ranks_own
             assert metrics[f"own_{name}"] == rank + 1
 
 
-class SeenTask(RegressionTask):
-    """Keeps the sample ids of every batch by stage and epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list[list[int]]] = {}
-
-    def _see(self, stage: str, batch: Any) -> torch.Tensor:
-        (ids,) = batch
-        self.seen.setdefault(f"{stage}{self.current_epoch}", []).append(ids.tolist())
-        return self.net(torch.ones(len(ids), 4)).mean()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self._see("train", batch)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._see("val", batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._see("test", batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self._see("predict", batch)
-        return batch[0]
-
-
-class NotingSampler(DistributedSampler[Any]):
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.epochs: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epochs.append(epoch)
-        super().set_epoch(epoch)
-
-
-def _numbers(n: int = 16, **options: Any) -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.arange(n)), batch_size=2, **options)
-
-
-def _read_on_rank() -> dict[str, Any]:
-    task = SeenTask()
-    trainer = fitted(task, _numbers(shuffle=True), _numbers(), devices="auto", max_epochs=2, num_sanity_val_steps=0)
-    trainer.test(task, _numbers(), verbose=False)
-    trainer.predict(task, _numbers())
-    return task.seen
-
-
-def _flat(rows: list[list[int]]) -> list[int]:
-    return [number for row in rows for number in row]
-
-
-@pytest.fixture(scope="module")
-def read_by_rank() -> list[dict[str, Any]]:
-    return run_distributed(_read_on_rank, 2, init=False)
-
-
-@pytest.mark.distributed
-def test_two_processes_share_the_training_data_in_one_shuffled_order(read_by_rank: list[dict[str, Any]]) -> None:
-    for epoch in (0, 1):
-        first, second = (_flat(seen[f"train{epoch}"]) for seen in read_by_rank)
-        assert len(first) == len(second) == 8
-        assert sorted(first + second) == list(range(16))
-        assert sorted(first) != first
-    assert read_by_rank[0]["train0"] != read_by_rank[0]["train1"]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("stage", ["val0", "test2", "predict2"])
-def test_two_processes_share_evaluation_data_in_its_own_order(read_by_rank: list[dict[str, Any]], stage: str) -> None:
-    in_turn = [row for rows in zip(*(seen[stage] for seen in read_by_rank), strict=True) for row in rows]
-    assert _flat(in_turn) == list(range(16))
-
-
-def _read_with_own_sampler_on_rank() -> tuple[list[int], list[int], int]:
-    task = SeenTask()
-    trainer = quiet_trainer(devices="auto", max_epochs=3)
-    rank = trainer.settings.selection.topology.rank
-    sampler = NotingSampler(range(16), num_replicas=2, rank=1 - rank, shuffle=False)
-    trainer.fit(task, _numbers(sampler=sampler))
-    return _flat(task.seen["train0"]), sampler.epochs, rank
-
-
-@pytest.mark.distributed
-def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None:
-    for ids, epochs, rank in run_distributed(_read_with_own_sampler_on_rank, 2, init=False):
-        assert ids == list(range(1 - rank, 16, 2))  # it gives each rank the other's share, which ours would not
-        assert list(dict.fromkeys(epochs)) == [0, 1, 2]
-
-
-def test_samplers_of_training_and_validation_receive_the_epoch() -> None:
-    training, validation = (NotingSampler(range(4), num_replicas=1, rank=0, shuffle=False) for _ in range(2))
-    trainer = quiet_trainer(max_epochs=3, num_sanity_val_steps=0)
-    trainer.fit(SeenTask(), _numbers(4, sampler=training), _numbers(4, sampler=validation))
-    assert sorted(set(training.epochs)) == sorted(set(validation.epochs)) == [0, 1, 2]
-
-
-def _batch() -> list[torch.Tensor]:
-    return [tensor[:2] for tensor in regression_data(4).tensors]
-
-
-def _calls_by_hand(task: RegressionTask) -> None:
-    with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*values are discarded") as seen:
-        loss = task.training_step(_batch(), 0)
-    assert loss.requires_grad
-    assert len(seen) == 1
-    task.training_step(_batch(), 1)  # warnings are errors here
-    task.validation_step(_batch(), 0)
-
-
-def test_a_step_called_by_hand_warns_once_for_each_task_and_a_later_fit_logs() -> None:
-    first, second = RegressionTask(), RegressionTask()
-    _calls_by_hand(first)
-    _calls_by_hand(second)
-    trainer = fitted(first, regression_loader(2), max_epochs=1)
-    assert "train_loss" in trainer.callback_metrics
-
-
-def test_a_step_called_by_hand_after_a_fit_warns_too() -> None:
-    task = RegressionTask()
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
-    _calls_by_hand(task)
-
-
-def test_logging_in_a_hook_of_a_run_that_has_no_epoch_is_still_an_error() -> None:
-    class Early(RegressionTask):
-        def setup(self, stage: str) -> None:
-            self.log("early", 1.0)
-
-    with pytest.raises(TaskError, match="log\\('early'\\)"):
-        quiet_trainer(max_epochs=1).fit(Early(), regression_loader(2))
-
-
 class StepsTask(RegressionTask):
     """Logs the number of each evaluation step in three ways. The numbers are those that the rows must have."""
 
@@ -314,11 +139,10 @@ class StepsTask(RegressionTask):
 POINTS = {CSVLogger: csv_points, JSONLinesLogger: jsonl_points, TensorBoardLogger: tensorboard_points}
 
 
-@pytest.mark.parametrize("resumes", [False, True], ids=["whole", "resumed"])
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("kind", POINTS)
-def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own(
-    kind: Any, stage: str, resumes: bool, tmp_path: Path
+def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own_also_after_a_resume(
+    kind: Any, stage: str, tmp_path: Path
 ) -> None:
     def session(max_epochs: int, ckpt_path: Any = None) -> tuple[Any, Path]:
         logger, task = kind(tmp_path), StepsTask()
@@ -330,10 +154,9 @@ def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own(
 
     epochs, num_batches = 2, 3
     logger, saved = session(epochs)
-    if resumes:
-        session(epochs + 2, saved)  # the next session discards its steps
-        epochs += 1
-        logger, _ = session(epochs, saved)
+    session(epochs + 2, saved)  # the next session discards its steps
+    epochs += 1
+    logger, _ = session(epochs, saved)
     assert logger.version == 0
     points, log = POINTS[kind], SimpleNamespace(log_dir=str(Path(logger.log_dir, stage)))
     total = epochs * num_batches if stage == "validate" else num_batches
@@ -345,30 +168,75 @@ def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own(
     assert [step for step, _ in points(logger, "validate_both_epoch")] == [2 * epoch + 1 for epoch in range(epochs)]
 
 
-def _log_steps_on_rank() -> list[tuple[int, dict[str, float]]]:
-    class Task(RegressionTask):
-        def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
-            value = float(10 * dataloader_idx + 2 * batch_idx + self.global_rank)
-            self.log("own", value, on_step=True, on_epoch=False)
-            self.log("mean", torch.tensor(value), on_step=True, on_epoch=False, sync_dist=True)
+def test_a_metric_value_works_as_a_float_and_as_a_tensor() -> None:
+    value = MetricValue(0.25)
+    assert isinstance(value, float)
+    assert value == value.item() == value.cpu().numpy() == value.detach().cpu().item() == value.clone().tolist() == 0.25
+    assert type(value.item()) is float
+    assert f"{value:.3f} {value}" == "0.250 0.25"
+    assert json.dumps({"a": value}) == '{"a": 0.25}'
+    for tensor in (torch.tensor(value), value.to("cpu"), value.float(), torch.stack([value])[0]):
+        assert isinstance(tensor, torch.Tensor)
+        assert tensor == 0.25
+    assert value < torch.tensor(0.5)
+    assert torch.tensor(2.0) * value == value * torch.tensor(2.0) == 0.5
+    assert not torch.isnan(value)
+    assert torch.exp(MetricValue(0.0)) == 1
+    assert np.mean([value, value]) == 0.25
+    assert (value.ndim, value.shape, value.dtype, value.device.type) == (0, (), torch.float32, "cpu")
+    with pytest.raises(AttributeError):
+        value.no_such_method()
 
-    logger = MemoryLogger()
-    trainer = quiet_trainer(devices="auto", logger=logger)
-    trainer.test(Task(), [regression_loader(12, 4), regression_loader(8, 4)], verbose=False)
-    return logger.rows
+
+class _Logs(RegressionTask):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        self.log("step", loss.detach() * 2)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", float(batch_idx))
 
 
-@pytest.mark.distributed
-def test_rows_of_evaluation_steps_are_reduced_over_the_ranks_that_had_the_batch() -> None:
-    rows, nothing = run_distributed(_log_steps_on_rank, 2, init=False)
-    points = {
-        name: [(step, row[name]) for step, row in rows if name in row]
-        for name in ("own/dataloader_idx_0", "mean/dataloader_idx_0", "own/dataloader_idx_1", "mean/dataloader_idx_1")
-    }
-    assert points == {
-        "own/dataloader_idx_0": [(0, 0.0), (1, 2.0)],
-        "mean/dataloader_idx_0": [(0, 0.5), (1, 2.0)],  # the second batch was only rank 0's
-        "own/dataloader_idx_1": [(2, 10.0)],
-        "mean/dataloader_idx_1": [(2, 10.5)],
-    }
-    assert nothing == []
+class _Reads(Callback):
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+        self.at_ends: dict[str, dict[str, float]] = {}
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        metrics = trainer.callback_metrics
+        assert metrics["both"].item() == metrics["both_step"] == float(outputs["loss"])
+        self.seen.append(dict(metrics))
+
+    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.at_ends["train"] = dict(trainer.callback_metrics)
+
+    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+        if not trainer.sanity_checking:
+            self.at_ends["validation"] = dict(trainer.callback_metrics)
+
+
+def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() -> None:
+    reads, arguments = _Reads(), {"max_epochs": 1, "log_every_n_steps": 1000}
+    trainer = fitted(_Logs(), regression_loader(6), regression_loader(3), callbacks=reads, **arguments)
+    assert [set(seen) for seen in reads.seen] == [{"both", "both_step", "step"}] * 6
+    assert len({seen["step"] for seen in reads.seen}) == 6
+    mean = sum(seen["both"] for seen in reads.seen) / 6
+    assert reads.at_ends["train"]["both_epoch"] == reads.at_ends["train"]["both"] == pytest.approx(mean)
+    assert reads.at_ends["validation"]["val"] == 1.0
+    assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
+
+
+class Logging(Callback):
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("index", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="max")
+
+    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.log_dict({"a": 1.0, "b": 2.0}, prog_bar=True)
+
+
+def test_callbacks_can_log() -> None:
+    trainer = fitted(RegressionTask(), regression_loader(4), regression_loader(4), max_epochs=1, callbacks=Logging())
+    assert trainer.callback_metrics["index"] == 3.0
+    assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}

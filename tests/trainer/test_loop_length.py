@@ -1,8 +1,7 @@
-"""Length of a fit: epochs, steps, samples, tokens, seconds, stop requests, a second fit, and the loop's warnings."""
+"""Length of a fit and when it validates: epochs, steps, samples, tokens, seconds, stop requests."""
 
 from __future__ import annotations
 
-import datetime
 import time
 import warnings
 from collections.abc import Callable
@@ -13,13 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.helpers.runs import assert_equal_weights
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
-from trainwright.callbacks import LambdaCallback, LearningRateMonitor, Timer
+from trainwright.callbacks import LambdaCallback, Timer
+from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.data import resolve_limit
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.trainer import Trainer
 
@@ -45,40 +43,6 @@ def test_max_steps_counts_optimizer_steps_not_batches() -> None:
     assert tally.train_batches == 10 * 32 + 2 * 10
 
 
-def test_a_second_fit_at_its_max_steps_trains_nothing() -> None:
-    trainer, task = quiet_trainer(max_steps=10), RegressionTask()
-    trainer.fit(task, regression_loader())
-    before = weights_of(task)
-    trainer.fit(task, regression_loader())
-    assert trainer.global_step == 10
-    assert torch.equal(weights_of(task), before)
-
-
-def test_a_second_fit_with_more_epochs_goes_on_where_the_first_ended() -> None:
-    tally = Tally()
-    trainer, task = quiet_trainer(max_epochs=2, callbacks=tally), RegressionTask()
-    trainer.fit(task, regression_loader(4))
-    trainer.max_epochs = 4
-    trainer.fit(task, regression_loader(4))
-    assert tally.train_epochs == [0, 1, 2, 3]
-    assert trainer.global_step == 16
-
-
-def test_a_second_fit_with_more_steps_goes_on_in_the_middle_of_the_epoch() -> None:
-    seen: list[int] = []
-
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            seen.append(batch_idx)
-            return self.loss(batch)
-
-    trainer, task = quiet_trainer(max_steps=3), Task()
-    trainer.fit(task, regression_loader(4))
-    trainer.max_steps = 6
-    trainer.fit(task, regression_loader(4))
-    assert seen == [0, 1, 2, 3, 0, 1]
-
-
 class _StopsInItsStep(RegressionTask):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         self.trainer.should_stop = batch_idx == 4
@@ -96,16 +60,7 @@ def test_a_stop_request_finishes_the_batch_and_validates_once(in_step: bool) -> 
 
 @pytest.mark.parametrize(
     ("batches", "min_epochs", "min_steps", "steps"),
-    [
-        (3, 0, 10, 10),
-        (5, 0, 10, 10),
-        (3, 2, 0, 6),
-        (5, 2, 0, 10),
-        (3, 1, 10, 10),
-        (5, 1, 10, 10),
-        (3, 3, 10, 10),
-        (5, 3, 10, 15),
-    ],
+    [(3, 0, 10, 10), (3, 2, 0, 6), (3, 3, 10, 10), (5, 3, 10, 15)],
 )
 def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
     batches: int, min_epochs: int, min_steps: int, steps: int
@@ -117,27 +72,18 @@ def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
     assert trainer.global_step == steps
 
 
-def test_a_limit_of_no_training_batches_trains_nothing_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0), RegressionTask()
-    before = weights_of(task)
-    trainer.fit(task, regression_loader())
-    assert "nothing is left to train: limit_train_batches=0" in capsys.readouterr().out
-    assert (trainer.global_step, trainer.current_epoch) == (0, 0)
-    assert torch.equal(weights_of(task), before)
-
-
-def test_a_fast_dev_run_trains_although_the_limit_is_no_batches() -> None:
-    trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0, fast_dev_run=True), RegressionTask()
-    before = weights_of(task)
-    trainer.fit(task, regression_loader())
-    assert (trainer.global_step, trainer.current_epoch) == (1, 1)
-    assert not torch.equal(weights_of(task), before)
-
-
 @pytest.mark.parametrize(("wish", "batches"), [(True, 1), (3, 3)])
-def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | int, batches: int) -> None:
-    tally = Tally()
-    trainer = quiet_trainer(fast_dev_run=wish, max_epochs=9, max_steps=2, val_check_interval=0.5, callbacks=tally)
+def test_a_fast_dev_run_takes_so_many_batches_of_everything_once_and_writes_nothing(
+    wish: bool | int, batches: int, tmp_path: Path
+) -> None:
+    tally, saver = Tally(), ModelCheckpoint(tmp_path / "saved", monitor="never_logged", save_on_exception=True)
+    arguments = {"max_epochs": 9, "max_steps": 2, "val_check_interval": 0.5, "logger": CSVLogger(tmp_path / "logs")}
+    trainer = quiet_trainer(
+        fast_dev_run=wish,
+        callbacks=[tally, saver, EarlyStopping("never_logged")],
+        default_root_dir=tmp_path,
+        **arguments,
+    )
     task = RegressionTask()
     trainer.fit(task, regression_loader(), regression_loader())
     trainer.test(task, regression_loader(), verbose=False)
@@ -145,12 +91,14 @@ def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | in
     assert tally.train_batches == batches
     assert tally.train_epochs == [0]
     assert tally.batches == {"validation": {0: batches}, "test": {0: batches}, "predict": {0: batches}}
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fast_dev_run_keeps_its_batches_when_gradients_are_accumulated() -> None:
-    tally = Tally()
-    trainer = fitted(RegressionTask(), regression_loader(), fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
-    assert (tally.train_batches, trainer.global_step) == (3, 2)
+def test_barebones_leaves_out_everything_but_training() -> None:
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, val_check_interval=1000)
+    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    assert (trainer.callbacks, trainer.loggers, trainer.global_step) == ([], [], 4)
+    assert "val_loss" not in trainer.callback_metrics
 
 
 class _Counts(RegressionTask):
@@ -174,55 +122,29 @@ def test_a_bound_ends_a_fit_once_it_is_reached(
     assert (getattr(trainer.state, counted[0]), trainer.global_step) == (counted[1], steps)
 
 
-@pytest.mark.parametrize(
-    "max_time", ["00:00:00:01", "1 s", {"seconds": 1}, datetime.timedelta(seconds=1)], ids=["clock", "s", "dict", "td"]
-)
-def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            now[0] += 0.3
-            return self.loss(batch)
-
-    trainer = fitted(Task(), regression_loader(), max_time=max_time)
-    assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
-
-
 @pytest.mark.parametrize("timer", [False, True], ids=["max_time", "Timer"])
 def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
-    timer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    timer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            now[0] += 0.3
-            return self.loss(batch)
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        now[0] += 0.3
+        return task.loss(batch)
 
-    def trainer(limit_s: float) -> Trainer:
+    def run(limit_s: float, ckpt_path: Path | None = None) -> Trainer:
         bound = {"callbacks": [Timer({"seconds": limit_s})]} if timer else {"max_time": {"seconds": limit_s}}
-        return quiet_trainer(max_epochs=2, seed=1, default_root_dir=tmp_path, **bound)
+        task, loader = StepTask(step, momentum=0.9), regression_loader(24, 4)
+        return fitted(task, loader, ckpt_path=ckpt_path, max_epochs=2, default_root_dir=tmp_path, **bound)
 
-    tasks = [Task(), Task()]
-    tasks[1].load_state_dict(tasks[0].state_dict())
-    whole = trainer(100)
-    whole.fit(tasks[0], regression_loader(24, 4))
-    first = trainer(1)
-    first.fit(tasks[1], regression_loader(24, 4))
+    whole, first = run(100), run(1)
     assert 0 < first.state.batch_in_epoch < 6
     assert (first.current_epoch, first.should_stop) == (0, timer)
-    path = first.save_checkpoint(tmp_path / "left")
-    capsys.readouterr()
-    trainer(1).fit(Task(), regression_loader(24, 4), ckpt_path=path)
-    assert ("nothing is left to train: the limit of 1 seconds is reached" in capsys.readouterr().out) is not timer
-    second = trainer(100)
-    second.fit(tasks[1], regression_loader(24, 4), ckpt_path=path)
+    second = run(100, first.save_checkpoint(tmp_path / "left"))
     assert second.state.step == whole.state.step == 12
-    assert_equal_weights(weights_of(tasks[1]), weights_of(tasks[0]))
+    assert torch.equal(weights_of(second.task), weights_of(whole.task))
 
 
 def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -> None:
@@ -241,26 +163,6 @@ def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
     assert quiet_trainer(max_steps=3).max_epochs == -1
 
 
-def test_barebones_leaves_out_everything_but_training() -> None:
-    from trainwright.trainer.trainer import Trainer
-
-    tally = Tally()
-    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=tally, val_check_interval=1000)
-    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
-    assert trainer.callbacks == [tally]
-    assert trainer.loggers == []
-    assert trainer.global_step == 4
-    assert "val_loss" not in trainer.callback_metrics
-
-
-def test_barebones_validates_if_the_limit_is_passed() -> None:
-    from trainwright.trainer.trainer import Trainer
-
-    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, limit_val_batches=1)
-    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
-    assert "val_loss" in trainer.callback_metrics
-
-
 class _SkipsAfterTwo(RegressionTask):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
@@ -270,8 +172,7 @@ class _SkipsAfterTwo(RegressionTask):
 def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(by: str) -> None:
     tally = Tally()
     skips = LambdaCallback(on_train_batch_start=lambda trainer, task, batch, idx: -1 if idx == 2 else None)
-    task = _SkipsAfterTwo() if by == "task" else RegressionTask()
-    callbacks = [tally] if by == "task" else [tally, skips]
+    task, callbacks = (_SkipsAfterTwo(), [tally]) if by == "task" else (RegressionTask(), [tally, skips])
     trainer = fitted(task, regression_loader(8), max_epochs=3, callbacks=callbacks)
     assert (tally.train_batches, tally.train_epochs) == (6, [0, 1, 2])
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)
@@ -287,132 +188,115 @@ def test_gradients_of_a_group_that_was_skipped_do_not_leak_into_the_next_step() 
     assert all(parameter.grad is None for parameter in task.parameters())
 
 
-def test_an_epoch_whose_rest_is_skipped_still_steps_the_schedule_of_the_epoch() -> None:
-    class Task(_SkipsAfterTwo):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-
-    trainer = fitted(Task(), regression_loader(8), max_epochs=3)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125
-
-
-def _run_stage(stage: str, arguments: dict[str, Any]) -> None:
-    trainer, task = quiet_trainer(max_epochs=1, num_sanity_val_steps=0, **arguments), RegressionTask()
-    if stage == "fit":
-        trainer.fit(task, regression_loader(10), regression_loader(10))
-    else:
-        getattr(trainer, stage)(task, regression_loader(10))
-
-
-@pytest.mark.parametrize(
-    ("stage", "argument"),
-    [
-        ("fit", "limit_train_batches"),
-        ("fit", "limit_val_batches"),
-        ("fit", "overfit_batches"),
-        ("validate", "limit_val_batches"),
-        ("test", "limit_test_batches"),
-    ],
-)
-def test_a_limit_below_one_batch_is_an_error(stage: str, argument: str) -> None:
-    with pytest.raises(
-        ConfigurationError, match=rf"{argument}=0\.05 of 10 batches is less than one\. Use at least 0\.1"
-    ):
-        _run_stage(stage, {argument: 0.05})
-
-
-def test_the_suggested_fraction_works_for_every_length() -> None:
-    for length in range(1, 400):
-        with pytest.raises(ConfigurationError, match="Use at least") as caught:
-            resolve_limit(1e-9, length, "limit_train_batches")
-        proposed = float(str(caught.value).split("at least ")[1].split(",")[0])
-        assert resolve_limit(proposed, length, "limit_train_batches") >= 1  # type: ignore[operator]  # length is known
-
-
-@pytest.mark.parametrize("none", [0, 0.0])
-def test_a_limit_of_zero_disables_the_loader(none: float) -> None:
-    _run_stage("fit", {"limit_val_batches": none})
-
-
-class _NoLoss(RegressionTask):
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        self.loss(batch)
+def test_a_limit_below_one_batch_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"limit_val_batches=0\.05 of 10 .* less than one\. Use at least 0\.1"):
+        fitted(RegressionTask(), regression_loader(10), regression_loader(10), max_epochs=1, limit_val_batches=0.05)
 
 
 def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
-    seen: list[int] = []
-
-    def note(event: str, trainer: Any) -> None:
-        seen.append(len(told))
-
+    task = StepTask(lambda task, batch, batch_idx: None)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        quiet_trainer(max_epochs=1, callbacks=RecordingCallback("on_train_batch_end", note=note)).fit(
-            _NoLoss(), regression_loader(64)
-        )
-    assert seen.index(1) in range(49, 60)
+        recorder = RecordingCallback("on_train_batch_end", note=lambda *_: len(told))
+        fitted(task, regression_loader(64), max_epochs=1, callbacks=recorder)
+    assert [number for _, number in recorder.notes].index(1) in range(49, 60)
     assert "so far" in str(told[0].message)
 
 
-def _stopping_at(step: int, **arguments: Any) -> Any:
-    def note(event: str, trainer: Any) -> None:
-        if trainer.global_step >= step:
-            trainer.should_stop = True
-
-    trainer = quiet_trainer(callbacks=RecordingCallback("on_train_step_end", note=note), **arguments)
-    trainer.fit(RegressionTask(), regression_loader(4))
-    return trainer
+def test_an_action_at_a_safe_point_stops_at_its_step() -> None:
+    act = AfterBatch(lambda trainer, idx: idx == 2, lambda trainer: trainer.at_step_end(lambda: ask_to_stop(trainer)))
+    trainer = fitted(RegressionTask(), regression_loader(10), max_epochs=2, callbacks=act)
+    assert (trainer.global_step, trainer.current_epoch) == (3, 1)
 
 
-def test_a_delayed_stop_is_a_warning_once() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"by epoch 0, step 2\. .* until min_epochs=2 and min_steps=9 are"):
-        trainer = _stopping_at(2, max_epochs=5, min_epochs=2, min_steps=9)
-    assert trainer.global_step == 9
+def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
+    tally = Tally()
+    fitted(RegressionTask(), regression_loader(batches), regression_loader(val_batches), callbacks=tally, **arguments)
+    return tally.validations
 
 
-def test_the_reason_of_the_stop_is_named() -> None:
-    def note(event: str, trainer: Any) -> None:
-        trainer.request_stop("it is good enough")
-
-    trainer = quiet_trainer(max_epochs=5, min_epochs=2, callbacks=RecordingCallback("on_train_step_end", note=note))
-    with pytest.warns(
-        TrainwrightWarning, match=r"\(it is good enough\)\. Training continues until min_epochs=2 is"
-    ) as told:
-        trainer.fit(RegressionTask(), regression_loader(4))
-    assert len(told) == 1
-
-
-def test_a_stop_after_min_epochs_is_not_delayed() -> None:
-    assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
-
-
-def test_callbacks_that_save_or_stop_are_there_and_do_nothing(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path / "saved", monitor="never_logged", save_last=True, save_on_exception=True)
-    stopper = EarlyStopping("never_logged")
-    trainer = quiet_trainer(fast_dev_run=2, callbacks=[saver, stopper], default_root_dir=tmp_path)
-    task = RegressionTask()
-    trainer.fit(task, regression_loader(), regression_loader())
-    assert trainer.checkpoint_callback is saver
-    assert trainer.early_stopping_callback is stopper
-    assert (saver.best_model_path, saver.last_model_path) == ("", "")
-    trainer.test(task, regression_loader(), ckpt_path=saver.best_model_path or None, verbose=False)
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize(
+    ("batches", "arguments", "expected"),
+    [
+        (8, {}, [(0, 8), (1, 16)]),
+        (10, {"val_check_interval": 4}, [(0, 4), (0, 8), (1, 14), (1, 18)]),
+        (10, {"val_check_interval": 6, "check_val_every_n_epoch": None}, [(0, 6), (1, 12), (1, 18)]),
+        # 5 batches end inside a group: validated after batches 8 and 10
+        (10, {"val_check_interval": 5, "accumulate_grad_batches": 4, "max_epochs": 1}, [(0, 2), (0, 3)]),
+        (8, {"val_check_interval": 1 / 4}, [(0, 2), (0, 4), (0, 6), (0, 8), (1, 10), (1, 12), (1, 14), (1, 16)]),
+        (8, {"check_val_every_n_epoch": 2, "max_epochs": 5}, [(1, 16), (3, 32)]),
+        (8, {"val_check_interval": "3 steps", "accumulate_grad_batches": 2}, [(0, 3), (1, 6)]),
+        (8, {"val_check_interval": "4 samples", "max_epochs": 1}, [(0, 4), (0, 8)]),
+        (8, {"val_check_interval": "2 epochs"}, [(1, 16)]),
+        (8, {"val_check_interval": "0.75 epoch"}, [(0, 6), (1, 12)]),
+        (8, {"limit_val_batches": 0, "num_sanity_val_steps": 2}, []),
+    ],
+    ids=str,
+)
+def test_an_interval_counts_in_its_unit_over_epochs_and_batches_within_one(
+    batches: int, arguments: dict[str, Any], expected: list[tuple[int, int]]
+) -> None:
+    assert _validations(batches, **{"max_epochs": 2, **arguments}) == expected
 
 
-def test_a_fast_dev_run_has_a_logger_that_accepts_everything(tmp_path: Path) -> None:
-    class Mine(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            assert self.logger is not None
-            self.logger.experiment.add_scalar("a", 1.0, global_step=0)
-            self.logger.log_metrics({"a": 1.0})
-            self.logger.log_hyperparams({"a": 1}, {"metric": 0.0})
-            self.logger.log_image(key="a", images=[1])
-            self.logger.watch(self)
-            return self.loss(batch)
+def test_an_interval_in_tokens_has_them_counted() -> None:
+    class Task(RegressionTask):
+        def num_tokens(self, batch: Batch) -> int:
+            return 100 * len(batch[0])
 
-    logger = CSVLogger(tmp_path / "logs")
-    trainer = quiet_trainer(fast_dev_run=True, logger=logger, callbacks=LearningRateMonitor())
-    trainer.fit(Mine(), regression_loader(4), regression_loader(4))
-    assert not (tmp_path / "logs").exists()
-    assert quiet_trainer(fast_dev_run=True, logger=False).logger is None
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, val_check_interval="400 tokens", callbacks=tally)
+    trainer.fit(Task(), regression_loader(8), regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8)]
+
+
+@pytest.mark.parametrize(("denominator", "batches"), [(10, 10), (7, 21)])
+def test_a_fraction_with_a_unit_loses_no_validation_to_rounding(denominator: int, batches: int) -> None:
+    found = _validations(batches, max_epochs=2, val_check_interval=Duration(1 / denominator, "epochs"))
+    assert [step for _, step in found] == [i * batches // denominator for i in range(1, 2 * denominator + 1)]
+
+
+def test_an_interval_of_time_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        now[0] += 15.0
+        return task.loss(batch)
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, val_check_interval={"minutes": 1}, callbacks=tally)
+    trainer.fit(StepTask(step), regression_loader(10), regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8)]
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(0, 0), (2, 2), (-1, 5), (9, 5)])
+def test_the_sanity_check_tries_so_many_validation_batches(steps: int, batches: int) -> None:
+    recorder = RecordingCallback("on_validation_batch_end", note=lambda _, trainer: trainer.sanity_checking)
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=0, num_sanity_val_steps=steps, callbacks=recorder)
+    trainer.fit(RegressionTask(), regression_loader(2), regression_loader(5))
+    assert recorder.notes == [("on_validation_batch_end", True)] * batches
+
+
+def test_a_validation_changes_neither_weights_nor_generators() -> None:
+    def final_weights(validate: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        task = RegressionTask(dropout=0.5)
+        loader = regression_loader(4) if validate else None
+        quiet_trainer(max_epochs=2, num_sanity_val_steps=2, seed=0).fit(task, regression_loader(8), loader)
+        return weights_of(task)
+
+    torch.testing.assert_close(final_weights(True), final_weights(False), rtol=0, atol=0)
+
+
+def test_an_interval_longer_than_the_epoch_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"val_check_interval=9 batches, but an epoch has 8"):
+        _validations(8, max_epochs=1, val_check_interval=9)
+
+
+@pytest.mark.parametrize("limits", [{}, {"limit_val_batches": 0}])
+def test_an_interval_has_no_effect_without_validation(limits: dict[str, int]) -> None:
+    loaders = [regression_loader(1)] if limits else []
+    for data, interval in ((DataLoader(Endless()), 0.5), (regression_loader(4), 1000)):
+        trainer = fitted(RegressionTask(), data, *loaders, max_steps=4, val_check_interval=interval, **limits)
+        assert trainer.global_step == 4

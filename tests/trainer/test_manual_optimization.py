@@ -1,4 +1,4 @@
-"""Optimization by hand: several optimizers, accumulation, schedules, closures, and what the Trainer still does."""
+"""Steps, backward, closures and optimizers that a task runs by hand or in its own way."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import StepLR
+from torch.optim import Optimizer
 
-from tests.helpers.runs import assert_equal_weights
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_data, regression_loader
 from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
@@ -44,85 +42,12 @@ def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
     assert trainer.state.batches == 4
 
 
-def test_two_optimizers_cannot_be_toggled_at_once() -> None:
-    class Task(Gan):
-        def training_step(self, batch: Batch, batch_idx: int) -> None:
-            first, second = self.optimizers()
-            self.toggle_optimizer(first)
-            self.toggle_optimizer(second)
-
-    with pytest.raises(TaskError, match=r"another optimizer is toggled"):
-        quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
-
-
-def test_a_parameter_that_was_frozen_stays_frozen_when_untoggled() -> None:
-    task = Gan()
-    task.discriminator.bias.requires_grad_(False)
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(1))
-    assert not task.discriminator.bias.requires_grad
-    assert task.discriminator.weight.requires_grad
-
-
-def test_accumulation_by_hand_equals_the_trainers() -> None:
-    by_hand, automatic = ByHand(4), RegressionTask()
-    quiet_trainer(max_epochs=1).fit(by_hand, regression_loader(16))
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(automatic, regression_loader(16))
-    torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
-
-
 @pytest.mark.parametrize(("bound", "counts"), [({"max_epochs": 1}, (16, 64)), ({"max_steps": 3}, (3, 12))], ids=str)
 def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
     bound: dict[str, int], counts: tuple[int, int]
 ) -> None:
     trainer = fitted(ByHand(4), regression_loader(64), **bound)
     assert (trainer.global_step, trainer.state.batches) == counts
-
-
-def test_a_step_of_the_plain_optimizer_counts_too() -> None:
-    class Task(ByHand):
-        def training_step(self, batch: Batch, batch_idx: int) -> None:
-            optimizer = self.trainer.optimizers[0]
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-    trainer = fitted(Task(), regression_loader(8), max_steps=3)
-    assert trainer.global_step == 3
-
-
-def test_schedules_are_the_tasks_own_affair() -> None:
-    class Task(ByHand):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
-            return [optimizer], [{"scheduler": StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
-
-        def on_train_epoch_end(self) -> None:
-            self.lr_schedulers().step()
-
-    trainer = fitted(Task(), regression_loader(4), max_epochs=2)
-    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
-
-
-def test_listeners_hear_of_backward_and_of_steps_by_hand() -> None:
-    recorder = RecordingCallback("on_before_backward", "on_after_backward", "on_before_optimizer_step")
-    quiet_trainer(max_epochs=1, callbacks=recorder).fit(ByHand(), regression_loader(2))
-    assert recorder.events == ["on_before_backward", "on_after_backward", "on_before_optimizer_step"] * 2
-
-
-def test_clipping_by_hand_clips_one_optimizers_gradients() -> None:
-    norms: list[torch.Tensor] = []
-
-    class Task(ByHand):
-        def training_step(self, batch: Batch, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            self.clip_gradients(optimizer, 0.05, "norm")
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
-            optimizer.step()
-
-    quiet_trainer(max_epochs=1).fit(Task(), regression_loader(4))
-    torch.testing.assert_close(norms, [torch.tensor(0.05)] * 4, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("argument", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
@@ -141,19 +66,6 @@ def test_manual_backward_in_automatic_optimization_is_refused() -> None:
         quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
 
 
-class _Counting(torch.optim.SGD):
-    """SGD whose `step` has an argument of its own."""
-
-    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:  # type: ignore[override]
-        before = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] *= factor
-        result = super().step(closure)
-        for group, lr in zip(self.param_groups, before, strict=True):
-            group["lr"] = lr
-        return result
-
-
 class _Manual(RegressionTask):
     def __init__(self, body: Callable[..., Any]) -> None:
         super().__init__()
@@ -163,35 +75,8 @@ class _Manual(RegressionTask):
     def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
         self.body(self, batch)
 
-    def configure_optimizers(self) -> Any:
-        return _Counting(self.parameters(), lr=self.lr)
 
-
-def _fit(body: Callable[..., Any], callback: Any = None, task: Any = None, **arguments: Any) -> Any:
-    task = task or _Manual(body)
-    quiet_trainer(max_epochs=1, callbacks=callback, **arguments).fit(task, regression_loader(3))
-    return task
-
-
-def test_the_wrapper_is_an_optimizer_with_the_torch_optimizer_inside() -> None:
-    def body(task: Any, batch: Any) -> None:
-        optimizer, own = task.optimizers(), task.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert isinstance(optimizer, _Counting)
-        assert type(own) is _Counting
-        assert optimizer.optimizer is own is task.trainer.optimizers[0]
-        assert optimizer.param_groups is own.param_groups
-        assert repr(optimizer) == repr(own)
-        optimizer.param_groups = own.param_groups  # what is assigned reaches the optimizer
-        optimizer.seen = True
-        assert own.seen
-        assert "param_groups" not in vars(optimizer)
-
-    _fit(body)
-
-
-@pytest.mark.parametrize("keyword", [True, False])
-def test_a_closure_and_arguments_of_the_optimizer_reach_its_step(keyword: bool) -> None:
+def test_a_closure_reaches_the_optimizers_step() -> None:
     def by_closure(task: Any, batch: Any) -> None:
         optimizer = task.optimizers()
 
@@ -201,83 +86,12 @@ def test_a_closure_and_arguments_of_the_optimizer_reach_its_step(keyword: bool) 
             task.manual_backward(loss)
             return loss
 
-        loss = optimizer.step(closure=closure, factor=0.5) if keyword else optimizer.step(closure, factor=0.5)
-        assert loss is not None
+        assert optimizer.step(closure=closure) is not None
 
-    def plain(task: Any, batch: Any) -> None:
-        optimizer = task.optimizers()
-        optimizer.zero_grad()
-        task.manual_backward(task.loss(batch))
-        optimizer.step(factor=0.5)
-
-    assert_equal_weights(weights_of(_fit(by_closure)), weights_of(_fit(plain)))
-
-
-class _Gradients(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        gradient = task.net[0].weight.grad
-        self.seen.append(0.0 if gradient is None else float(gradient.norm()))
-
-
-@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_hooks_before_a_step_see_the_gradients_of_its_closure(precision: str) -> None:
-    own: list[float] = []
-
-    def body(task: Any, batch: Any) -> None:
-        optimizer = task.optimizers()
-
-        def closure() -> torch.Tensor:
-            loss: torch.Tensor = task.loss(batch) * 1e-3  # larger ones overflow at first
-            optimizer.zero_grad()
-            task.manual_backward(loss)
-            own.append(float(task.net[0].weight.grad.norm()))
-            return loss
-
-        before = weights_of(task)
-        assert optimizer.step(closure) is not None
-        assert not torch.equal(before, weights_of(task))
-
-    gradients = _Gradients()
-    _fit(body, gradients, precision=precision)
-    assert len(gradients.seen) == len(own) == 3
-    assert all(seen > 0 for seen in gradients.seen)
-    if precision == "32-true":
-        assert gradients.seen == own
-    else:  # unscaled by the time that hooks see them
-        assert all(seen < scaled for seen, scaled in zip(gradients.seen, own, strict=True))
-
-
-def test_lbfgs_equals_a_hand_written_loop() -> None:
-    class Lbfgs(_Manual):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-    def body(task: Any, batch: Any) -> None:
-        optimizer = task.optimizers()
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = task.loss(batch)
-            task.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure)
-
-    reference = RegressionTask()
-    optimizer = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=3)
-    for batch in regression_loader(3):
-
-        def closure(batch: Any = batch) -> Any:
-            optimizer.zero_grad()
-            loss = reference.loss(batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    assert_equal_weights(weights_of(_fit(body, task=Lbfgs(body))), weights_of(reference))
+    task, automatic = _Manual(by_closure), RegressionTask()
+    for each in (task, automatic):
+        quiet_trainer(max_epochs=1).fit(each, regression_loader(3))
+    assert torch.equal(weights_of(task), weights_of(automatic))
 
 
 def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
@@ -299,9 +113,104 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
         assert required(task) == [True] * 4
         assert not task.trainer.strategy.step._holds_back
 
-    _fit(body, task=Two(body))
+    quiet_trainer(max_epochs=1).fit(Two(body), regression_loader(3))
 
 
-def test_a_closure_that_is_not_callable_is_an_error() -> None:
-    with pytest.raises(TaskError, match="closure"):
-        _fit(lambda task, batch: task.optimizers().step(task.loss(batch)))
+def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
+    quiet_trainer(**{"max_epochs": 2, **arguments}).fit(task, regression_loader(8, 2))
+    return weights_of(task)
+
+
+def test_a_step_may_return_none_to_skip_its_batch() -> None:
+    task = StepTask(lambda task, batch, idx: None)
+    before = weights_of(task)
+    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches") as told:
+        trainer = fitted(task, regression_loader(4), max_epochs=2)
+    assert len(told) == 1
+    assert torch.equal(weights_of(task), before)
+    assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
+
+
+def test_backward_may_be_run_in_the_tasks_own_way() -> None:
+    calls: list[torch.Size] = []
+
+    class Task(RegressionTask):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            calls.append(loss.shape)
+            (2 * loss).backward()
+
+    assert torch.equal(_trained(Task()), _trained(RegressionTask(lr=0.1)))
+    assert calls == [torch.Size([])] * 8
+
+
+class _WarmsUp(RegressionTask):
+    """Sets the learning rate in its own step, which is how a warm-up is often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        self.calls.append((epoch, batch_idx))
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
+        optimizer.step(closure=optimizer_closure)
+
+
+def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
+    class Scheduled(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+            return [optimizer], [{"scheduler": ramp, "interval": "step"}]
+
+    task = _WarmsUp()
+    assert torch.equal(_trained(task), _trained(Scheduled()))
+    assert task.calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
+
+
+class _Lbfgs(RegressionTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.evaluations += 1
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=6)
+
+
+def test_lbfgs_trains_as_in_a_loop_written_by_hand() -> None:
+    task, by_hand = _Lbfgs(), _Lbfgs()
+    trainer = fitted(task, regression_loader(8, 8), max_epochs=3)
+    optimizer = by_hand.configure_optimizers()
+    batch = list(regression_data(8).tensors)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = by_hand.training_step(batch, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    torch.testing.assert_close(weights_of(task), weights_of(by_hand), rtol=1e-4, atol=1e-6)
+    assert task.evaluations == by_hand.evaluations
+    assert trainer.global_step == 3
+
+
+def test_lbfgs_evaluates_the_whole_group_when_gradients_are_accumulated() -> None:
+    whole, pieces = _Lbfgs(), _Lbfgs()
+    quiet_trainer(max_epochs=2).fit(whole, regression_loader(8, 8))
+    quiet_trainer(max_epochs=2, accumulate_grad_batches=4).fit(pieces, regression_loader(8, 2))
+    torch.testing.assert_close(weights_of(pieces), weights_of(whole), rtol=1e-3, atol=1e-5)
+    assert pieces.evaluations == 4 * whole.evaluations
+
+
+def test_lbfgs_and_a_scaled_loss_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"precision='16-mixed' uses loss scaling"):
+        quiet_trainer(max_epochs=1, precision="16-mixed").fit(_Lbfgs(), regression_loader(8, 8))

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright import CSVLogger, ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 
 SIZES = [2, 2, 1]  # samples of the batches of an epoch; a mean is weighted by them
-REDUCTIONS = ("mean", "sum", "min", "max")
 
 
 @dataclass(frozen=True)
@@ -40,16 +35,6 @@ class Metric:
         if self.reduce_fx == "mean":
             return sum(v * SIZES[i] for i, v in values.items()) / sum(SIZES[i] for i in values)
         return {"sum": sum, "min": min, "max": max}[self.reduce_fx](values.values())
-
-
-METRICS = st.builds(
-    Metric,
-    on_step=st.booleans(),
-    on_epoch=st.booleans(),
-    reduce_fx=st.sampled_from(REDUCTIONS),
-    batches=st.frozensets(st.integers(0, 2), min_size=1),
-    where=st.sampled_from(["training_step", "on_train_batch_end", "on_before_optimizer_step"]),
-).filter(lambda metric: metric.on_step or metric.on_epoch)
 
 
 def expected(metrics: list[Metric], epoch: int, idx: int, *, at_end: bool) -> dict[str, float]:
@@ -126,90 +111,31 @@ def run_program(
     assert dict(trainer.callback_metrics) == pytest.approx(expected(metrics, epochs - 1, len(SIZES) - 1, at_end=True))
 
 
-@settings(max_examples=40)
-@given(
-    metrics=st.lists(METRICS, min_size=1, max_size=4),
-    log_every_n_steps=st.sampled_from([1, 2, 3, 4, 50]),
-    epochs=st.integers(1, 3),
-    after_steps=st.booleans(),
-)
-def test_a_name_means_what_the_table_says_whatever_the_logging_interval(
-    metrics: list[Metric], log_every_n_steps: int, epochs: int, after_steps: bool
-) -> None:
-    run_program(metrics, log_every_n_steps, epochs, after_steps=after_steps)
-
-
-def _programs_on_rank() -> int:
-    SIZES[:] = [2, 2, 2]  # a ragged last batch is on one rank only
-    everywhere = [
-        Metric(on_step, on_epoch, reduce_fx, frozenset(batches), where)
-        for (on_step, on_epoch), reduce_fx, batches, where in product(
+def _every_metric(*batches: set[int]) -> list[Metric]:
+    return [
+        Metric(on_step, on_epoch, reduce_fx, frozenset(of_metric), where)
+        for (on_step, on_epoch), reduce_fx, of_metric, where in product(
             [(True, False), (False, True), (True, True)],
             ["mean", "min", "max"],
-            [{0, 1, 2}, {1}],
-            ["training_step", "on_train_batch_end"],
+            batches,
+            ["training_step", "on_train_batch_end", "on_before_optimizer_step"],
         )
     ]
-    for log_every_n_steps in (2, 50):
-        run_program(everywhere, log_every_n_steps, 2, after_steps=True, ranks=2)
-    return len(everywhere)
+
+
+@pytest.mark.parametrize("log_every_n_steps", [1, 2, 50])
+@pytest.mark.parametrize("after_steps", [False, True])
+def test_a_name_means_what_the_table_says_whatever_the_logging_interval(
+    log_every_n_steps: int, after_steps: bool
+) -> None:
+    run_program(_every_metric({0, 1, 2}, {1}, {0, 2}), log_every_n_steps, 2, after_steps=after_steps)
+
+
+def _programs_on_rank() -> None:
+    SIZES[:] = [2, 2, 2]  # a ragged last batch is on one rank only
+    run_program(_every_metric({0, 1, 2}, {1}), 2, 2, after_steps=True, ranks=2)
 
 
 @pytest.mark.distributed
 def test_names_mean_the_same_on_two_ranks() -> None:
-    assert run_distributed(_programs_on_rank, 2) == [36, 36]
-
-
-@pytest.mark.parametrize("log_every_n_steps", [1, 3, 50])
-def test_scores_and_schedules_do_not_depend_on_the_logging_interval(log_every_n_steps: int, tmp_path: Path) -> None:
-    class Watched(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss, on_step=True, on_epoch=True)
-            return loss
-
-        def on_train_epoch_end(self) -> None:
-            self.means.append(float(self.trainer.callback_metrics["loss_epoch"]))
-
-        def configure_optimizers(self) -> Any:
-            self.means: list[float] = []
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Plateau(optimizer), "monitor": "loss"}}
-
-    seen: list[float] = []
-
-    class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-        def step(self, metrics: Any, epoch: int | None = None) -> None:
-            seen.append(float(metrics))
-            super().step(metrics)
-
-    task = Watched()
-    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="loss", save_top_k=-1)
-    logger = CSVLogger(tmp_path)
-    trainer = quiet_trainer(max_epochs=3, log_every_n_steps=log_every_n_steps, callbacks=[saver], logger=logger)
-    trainer.fit(task, regression_loader(5, batch_size=2))
-    assert [*saver.best_k_models.values()] == task.means == seen
-    assert trainer.callback_metrics["loss"] == task.means[-1]
-
-
-@pytest.mark.parametrize("on_epoch", [False, True])
-def test_a_name_of_training_and_validation_holds_the_value_of_the_last_that_ended(on_epoch: bool) -> None:
-    seen: list[tuple[str, float]] = []
-
-    class Both(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            self.log("loss", 1.0, on_step=True, on_epoch=on_epoch)
-            return self.loss(batch)
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("loss", 2.0 + self.current_epoch)
-
-        def on_validation_end(self) -> None:
-            seen.append(("validation", self.trainer.callback_metrics["loss"]))
-
-        def on_train_epoch_end(self) -> None:
-            seen.append(("epoch", self.trainer.callback_metrics["loss"]))
-
-    loader = regression_loader(2)
-    quiet_trainer(max_epochs=2, num_sanity_val_steps=0).fit(Both(), loader, loader)
-    assert seen == [("validation", 2.0), ("epoch", 1.0), ("validation", 3.0), ("epoch", 1.0)]
+    run_distributed(_programs_on_rank, 2)

@@ -1,4 +1,4 @@
-"""Training and evaluation modes of modules, and gradients in evaluation."""
+"""Training and evaluation modes of modules, gradients in evaluation, and tasks among the modules of a task."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
-from trainwright.callbacks.callback import Callback
+from trainwright.core.task import TaskModule
 
 
 class _PartlyFrozen(RegressionTask):
@@ -57,56 +57,16 @@ def test_modules_in_evaluation_mode_stay_so_and_the_others_follow_the_stage() ->
     assert not any(parameter.requires_grad for parameter in task.backbone.parameters())
 
 
-def test_a_task_that_is_in_evaluation_mode_as_a_whole_is_trained_in_it() -> None:
-    class Task(RegressionTask):
-        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-            assert not self.training
-            return None
-
-    task = Task()
-    task.eval()
-    trainer = fitted(task, regression_loader(2), regression_loader(2), max_epochs=1)
-    assert trainer.global_step == 2
-
-
-def test_modes_are_put_back_when_an_evaluation_fails() -> None:
-    class Task(RegressionTask):
-        def test_step(self, batch: Batch, batch_idx: int) -> None:
-            raise ValueError("no")
-
-    task = Task()
-    with pytest.raises(ValueError, match=r"no"):
-        quiet_trainer().test(task, regression_loader(1))
-    assert all(module.training for module in task.modules())
-
-
 @pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation_records_no_gradients_with_and_without_inference_mode(stage: str, inference_mode: bool) -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    class Listener(Callback):
-        def _note(self, *_: Any) -> None:
-            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-
-        on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _note  # type: ignore[assignment]
-
-    trainer = quiet_trainer(inference_mode=inference_mode, callbacks=Listener())
+@pytest.mark.parametrize(("stage", "event"), [("test", "on_test_batch_end"), ("predict", "on_predict_batch_end")])
+def test_evaluation_records_no_gradients_with_and_without_inference_mode(
+    stage: str, event: str, inference_mode: bool
+) -> None:
+    recorder = RecordingCallback(event, note=lambda *_: (torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+    trainer = quiet_trainer(inference_mode=inference_mode, callbacks=recorder)
     getattr(trainer, stage)(RegressionTask(), regression_loader(2))
-    assert seen == [(False, inference_mode)] * 2
+    assert [modes for _, modes in recorder.notes] == [(False, inference_mode)] * 2
     assert torch.is_grad_enabled()
-
-
-def test_without_inference_mode_an_evaluation_step_may_switch_gradients_on() -> None:
-    class Task(RegressionTask):
-        def validation_step(self, batch: Batch, batch_idx: int) -> None:
-            with torch.enable_grad():
-                inputs = batch[0].requires_grad_(True)
-                (slope,) = torch.autograd.grad(self(inputs).sum(), inputs)
-            self.log("slope", slope.abs().sum())
-
-    trainer = fitted(Task(), regression_loader(2), regression_loader(2), max_epochs=1, inference_mode=False)
-    assert trainer.callback_metrics["slope"] > 0
 
 
 def test_freezing_and_unfreezing_return_the_task() -> None:
@@ -115,3 +75,42 @@ def test_freezing_and_unfreezing_return_the_task() -> None:
     assert not task.training
     assert task.unfreeze() is task
     assert all(parameter.requires_grad for parameter in task.parameters())
+
+
+class Inner(TaskModule):
+    """A task without parameters that logs through the Trainer of the outer task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[Any, ...]] = set()
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.log("inner_loss", loss)
+        gathered = self.all_gather(loss.detach())
+        self.seen.add((self.trainer.max_epochs, self.device, self.current_epoch, len(gathered)))
+        return loss
+
+
+class Outer(RegressionTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inners = nn.ModuleList([Inner()])
+
+    def configure_model(self) -> None:
+        if len(self.inners) == 1:
+            self.inners.append(Inner())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        for inner in self.inners:
+            loss = inner(loss)
+        return loss
+
+
+def test_tasks_within_a_task_reach_its_trainer_and_log() -> None:
+    task = Outer()
+    trainer = fitted(task, regression_loader(8, 4), max_epochs=2)
+    assert "inner_loss" in trainer.callback_metrics
+    for inner in task.inners:
+        assert inner.seen == {(2, torch.device("cpu"), epoch, 1) for epoch in (0, 1)}
+        assert inner._sink is None

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.strategies.fsdp.sharded import Block, Blocks, batches
-from trainwright import ConfigurationError, DataModule, FSDPStrategy, Trainer
+from tests.strategies.fsdp.sharded import Blocks, batches
+from trainwright import DataModule, Trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.trainer.planning.run_plan import Plan
 
@@ -30,19 +28,6 @@ class _Late(RegressionTask):
     def configure_model(self) -> None:
         self.net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
         self.net[0].bias.requires_grad_(False)
-
-
-class _NeedsValues(RegressionTask):
-    def configure_model(self) -> None:
-        nn.Linear(2, 2).weight.sum().item()
-
-
-class _WithSetup(DataModule):
-    def setup(self, stage: str) -> None:
-        raise AssertionError("a plan calls no setup")
-
-    def train_dataloader(self) -> Any:
-        raise AssertionError("a plan reads no data before its setup")
 
 
 class _Documents(DataModule):
@@ -99,27 +84,6 @@ def test_a_plan_of_one_process() -> None:
     assert "peak_bytes" not in plan.memory
 
 
-def test_a_plan_of_ddp_with_two_processes() -> None:
-    trainer = quiet_trainer(devices=2, strategy="ddp", accumulate_grad_batches=3, max_epochs=2)
-    plan = trainer.plan(RegressionTask(), regression_loader(32, 2))
-    assert (plan.processes["count"], plan.processes["started_by"]) == (2, "the Trainer")
-    assert (plan.processes["mesh"], plan.processes["data_ranks"]) == ({"dp_replicate": 2}, 2)
-    assert (plan.parameters["total"], plan.parameters["total_per_device"]) == (49, 49)
-    assert (plan.data["global_batch"], plan.data["steps_per_epoch"], plan.data["total_steps"]) == (12, 3, 6)
-
-
-def test_a_plan_of_fsdp_with_two_processes() -> None:
-    strategy = FSDPStrategy(auto_wrap_policy={Block}, weights_after_stage="all")
-    task = Blocks().requires_grad_(True)
-    plan = quiet_trainer(devices=2, strategy=strategy, precision="bf16-mixed").plan(task, batches(2))
-    assert plan.processes["mesh"] == {"dp_shard": 2}
-    assert plan.strategy["options"] == {"auto_wrap_policy": ["Block"], "weights_after_stage": "all"}
-    assert (plan.strategy["units"], plan.strategy["unit_classes"]) == (3, ["Block"])
-    names = ("parameters", "computation", "reduction", "optimizer_state")
-    assert [plan.precision[name] for name in names] == ["float32", "bfloat16", "float32", "float32"]
-    assert isinstance(plan.memory["forecast_bytes"], int)
-
-
 def _shard_sizes() -> tuple[int, int]:
     """Return the numbers of parameters of rank 0's plan, and of this rank's shards in a fit."""
     task, found = Blocks(), list[int]()
@@ -165,27 +129,6 @@ def test_a_plan_is_data_for_json_without_secrets() -> None:
     assert json.loads(text)["settings"]["compile"]["value"]["options"] == {"api_key": "hidden", "mode": "inf"}
 
 
-def test_the_text_has_a_table_for_each_part() -> None:
-    lines = str(quiet_trainer(max_epochs=2).plan(RegressionTask(), regression_loader())).splitlines()
-    titles = ["strategy:", "processes:", "precision:", "parameters:", "memory:", "data:", "callbacks:", "loggers:"]
-    assert [line for line in lines if line.endswith(":")] == [*titles, "settings:"]
-    assert ["max_epochs", "2", "argument"] in [line.split() for line in lines]
-
-
-def test_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    task, state = RegressionTask(), torch.get_rng_state()
-    before = weights_of(task)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy="fsdp", max_epochs=1)
-    trainer.plan(task, regression_loader(8, 2, shuffle=True))
-    assert_equal_weights(weights_of(task), before)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not dist.is_initialized()
-    assert list(tmp_path.iterdir()) == []
-    assert task._run is None
-    assert trainer.state.step == 0
-
-
 def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
     task = _Late()
     plan = quiet_trainer(devices=2, strategy="fsdp").plan(task, regression_loader())
@@ -194,14 +137,6 @@ def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
     assert plan.parameters["total_per_device"] == 4 * 4 + 4 + 7 + 1  # the largest chunks of 7, 7, 1 and 1 rows
     assert plan.memory["forecast_bytes"] is None
     assert "forecast_bytes: memory is not estimated for models with frozen parameters" in plan.notes
-
-
-def test_what_is_not_known_has_a_reason() -> None:
-    plan = quiet_trainer().plan(_NeedsValues(), datamodule=_WithSetup())
-    assert (plan.parameters["total"], plan.data["global_batch"], plan.data["total_steps"]) == (None, None, None)
-    assert any("data: _WithSetup.setup is not called by a plan, because it may" in note for note in plan.notes)
-    assert any("_NeedsValues.configure_model failed on the device 'meta'" in note for note in plan.notes)
-    assert ["total", "not", "known"] in [line.split() for line in str(plan).splitlines()]
 
 
 def test_a_data_module_that_is_set_up_is_counted() -> None:
@@ -213,43 +148,3 @@ def test_a_data_module_that_is_set_up_is_counted() -> None:
     assert (plan.data["batches_per_epoch"], plan.data["samples_per_epoch"]) == (5, 20)
     assert (plan.data["steps_per_epoch"], plan.data["total_steps"], plan.data["tokens_per_step"]) == (3, 9, 24)
     assert not any(note.startswith("data:") for note in plan.notes)
-
-
-def test_without_setup_the_data_is_not_known_and_the_plan_says_how_to_know_it() -> None:
-    data = _Documents()
-    plan = quiet_trainer(max_epochs=3).plan(RegressionTask(), datamodule=data)
-    assert data.called == []
-    assert (plan.data["batches_per_epoch"], plan.data["tokens_per_step"]) == (None, None)
-    assert any("pass setup_data=True (`trainwright plan --setup-data`)" in note for note in plan.notes)
-
-
-def test_a_short_last_batch_and_a_limit_count_as_in_the_fit() -> None:
-    loader = DataLoader(TensorDataset(torch.ones(21, 4), torch.ones(21, 1)), batch_size=4)
-    assert quiet_trainer().plan(RegressionTask(), loader).data["samples_per_epoch"] == 21
-    limited = quiet_trainer(limit_train_batches=2).plan(RegressionTask(), loader)
-    assert (limited.data["batches_per_epoch"], limited.data["samples_per_epoch"]) == (2, 8)
-
-
-def test_setup_data_without_a_data_module_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="there is none"):
-        quiet_trainer().plan(RegressionTask(), regression_loader(), setup_data=True)
-
-
-def test_errors_are_those_of_fit() -> None:
-    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(auto_wrap_policy="Blok"))
-    with pytest.raises(ConfigurationError) as of_fit:
-        trainer.fit(Blocks(), batches(2))
-    with pytest.raises(ConfigurationError) as of_plan:
-        trainer.plan(Blocks(), batches(2))
-    assert str(of_plan.value) == str(of_fit.value)
-    with pytest.raises(FileNotFoundError):
-        quiet_trainer().plan(RegressionTask(), regression_loader(), ckpt_path="missing")
-
-
-def test_after_a_fit_the_peak_is_measured() -> None:
-    task, trainer = RegressionTask(), quiet_trainer(max_steps=1)
-    trainer.fit(task, regression_loader())
-    plan = trainer.plan(task, regression_loader())
-    assert isinstance(plan.memory["peak_bytes"], int)
-    assert plan.memory["peak_bytes"] > 2**20
-    assert plan.memory["peak_of"] == "all host memory of this process since its start"

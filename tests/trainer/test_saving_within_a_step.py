@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
@@ -23,10 +23,8 @@ from trainwright.checkpoint import newest_valid, read_checkpoint, verify
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
-_BATCHES, _EPOCHS = 4, 3
-
-
-_INPUTS = torch.linspace(-1.0, 1.0, _BATCHES * 2 * 3).reshape(-1, 3)
+_EPOCHS = 3
+_INPUTS = torch.linspace(-1.0, 1.0, 4 * 2 * 3).reshape(-1, 3)  # four batches of two
 
 
 class Watched(TaskModule):
@@ -69,16 +67,6 @@ def saving_at(hook: str, step: int, path: Path) -> Callback:
     return type("Saving", (Callback,), {hook: save})()  # type: ignore[no-any-return]  # made by hand
 
 
-def failing_at(hook: str, step: int) -> Callback:
-    """Return a callback that presses Ctrl-C in `hook`, once."""
-
-    def fail(self: Any, trainer: Any, task: Any, *_: Any) -> None:
-        if trainer.global_step == step and not trainer.interrupted:
-            raise KeyboardInterrupt
-
-    return type("Failing", (Callback,), {hook: fail})()  # type: ignore[no-any-return]  # made by hand
-
-
 def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Path | None = None) -> Watched:
     """Train to the end, or to an interruption."""
     torch.manual_seed(5 if resume is None else 6)
@@ -92,19 +80,17 @@ def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Pat
     return task
 
 
-_MOMENTS = [
-    ("on_train_batch_end", 4, 1.0),
-    ("on_train_step_end", 8, 1.0),
-    ("on_validation_start", 8, 1.0),
-    ("on_validation_end", 4, 1.0),
-    ("on_train_epoch_end", 8, 1.0),
-    ("on_train_batch_end", 6, 2),
-    ("on_validation_end", 6, 2),
-    ("on_train_epoch_start", 8, 2),
-]
-
-
-@pytest.mark.parametrize(("hook", "step", "interval"), _MOMENTS)
+@pytest.mark.parametrize(
+    ("hook", "step", "interval"),
+    [
+        ("on_train_step_end", 8, 1.0),
+        ("on_validation_start", 8, 1.0),
+        ("on_train_epoch_end", 8, 1.0),
+        ("on_train_batch_end", 6, 2),
+        ("on_validation_end", 6, 2),
+        ("on_train_epoch_start", 8, 2),
+    ],
+)
 def test_a_checkpoint_that_a_hook_writes_goes_on_with_what_was_left_of_its_step(
     hook: str, step: int, interval: float, tmp_path: Path
 ) -> None:
@@ -115,102 +101,41 @@ def test_a_checkpoint_that_a_hook_writes_goes_on_with_what_was_left_of_its_step(
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
-@pytest.mark.parametrize(
-    ("hook", "step"), [("on_train_batch_end", 4), ("on_validation_batch_end", 8), ("on_validation_end", 8)]
-)
-def test_a_run_that_was_interrupted_beside_a_validation_comes_to_the_same_end(
-    hook: str, step: int, tmp_path: Path
-) -> None:
+def test_a_run_that_was_interrupted_in_a_validation_comes_to_the_same_end(tmp_path: Path) -> None:
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 8 and not trainer.interrupted:
+            raise KeyboardInterrupt
+
     whole = train(tmp_path, interval=1.0)
-    train(tmp_path, failing_at(hook, step), OnExceptionCheckpoint(tmp_path / "left"), interval=1.0)
+    fails, saver = LambdaCallback(on_validation_batch_end=fail), OnExceptionCheckpoint(tmp_path / "left")
+    train(tmp_path, fails, saver, interval=1.0)
     resumed = train(tmp_path, interval=1.0, resume=tmp_path / "left" / "on_exception")
     assert_equal_weights(weights_of(resumed), weights_of(whole))
-
-
-def test_an_older_score_is_still_known_after_a_resume(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    looking = LambdaCallback(on_train_start=lambda trainer, task: seen.append(trainer.callback_metrics.get("score")))
-    saved = tmp_path / "saved"
-    train(tmp_path, saving_at("on_train_step_end", 7, saved), interval=1.0)
-    train(tmp_path, looking, interval=1.0, resume=saved)
-    assert seen[0] is not None
 
 
 _STEPS = 8
 
 
-_LATER = "was written within the step after step 3"
-
-
-class _Fails(RegressionTask):
-    """Raises in its fourth training step, after the forward pass."""
-
-    def __init__(self, error: type[BaseException] | None) -> None:
-        super().__init__()
-        self.error = error
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        if batch_idx == 3 and self.error is not None:
-            raise self.error("the fourth step")
-        return loss
-
-
-class _FailsByHand(_Fails):
-    """Steps two optimizers itself, and raises between them, or before the first."""
-
-    def __init__(self, error: type[BaseException] | None, *, between: bool) -> None:
-        super().__init__(error)
-        self.automatic_optimization, self.between = False, between
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:  # type: ignore[override]  # it returns nothing
-        first, second = self.optimizers()
-        fails = batch_idx == 3 and self.error is not None
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        if fails and not self.between:
-            raise self.error("the fourth step")  # type: ignore[misc]  # it is set
-        first.step()
-        if fails:
-            raise self.error("the fourth step")  # type: ignore[misc]  # it is set
-        second.step()
-        first.zero_grad()
-        second.zero_grad()
-
-    def configure_optimizers(self) -> Any:
-        weight, *others = self.parameters()
-        return torch.optim.SGD([weight], lr=0.1), torch.optim.Adam(others)
-
-
-def _whole(task: RegressionTask) -> dict[str, torch.Tensor]:
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(_STEPS))
-    return weights_of(task)
-
-
-def _resume(path: Path, task: RegressionTask) -> dict[str, torch.Tensor]:
-    with pytest.warns(TrainwrightWarning, match=_LATER):
-        trainer = fitted(task, regression_loader(_STEPS), ckpt_path=path, max_epochs=1)
-    assert trainer.global_step == _STEPS
-    return weights_of(task)
-
-
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_a_step_leaves_a_checkpoint_of_the_step_before(error: type[BaseException], tmp_path: Path) -> None:
+    def fails_in_its_fourth_step(task: Any, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = task.loss(batch)
+        if batch_idx == 3:
+            raise error("the fourth step")
+        return loss
+
     trainer = quiet_trainer(max_epochs=1, callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
     with pytest.raises(error):
-        trainer.fit(_Fails(error), regression_loader(_STEPS))
+        trainer.fit(StepTask(fails_in_its_fourth_step), regression_loader(_STEPS))
     saved = tmp_path / "on_exception"
     assert verify(saved) == []
     assert read_checkpoint(saved).state["step"] == 3
-    assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
-
-
-def test_a_trainer_can_save_after_ctrl_c_in_a_step(tmp_path: Path) -> None:
-    trainer = fitted(_Fails(KeyboardInterrupt), regression_loader(_STEPS), max_epochs=1, on_interrupt="return")
-    saved = trainer.save_checkpoint(tmp_path / "mine")
-    assert read_checkpoint(saved).state["step"] == 3
-    assert_equal_weights(_resume(saved, _Fails(None)), _whole(_Fails(None)))
+    whole, resumed = RegressionTask(), RegressionTask()
+    quiet_trainer(max_epochs=1).fit(whole, regression_loader(_STEPS))
+    with pytest.warns(TrainwrightWarning, match="was written within the step after step 3"):
+        trainer = fitted(resumed, regression_loader(_STEPS), ckpt_path=saved, max_epochs=1)
+    assert trainer.global_step == _STEPS
+    assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
 def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
@@ -218,65 +143,17 @@ def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
         def step(self, closure: Any = None) -> Any:
             raise ArithmeticError("half-way")
 
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            return Breaks(self.parameters(), lr=0.1)
-
+    task = RegressionTask()
+    task.configure_optimizers = lambda: Breaks(task.parameters(), lr=0.1)  # type: ignore[method-assign]
     trainer = quiet_trainer(max_epochs=1, callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
     with (
         pytest.warns(TrainwrightWarning, match="it stopped while an optimizer was stepping"),
         pytest.raises(ArithmeticError),
     ):
-        trainer.fit(Task(), regression_loader(_STEPS))
+        trainer.fit(task, regression_loader(_STEPS))
     with pytest.raises(ConfigurationError, match="the fit ended while an optimizer was stepping"):
         trainer.save_checkpoint(tmp_path / "mine")
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("between", [False, True])
-def test_manual_optimization_is_saved_before_its_first_optimizer_only(between: bool, tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, on_interrupt="return")
-    trainer.fit(_FailsByHand(KeyboardInterrupt, between=between), regression_loader(_STEPS))
-    if between:
-        with pytest.raises(ConfigurationError, match="an optimizer was stepping"):
-            trainer.save_checkpoint(tmp_path / "mine")
-        return
-    saved = trainer.save_checkpoint(tmp_path / "mine")
-    whole = _whole(_FailsByHand(None, between=False))
-    assert_equal_weights(_resume(saved, _FailsByHand(None, between=False)), whole)
-
-
-def test_saving_within_a_step_of_a_stateful_loader_is_an_error(tmp_path: Path) -> None:
-    data = [(torch.full((4,), index / 8), torch.zeros(1)) for index in range(2 * _STEPS)]
-
-    class Stream(IterableDataset[Any]):
-        def __init__(self) -> None:
-            self.at = 0
-
-        def __iter__(self) -> Any:
-            while self.at < len(data):
-                self.at += 1
-                yield data[self.at - 1]
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"at": self.at}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.at = state["at"]
-
-    trainer = fitted(_Fails(KeyboardInterrupt), DataLoader(Stream(), batch_size=2), max_epochs=1, on_interrupt="return")
-    with pytest.raises(ConfigurationError, match="stateful loader had already read"):
-        trainer.save_checkpoint(tmp_path / "mine")
-
-
-@pytest.mark.parametrize("hook", ["setup", "on_train_batch_start"])
-def test_saving_before_the_run_or_within_a_step_is_an_error(hook: str, tmp_path: Path) -> None:
-    def save(self: Any, trainer: Any, *_: Any) -> None:
-        trainer.save_checkpoint(tmp_path / "mine")
-
-    saves = type("Saves", (Callback,), {hook: save})()
-    with pytest.raises(ConfigurationError, match="save_checkpoint must be called between two steps of a fit"):
-        quiet_trainer(max_epochs=1, callbacks=saves).fit(RegressionTask(), regression_loader(4))
 
 
 _BATCHES = 9
@@ -299,34 +176,22 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
     "a signal": ({"max_epochs": 3}, [at_13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
     "an error": ({"max_epochs": 3}, [at_13(fail)], 13),
 }
-SAVERS: dict[str, dict[str, Any] | None] = {
-    "default": None,
-    "every 5 steps": {"every_n_train_steps": 5},
-    "every 2 epochs": {"every_n_epochs": 2},
-    "last": {"every_n_train_steps": 5, "save_last": True},
-    "last of the best": {"monitor": "train_loss", "save_last": True},
-}
 
 
-@pytest.mark.parametrize("validates", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize(
+    "every", [{"every_n_train_steps": 5}, {"every_n_epochs": 2}, {"monitor": "train_loss"}], ids=str
+)
 @pytest.mark.parametrize("bound", BOUNDS)
-def test_the_last_state_is_on_disk(bound: str, saver: str, validates: bool, tmp_path: Path) -> None:
+def test_the_last_state_is_on_disk(bound: str, every: dict[str, Any], tmp_path: Path) -> None:
     arguments, stops, steps = BOUNDS[bound]
-    options = SAVERS[saver]
-    if bound == "an error":  # a state in which something failed is saved only where that is asked for
-        options = {**(options or {}), "save_on_exception": True}
-    callbacks = [*stops] if options is None else [*stops, ModelCheckpoint(**options)]
-    trainer = quiet_trainer(**arguments, default_root_dir=tmp_path, callbacks=callbacks, enable_checkpointing=True)
-    loader = regression_loader(_BATCHES)
+    # A state in which something failed is saved only where that is asked for.
+    saver = ModelCheckpoint(save_last=True, save_on_exception=bound == "an error", **every)
+    trainer = quiet_trainer(**arguments, default_root_dir=tmp_path, callbacks=[*stops, saver])
     with contextlib.suppress(SystemExit, OSError):
-        trainer.fit(RegressionTask(), loader, loader if validates else None)
+        trainer.fit(RegressionTask(), regression_loader(_BATCHES), regression_loader(2))
     assert trainer.global_step == steps
     newest = newest_valid(tmp_path / "checkpoints")
     assert newest is not None
     assert read_checkpoint(newest).state["step"] == steps
-    if bound in ("a signal", "an error"):
-        return  # saved beside what ModelCheckpoint keeps
-    checkpoint = trainer.checkpoint_callback
-    named = checkpoint.last_model_path if options and "save_last" in options else checkpoint.best_model_path
-    assert read_checkpoint(named).state["step"] == steps
+    if bound not in ("a signal", "an error"):  # those are saved beside what ModelCheckpoint keeps
+        assert read_checkpoint(saver.last_model_path).state["step"] == steps

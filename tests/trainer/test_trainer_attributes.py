@@ -1,33 +1,25 @@
-"""Attributes of Lightning's Trainer."""
+"""Names, arguments, attributes and calls of Lightning's Trainer, and the run behind them."""
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
-import signal
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.runs import fitted, quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks import EarlyStopping, ModelCheckpoint
+from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
+from trainwright import ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
-from trainwright.callbacks.prediction_writer import BasePredictionWriter, WriteInterval
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.rng import seed_everything
-from trainwright.core.state import TrainState
+from trainwright.core.task import TaskModule
 from trainwright.loggers import CSVLogger, TensorBoardLogger
 from trainwright.trainer.lightning_names import INTERNALS
 from trainwright.trainer.run_state import RunningStage, TrainerFn, TrainerStatus
 from trainwright.trainer.trainer import Trainer
-from trainwright.utilities import rank_zero_only
 
 BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
     "check_val_every_n_epoch": 1, "checkpoint_callbacks": [], "ckpt_path": None, "device_ids": [0],
@@ -47,7 +39,6 @@ class Watch(Callback):
         self.at_end: list[bool] = []
         self.stages: list[str | None] = []
         self.state: tuple[Any, ...] = ()
-        self.sigterm: bool | None = None
 
     def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
         self.last.append(trainer.is_last_batch)
@@ -91,17 +82,6 @@ def test_the_last_batch_of_an_epoch_is_known_while_it_runs(
     assert trained[1].last == trained[1].at_end == [False, False, False, True]
 
 
-def test_the_last_batch_is_known_within_a_group_of_several() -> None:
-    watch = Watch()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=5, accumulate_grad_batches=2, callbacks=watch)
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert watch.last == watch.at_end == [False, False, False, False, True]
-    watch.last.clear()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, accumulate_grad_batches=4, callbacks=watch)
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert watch.last == [False, False, False, True]
-
-
 def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
     trainer, watch = trained[:2]
     assert watch.stages == ["sanity_check", *["train"] * 4, "validate"]
@@ -112,51 +92,24 @@ def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch
 
 
 def test_the_state_of_a_new_trainer_and_of_a_failed_one() -> None:
-    class Failing(RegressionTask):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            raise ZeroDivisionError
-
     trainer = quiet_trainer(max_epochs=1)
     assert (trainer.state.fn, trainer.state.stage, trainer.state.status) == (None, None, "initializing")
     with pytest.raises(ZeroDivisionError):
-        trainer.fit(Failing(), regression_loader(8))
+        trainer.fit(StepTask(lambda task, batch, batch_idx: 1 / 0), regression_loader(8))
     assert (trainer.state.status, trainer.state.finished) == ("interrupted", False)
     assert RunningStage.SANITY_CHECKING.value == "sanity_check"
 
 
-def test_copies_of_the_state_are_plain_train_states() -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8), max_epochs=1, limit_train_batches=2)
-    for twin in (copy.deepcopy(trainer.state), copy.copy(trainer.state), pickle.loads(pickle.dumps(trainer.state))):
-        assert type(twin) is TrainState
-        assert twin == trainer.state
-    sent = pickle.loads(pickle.dumps(quiet_trainer(max_steps=3)))
-    assert (sent.state.step, sent.state.fn, sent.state.status) == (0, None, "initializing")
-
-
-@pytest.mark.parametrize("name", sorted(INTERNALS))
-def test_internals_of_lightning_are_errors_with_a_replacement(name: str) -> None:
+def test_internals_of_lightning_are_errors_with_a_replacement() -> None:
     trainer = quiet_trainer()
-    assert not hasattr(trainer, name)
-    with pytest.raises(AttributeError, match=f"trainer.{name} does not exist here: .+"):
-        getattr(trainer, name)
+    for name in INTERNALS:
+        with pytest.raises(AttributeError, match=f"trainer.{name} does not exist here: .+"):
+            getattr(trainer, name)
 
 
 def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
         _ = quiet_trainer().globl_step
-
-
-def test_an_error_inside_a_property_keeps_its_message() -> None:
-    trainer = quiet_trainer()
-    del trainer.run.engine
-    with pytest.raises(AttributeError, match="'engine'"):
-        _ = trainer.global_rank
-
-
-def test_callbacks_are_found_by_type() -> None:
-    stop, save = EarlyStopping("val_loss"), ModelCheckpoint()
-    trainer = quiet_trainer(callbacks=[stop, save])
-    assert (trainer.early_stopping_callbacks, trainer.checkpoint_callbacks) == ([stop], [save])
 
 
 def test_the_checkpoint_that_was_loaded_is_known(tmp_path: Any) -> None:
@@ -176,12 +129,6 @@ def test_the_loss_scaler_is_known_during_a_fit() -> None:
     assert type(found[0]).__name__ == "GradScaler"
 
 
-def test_received_sigterm_is_true_after_a_signal() -> None:
-    trainer = quiet_trainer()
-    trainer.run.status.preemption.signal = signal.SIGTERM
-    assert trainer.received_sigterm
-
-
 def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
     trainer = quiet_trainer(max_steps=1, log_every_n_steps=1, default_root_dir=tmp_path)
     logger = CSVLogger(tmp_path)
@@ -195,85 +142,13 @@ def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
     trainer.logger = True
     assert isinstance(trainer.logger, TensorBoardLogger)
 
-    class Change(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            trainer.logger = None
-
+    change = LambdaCallback(on_train_start=lambda trainer, task: setattr(trainer, "logger", None))
     with pytest.raises(ConfigurationError, match=r"cannot be changed while fit\(\) runs"):
-        quiet_trainer(max_steps=1, callbacks=Change()).fit(RegressionTask(), regression_loader(8))
-
-
-def test_val_check_interval_may_be_a_dict() -> None:
-    trainer = quiet_trainer(val_check_interval={"minutes": 5})
-    assert str(trainer.settings.val_check_interval) == "300 seconds"
-    assert trainer.val_check_interval == {"minutes": 5}
-    with pytest.raises(ConfigurationError, match=r"val_check_interval.*'weekss'"):
-        quiet_trainer(val_check_interval={"weekss": 5})
-
-
-def test_print_accepts_sep_and_end(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet_trainer().print("a", "b", sep="-", end="!\n")
-    assert capsys.readouterr().out == "a-b!\n"
-
-
-def test_seed_everything_has_a_default_seed() -> None:
-    assert seed_everything() == 0
-    assert seed_everything(3, True, verbose=True) == 3
-
-
-def test_storage_options_are_an_error(tmp_path: Any) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=1)
-    assert trainer.save_checkpoint(tmp_path / "a", storage_options=None) == tmp_path / "a"
-    with pytest.raises(ConfigurationError, match=r"storage_options.*needs a URL"):
-        trainer.save_checkpoint(tmp_path / "b", storage_options={"anon": True})
-
-
-def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    class Ask(Callback):
-        def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
-            strategy = trainer.strategy
-            strategy.barrier("here")
-            value = torch.tensor([1.0, 3.0])
-            seen.append((trainer.evaluating, strategy.root_device, strategy.is_global_zero, strategy.model is task))
-            seen.append((strategy.broadcast({"a": 1}), strategy.reduce(value).tolist(), strategy.reduce(value).shape))
-
-    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, logger=CSVLogger(tmp_path), callbacks=Ask())
-    trainer.fit(RegressionTask(), regression_loader(8), regression_loader(8))
-    assert seen[-2:] == [(True, torch.device("cpu"), True, True), ({"a": 1}, [1.0, 3.0], (2,))]
-    assert trainer.evaluating is False
-    assert trainer.log_dir + "/metrics.csv" == str(trainer.logger.metrics_file)
-    assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
-    for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
-        assert isinstance(folder, str)
-
-
-def test_values_of_attributes_are_lightnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    trainer = quiet_trainer(max_epochs=-1, num_sanity_val_steps=-1, default_root_dir="~/runs")
-    trainer.max_epochs = -1
-    with pytest.warns(TrainwrightWarning, match="layer is a Linear"):
-        initial = _Keeping(nn.Linear(1, 1)).hparams_initial
-    home = str(tmp_path)
-    found = {
-        "an unlimited number of epochs": (trainer.max_epochs, -1),
-        "all sanity batches": (trainer.num_sanity_val_steps, math.inf),
-        "the root folder": (trainer.default_root_dir, f"{home}/runs"),
-        "log_dir without a logger": (trainer.log_dir, f"{home}/runs"),
-        "dirpath of ModelCheckpoint": (ModelCheckpoint(dirpath="~/x").dirpath, f"{home}/x"),
-        "dirpath of OnExceptionCheckpoint": (OnExceptionCheckpoint("~/x").dirpath, f"{home}/x"),
-        "save_dir of a logger": (CSVLogger("~/x").save_dir, f"{home}/x"),
-        "the rank": (rank_zero_only.rank, 0),
-        "a prediction writer's interval": (BasePredictionWriter("batch").interval, WriteInterval.BATCH),
-        "the interval's parts": (BasePredictionWriter("batch_and_epoch").interval.on_epoch, True),
-        "keys of hparams_initial": (list(initial), ["layer", "width"]),
-    }
-    assert {name: value for name, (value, _) in found.items()} == {name: value for name, (_, value) in found.items()}
+        quiet_trainer(max_steps=1, callbacks=change).fit(RegressionTask(), regression_loader(8))
 
 
 class _Keeping(RegressionTask):
-    def __init__(self, layer: Any = None, width: int = 2) -> None:
+    def __init__(self, width: int = 2) -> None:
         super().__init__()
         self.save_hyperparameters()
 
@@ -286,3 +161,164 @@ def test_on_save_checkpoint_may_change_the_saved_hyperparameters(tmp_path: Path)
     fitted(task, regression_loader(2), max_epochs=1).save_checkpoint(tmp_path / "saved")
     assert task.hparams.width == 2
     assert _Keeping.load_from_checkpoint(tmp_path / "saved").hparams.width == 5
+
+
+class WithHyperparameters(RegressionTask):
+    def __init__(self, lr: float = 0.05) -> None:
+        super().__init__(lr)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_enable_autolog_hparams_controls_logging_of_hyperparameters(tmp_path: Path, wanted: bool) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(max_steps=1, logger=logger, enable_autolog_hparams=wanted)
+    trainer.fit(WithHyperparameters(), regression_loader(4))
+    assert trainer.enable_autolog_hparams is wanted
+    assert logger.log_dir is not None
+    found = Path(logger.log_dir, "hparams.yaml")
+    assert (found.exists() and "lr" in found.read_text()) is wanted
+
+
+VERBS = ("fit", "validate", "test", "predict")
+
+
+def _call(verb: str, *args: Any, **named: Any) -> Trainer:
+    trainer = quiet_trainer(max_steps=2)
+    named["train_dataloaders" if verb == "fit" else "dataloaders"] = regression_loader(4)
+    getattr(trainer, verb)(*args, **named)
+    return trainer
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_task_is_accepted_as_task_and_as_model_and_not_as_both(verb: str) -> None:
+    task = RegressionTask()
+    assert _call(verb, task=task).task is _call(verb, model=task).task is task
+    with pytest.raises(ConfigurationError, match=rf"{verb}\(\) received two tasks"):
+        _call(verb, task, model=RegressionTask())
+
+
+def test_a_fit_without_a_task_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"fit\(\) needs a task"):
+        _call("fit")
+
+
+def test_tpu_cores_is_an_error_that_names_the_accelerator() -> None:
+    with pytest.raises(ConfigurationError, match="accelerator='tpu'"):
+        quiet_trainer(tpu_cores=8)
+    if importlib.util.find_spec("torch_xla") is None:
+        with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
+            quiet_trainer(accelerator="tpu")
+
+
+def test_every_verb_accepts_weights_only_and_a_fit_resumes_all_the_same(tmp_path: Path) -> None:
+    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
+    checkpoint = trainer.save_checkpoint(tmp_path / "saved")
+    trainer = quiet_trainer(max_steps=3)
+    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
+    assert (trainer.global_step, trainer.resumed) == (3, True)
+    for verb in ("validate", "test", "predict"):
+        getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
+    assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)
+
+
+class _Calling(RegressionTask):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.validation_step_of_base = TaskModule.validation_step(self, batch, batch_idx, dataloader_idx)
+        return super().predict_step(batch, batch_idx, dataloader_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("total", 1.0, reduce_fx="SUM", on_epoch=True, on_step=False)
+        return self.loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        self.ended = True
+
+
+def test_default_steps_take_a_loader_index() -> None:
+    assert len(quiet_trainer().predict(_Calling(), regression_loader(2)) or ()) == 2
+
+
+def test_a_reduction_in_capitals_and_an_own_method_with_the_name_of_a_removed_hook_are_accepted() -> None:
+    task = _Calling()
+    assert fitted(task, regression_loader(2), max_epochs=1).callback_metrics["total"] == 2.0
+    assert task.ended
+
+
+def test_a_name_with_a_metric_that_is_never_logged_says_nan(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}-{never:.2f}")
+    with pytest.warns(TrainwrightWarning, match=r"'never'.*Its value in names is nan"):
+        fitted(RegressionTask(), regression_loader(2), max_epochs=1, callbacks=saver)
+    assert (tmp_path / "epoch=0-never=nan").exists()
+
+
+def test_fit_loop_has_the_progress() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def step(task: RegressionTask, batch: Any, batch_idx: int) -> torch.Tensor:
+        loop = task.trainer.fit_loop
+        epochs, batches = loop.epoch_progress.current, loop.epoch_loop.batch_progress
+        seen.append((loop.batch_idx, loop.total_batch_idx, epochs.ready, epochs.completed))
+        assert (batches.current.ready, batches.total.ready) == (loop.batch_idx + 1, loop.total_batch_idx + 1)
+        assert loop.epoch_loop.global_step == loop.total_batch_idx // 2
+        return task.loss(batch)
+
+    trainer = fitted(StepTask(step), regression_loader(4), max_epochs=2, accumulate_grad_batches=2)
+    assert seen == [(total % 4, total, total // 4 + 1, total // 4) for total in range(8)]
+    assert trainer.fit_loop.epoch_progress.total.ready == trainer.fit_loop.epoch_progress.current.completed == 2
+    assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 8
+    assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def test_the_limits_of_fit_loop_continue_a_fit() -> None:
+    task = RegressionTask()
+    trainer = fitted(task, regression_loader(4), max_epochs=1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.max_steps = 10
+    assert (trainer.max_epochs, trainer.max_steps) == (3, 10)
+    trainer.fit(task, regression_loader(4))
+    assert trainer.global_step == 10
+    trainer.fit_loop.max_epochs = -1
+    assert trainer.fit_loop.max_epochs == trainer.max_epochs == -1
+    trainer.fit_loop.max_steps = trainer.fit_loop.min_epochs = trainer.fit_loop.min_steps = None
+    assert trainer.max_steps == -1
+    assert (trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps) == (0, 0)
+    with pytest.raises(ConfigurationError, match="max_epochs='3': write a whole number"):
+        trainer.fit_loop.max_epochs = "3"
+    with pytest.raises(AttributeError, match=r"trainer\.fit_loop has no 'setup_data' here"):
+        trainer.fit_loop.setup_data()
+
+
+class _Calls(Callback):
+    """Call a verb of a Trainer (default: the one that fits) within a fit."""
+
+    def __init__(self, verb: str, other: Any = None) -> None:
+        self.verb, self.other = verb, other
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        run = trainer.run
+        with pytest.raises(ConfigurationError, match=rf"trainer\.{self.verb}\(\) was called while fit\(\) runs"):
+            getattr(self.other or trainer, self.verb)(task, regression_loader(1, 2))
+        assert trainer.run is run
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_verb_within_a_fit_is_refused_and_the_fit_goes_on(verb: str, other: bool) -> None:
+    calls = _Calls(verb, quiet_trainer() if other else None)
+    trainer = fitted(RegressionTask(), regression_loader(4, 2), max_epochs=2, callbacks=[calls])
+    assert trainer.global_step == 4
+    assert trainer.state.finished
+
+
+def test_what_a_run_knows_can_be_read_and_not_set() -> None:
+    trainer = quiet_trainer()
+    with pytest.raises(AttributeError, match="global_step is read-only"):
+        trainer.global_step = 3
+    with pytest.raises(AttributeError, match=r"pass Trainer\(limit_val_batches=3\)"):
+        trainer.limit_val_batches = 3
+    trainer.log_every_n_steps = 7
+    assert trainer.settings.log_every_n_steps == trainer.log_every_n_steps == 7

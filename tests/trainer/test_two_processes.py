@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import ByHand, Gan, MemoryLogger, Tally, fitted, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, MemoryLogger, Tally, fitted, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import WorkerError
 
@@ -74,37 +73,6 @@ def test_gradients_by_hand_are_averaged_over_processes(every: int) -> None:
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone)
     assert steps == steps_alone == 4 // every
-
-
-def _gan(batch_size: int) -> tuple[torch.Tensor, int]:
-    task, trainer = Gan(), quiet_trainer(devices="auto", max_epochs=1)
-    trainer.fit(task, regression_loader(16, batch_size))
-    return weights_of(task), trainer.global_step
-
-
-def test_two_optimizers_that_take_turns_train_on_two_processes_as_on_one() -> None:
-    (first, steps), (second, _) = run_distributed(_gan, 2, 2, init=False)
-    alone, steps_alone = _gan(4)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, alone)
-    assert steps == steps_alone == 4
-
-
-class _Lbfgs(RegressionTask):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=4)
-
-
-def _lbfgs(batch_size: int) -> torch.Tensor:
-    task = _Lbfgs()
-    quiet_trainer(devices="auto", max_epochs=2).fit(task, regression_loader(8, batch_size))
-    return weights_of(task)
-
-
-def test_lbfgs_evaluates_the_loss_of_all_processes() -> None:
-    first, second = run_distributed(_lbfgs, 2, 4, init=False)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    torch.testing.assert_close(first, _lbfgs(8), rtol=1e-3, atol=1e-5)
 
 
 def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> None:
