@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from trainwright.core import errors
-from trainwright.core.errors import MissingPackageError, TrainwrightError, nearest, require_package
+from trainwright.core.errors import MissingPackageError, TrainwrightError, require_package
 
 
 def test_every_error_is_ours_and_also_what_python_would_call_it() -> None:
@@ -21,28 +19,12 @@ def test_every_error_is_ours_and_also_what_python_would_call_it() -> None:
     assert issubclass(errors.TrainwrightWarning, UserWarning)
 
 
-def test_the_nearest_name_is_offered_if_any_is_near() -> None:
-    assert nearest("max_epoch", ["max_steps", "max_epochs"]) == " Did you mean 'max_epochs'?"
-    assert nearest("zzz", ["max_steps", "max_epochs"]) == ""
-    assert nearest("x", []) == ""
-
-
-def test_a_package_that_is_there_is_returned() -> None:
-    assert require_package("json", purpose="A test") is json
-
-
 def test_a_missing_package_is_an_error_with_the_line_that_installs_it() -> None:
     with pytest.raises(MissingPackageError, match="WandbLogger needs the package 'no_such_package'") as caught:
         require_package("no_such_package.deep", purpose="WandbLogger", install="no-such[extra]")
     assert str(caught.value).endswith("Run: pip install no-such[extra]")
     with pytest.raises(MissingPackageError, match=r"pip install no_such_package$"):
         require_package("no_such_package", purpose="It")
-
-
-def test_an_error_inside_an_installed_package_is_not_taken_for_a_missing_one() -> None:
-    with pytest.raises(ModuleNotFoundError) as caught:
-        require_package("json.no_such_part", purpose="A test")
-    assert not isinstance(caught.value, TrainwrightError)
 
 
 @pytest.mark.requires("torchao", reason="the error names its version")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import copy
 import enum
-import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +15,6 @@ from torch import nn
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
-from trainwright.core.hyperparameters import Hyperparameters
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
@@ -65,11 +61,6 @@ def test_changes_are_kept_beside_the_initial_values() -> None:
     assert (task.hparams.lr, task.hparams_initial) == (9.0, {"width": 4, "lr": 0.1})
 
 
-def test_without_saving_there_are_none() -> None:
-    assert TaskModule().hparams == {}
-    assert TaskModule().hparams_initial == {}
-
-
 def test_named_arguments_and_ignored_ones_are_obeyed() -> None:
     class Some(TaskModule):
         def __init__(self, a: int, b: int, c: int) -> None:
@@ -104,15 +95,6 @@ def test_a_mapping_is_taken_as_it_is() -> None:
     assert Mapped({"lr": 1, "net": {"width": 3}}).hparams == {"lr": 1, "net": {"width": 3}}
 
 
-def test_saving_before_the_modules_own_constructor_works() -> None:
-    class Early(TaskModule):
-        def __init__(self, width: int) -> None:
-            self.save_hyperparameters()
-            super().__init__()
-
-    assert Early(3).hparams == {"width": 3}
-
-
 @pytest.mark.parametrize(
     ("value", "kind"),
     [(nn.Linear(1, 1), "Linear"), (torch.ones(1), "Tensor"), (print, "builtin")],
@@ -123,34 +105,6 @@ def test_what_a_checkpoint_cannot_hold_is_left_out_by_its_arguments_name(value: 
         task = Task(1, extra=value)
     assert task.hparams.extra is value
     assert task.saved_hyperparameters()["hyper_parameters"] == {"width": 1, "lr": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [([1, [2, print]], r"x\[1\]\[1\]"), ({"a": {"b": print}}, r"x\.a\.b"), ({1: 2}, "keys must be text")],
-)
-def test_what_lies_deeper_is_named_by_its_path(value: Any, path: str) -> None:
-    with pytest.warns(TrainwrightWarning, match=path):
-        Task(1, x=value)
-
-
-def test_nan_and_infinity_are_kept() -> None:
-    assert str(Task(1, lr=float("nan")).saved_hyperparameters()["hyper_parameters"]["lr"]) == "nan"
-    assert Task(1, lr=float("inf")).hparams.lr == float("inf")
-
-
-def test_plain_values_paths_and_nested_containers_are_kept() -> None:
-    task = Task(1, path=Path("a"), nested={"list": [1, (2, "three")], "none": None, "flag": True})
-    assert task.hparams.path == Path("a")
-    assert task.hparams.nested["list"][1] == (2, "three")
-
-
-def test_a_deep_copy_is_one() -> None:
-    first = Hyperparameters(a=[1])
-    second = copy.deepcopy(first)
-    second.a.append(2)
-    assert first.a == [1]
-    assert type(second) is Hyperparameters
 
 
 class Access(enum.Flag):
@@ -169,41 +123,6 @@ class Pair(NamedTuple):
 
 class Settings(dict[str, Any]):
     """A dict of a class of its own."""
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (Access.READ | Access.WRITE, "combination of members of Access"),
-        (Pair(1, 2), r"tuple\(\) makes a plain one"),
-        (Settings(a=1), r"dict\(\) makes a plain one"),
-        (Hyperparameters(a=1), r"dict\(\) makes a plain one"),
-        (argparse.Namespace(a=1), r"vars\(\) makes a dict"),
-    ],
-)
-def test_what_a_checkpoint_would_not_give_back_is_left_out(value: Any, words: str) -> None:
-    with pytest.warns(TrainwrightWarning, match=words):
-        Task(1, extra=value)
-
-
-def test_the_entries_of_a_namespace_are_taken() -> None:
-    class Spaced(TaskModule):
-        def __init__(self, args: argparse.Namespace) -> None:
-            super().__init__()
-            self.save_hyperparameters(args)
-
-    assert Spaced(argparse.Namespace(lr=1, width=2)).hparams == {"lr": 1, "width": 2}
-
-
-def test_a_value_that_contains_itself_is_named() -> None:
-    loop: list[Any] = []
-    loop.append({"inner": loop})
-    with pytest.raises(ConfigurationError, match="'extra' contains itself"):
-        Task(1, extra=loop)
-    task = Task(1)
-    task.hparams.late = loop
-    with pytest.raises(ConfigurationError, match="'late' contains itself"):
-        task.saved_hyperparameters()
 
 
 class Colour(enum.Enum):
@@ -274,15 +193,6 @@ def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) 
         assert Needing.load_from_checkpoint(path, loss_fn=nn.L1Loss(), make=None).hparams.width == 3
 
 
-def test_unsupported_hyperparameters_assigned_later_are_a_warning_when_saved(tmp_path: Path) -> None:
-    task = Keeping(a=1)
-    task.hparams.late = print
-    with pytest.warns(TrainwrightWarning, match=r"hparams: late is a .*; the checkpoint is written without it") as told:
-        path = _saved(task, tmp_path)
-    assert len(told) == 1
-    assert Keeping.load_from_checkpoint(path).hparams == {"a": 1}
-
-
 def test_an_enumeration_that_is_not_imported_has_to_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Wanting(RegressionTask):
         def __init__(self, colour: Colour) -> None:
@@ -296,12 +206,6 @@ def test_an_enumeration_that_is_not_imported_has_to_be_given(tmp_path: Path, mon
     ):
         Wanting.load_from_checkpoint(path)
     assert Wanting.load_from_checkpoint(path, colour=Level.LOW).hparams.colour is Level.LOW
-
-
-def test_hyperparameters_can_be_removed_later() -> None:
-    task = Keeping(a=1, b=2)
-    task.remove_ignored_hparams(["b"])
-    assert (task.hparams, task.hparams_initial) == ({"a": 1}, {"a": 1})
 
 
 class Numbers(DataModule):
@@ -438,19 +342,6 @@ def test_containers_of_omegaconf_are_stored_as_data_and_loaded_as_containers(
     assert "double: 3" in Path(logger.log_dir, "hparams.yaml").read_text()
 
 
-@pytest.mark.requires("omegaconf", reason="its containers are arguments")
-def test_a_container_of_omegaconf_that_cannot_be_stored_is_left_out(tmp_path: Path) -> None:
-    from omegaconf import OmegaConf
-
-    with pytest.warns(TrainwrightWarning, match=r"a cannot be resolved: .*nowhere.*; b\.key is"):
-        Keeping(
-            a=OmegaConf.create({"key": "${nowhere}"}), b=OmegaConf.create({"key": range}, flags={"allow_objects": True})
-        )
-    path = _saved(Keeping(a=OmegaConf.create({"key": r"\${oc.env:HOME}"})), tmp_path)
-    with pytest.raises(CheckpointError, match=r"a holds '\$\{', which OmegaConf would evaluate"):
-        Keeping.load_from_checkpoint(path)
-
-
 class NoNet(RegressionTask):
     """Ignores an argument that its base class saved."""
 
@@ -515,13 +406,3 @@ def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
         trainer.fit(Keeping(count=value), datamodule=Numbers(4))
     for unlogged in ({"logger": logger, "enable_autolog_hparams": False}, {"logger": False}):
         quiet_trainer(max_steps=1, **unlogged).fit(Keeping(count=value), datamodule=Numbers(4))
-
-
-def test_a_namespace_of_another_kind_is_an_error_that_names_the_accepted_ones() -> None:
-    class Spaced(TaskModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.save_hyperparameters(types.SimpleNamespace(width=1))
-
-    with pytest.raises(ConfigurationError, match=r"received a SimpleNamespace\. Pass names of arguments"):
-        Spaced()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import (
     STARTED_BY_TRAINER,
@@ -14,12 +13,7 @@ from trainwright.core.process import (
     check_address,
     describe,
     detect,
-    environment,
-    in_notebook,
-    started_by_trainer,
-    variable,
 )
-from trainwright.processes.partial_state import PartialState
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -140,11 +134,6 @@ def test_a_named_launcher_whose_variables_are_missing_is_an_error_that_lists_the
     assert wanted[launcher] in str(caught.value)
 
 
-def test_an_unknown_launcher_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'slurm'"):
-        detect("slurn", {})
-
-
 @pytest.mark.parametrize("changed", [{"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "-2"}], ids=str)
 def test_variables_that_contradict_each_other_are_an_error(changed: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError, match="contradict"):
@@ -166,29 +155,6 @@ def test_the_evidence_is_in_the_text() -> None:
     assert str(Topology("none")).endswith("(no launcher variables)")
 
 
-def test_without_a_mapping_this_processs_own_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert detect().rank == 5
-    assert variable("RANK") == "5"
-    assert environment()["RANK"] == "5"
-    assert variable("NO_SUCH_VARIABLE", "fallback") == "fallback"
-
-
-def test_the_environment_that_is_handed_out_is_a_copy() -> None:
-    environment()["A_NEW_NAME"] = "1"
-    assert variable("A_NEW_NAME") is None
-
-
-def test_a_process_that_the_trainer_started_knows_it() -> None:
-    assert started_by_trainer({STARTED_BY_TRAINER: "x"})
-    assert not started_by_trainer({})
-
-
-def test_this_is_no_notebook() -> None:
-    assert not in_notebook()
-
-
 def test_a_missing_master_addr_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
         check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2"}))
@@ -198,15 +164,6 @@ def test_a_missing_master_addr_is_an_error() -> None:
     check_address(detect("auto", place))  # one machine
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
         check_address(detect("auto", {**place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}))
-
-
-def test_the_trainer_checks_the_address_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
-        quiet_trainer(devices="auto")
-    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
-        PartialState(cpu=True)
 
 
 def test_processes_started_by_the_trainer_are_described_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,21 +34,6 @@ def test_a_name_that_is_taken_needs_overwrite() -> None:
     assert registry.get("csv") == 2
 
 
-def test_a_registry_does_not_change_what_it_was_made_from() -> None:
-    entries: dict[str, int | str] = {"a": 1}
-    registry: Registry[int] = Registry("thing", entries)
-    registry.register("b", 2)
-    assert entries == {"a": 1}
-    assert "b" in registry
-    assert "c" not in registry
-
-
-def test_an_empty_registry_says_that_nothing_is_known() -> None:
-    registry: Registry[int] = Registry("thing")
-    with pytest.raises(ConfigurationError, match="Known: none"):
-        registry.get("x")
-
-
 def test_an_object_is_imported_by_its_path() -> None:
     assert import_object("collections:Counter") is collections.Counter
     with pytest.raises(AttributeError):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,14 +33,6 @@ def test_a_seed_out_of_range_is_an_error(seed: int) -> None:
         seed_everything(seed)
 
 
-def test_taking_the_state_changes_nothing() -> None:
-    seed_everything(5)
-    expected = draw()
-    seed_everything(5)
-    rng_state()
-    assert draw() == expected
-
-
 def test_a_state_that_is_put_back_gives_the_same_again_also_in_the_middle_of_a_pair() -> None:
     seed_everything(6)
     random.gauss(0, 1)  # Python keeps the second of a pair of normal numbers
@@ -51,15 +41,6 @@ def test_a_state_that_is_put_back_gives_the_same_again_also_in_the_middle_of_a_p
     state = rng_state()
     first = draw()
     draw()
-    set_rng_state(state)
-    assert draw() == first
-
-
-def test_a_state_whose_tuples_became_lists_is_put_back_too() -> None:
-    seed_everything(7)
-    state: dict[str, Any] = rng_state()
-    state["python"] = json.loads(json.dumps(state["python"]))
-    first = draw()
     set_rng_state(state)
     assert draw() == first
 

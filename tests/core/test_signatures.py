@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -21,16 +20,6 @@ def test_a_hook_is_called_with_what_its_base_declares() -> None:
     assert arguments_of(TaskHooks, "on_validation_batch_end") == END
     assert arguments_of(TaskModule, "backward") == ("loss",)
     assert arguments_of(TaskModule, "training_step") == ("batch", "batch_idx")
-
-
-def test_a_callable_that_takes_everything_is_returned_as_it_is() -> None:
-    def step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def several(*args: Any) -> None: ...
-
-    assert bind(step, "test_step", STEP) is step
-    assert bind(several, "test_step", STEP) is several
-    assert bind(step, "training_step", STEP[:2]) is step
 
 
 def test_a_name_in_another_place_is_given_by_its_name() -> None:
@@ -53,12 +42,6 @@ def test_what_a_wrapper_takes_counts_where_it_takes_less_than_what_it_wraps() ->
     assert bind(outer, "test_step", STEP)("batch", 0) == "batch"
 
 
-def test_callables_without_a_signature_take_everything() -> None:
-    assert parameters_taken_by(mock.Mock()).takes_more
-    assert fits(mock.Mock(), "on_fit_start", ())
-    assert fits(max, "test_step", STEP)
-
-
 @pytest.mark.parametrize(
     ("function", "name", "names", "right"),
     [
@@ -75,15 +58,6 @@ def test_callables_without_a_signature_take_everything() -> None:
 )
 def test_what_cannot_be_called_is_found(function: Any, name: str, names: tuple[str, ...], right: bool) -> None:
     assert fits(function, name, names) is right
-
-
-def test_a_method_called_num_items_that_takes_no_batch_is_refused() -> None:
-    class Recommender(TaskModule):
-        def num_items(self) -> int:  # type: ignore[override]
-            return 100
-
-    with pytest.raises(ConfigurationError, match=r"Recommender.num_items declares \(\).*rename the method"):
-        check_signatures(Recommender(), TaskModule, ["num_items"])
 
 
 _VALIDATION = ("batch", "batch_idx", "dataloader_idx")
@@ -119,12 +93,6 @@ def test_a_callback_s_batch_hook_keeps_its_batch_where_the_loader_s_index_comes_
     assert hook("t", "m", "o", "b", 1, 2) == ("b", 1, 2)
 
 
-def test_an_argument_that_nobody_gives_cannot_stand_before_one_that_somebody_does() -> None:
-    def step(batch: Any, extra: int = 9, batch_idx: Any = None, dataloader_idx: Any = None) -> None: ...
-
-    assert not fits(step, "validation_step", _VALIDATION)
-
-
 @pytest.mark.parametrize("kind", ["an async function", "a generator"])
 def test_what_a_call_would_not_run_is_refused(kind: str) -> None:
     class Async(TaskModule):
@@ -137,11 +105,3 @@ def test_what_a_call_would_not_run_is_refused(kind: str) -> None:
     task, name = (Async(), "optimizer_step") if kind == "an async function" else (Generator(), "validation_step")
     with pytest.raises(ConfigurationError, match=rf"{type(task).__name__}.{name} is {kind}.* would never run"):
         check_signatures(task, TaskModule, [name])
-
-
-def test_a_loader_may_be_a_generator() -> None:
-    class Streams(TaskModule):
-        def train_dataloader(self) -> Any:
-            yield 1
-
-    check_signatures(Streams(), TaskModule, ["train_dataloader"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import torch
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.swa_utils import SWALR
 
-from trainwright.core.state import Group, TrainState, scheduler_state
+from trainwright.core.state import TrainState, scheduler_state
 
 counts = st.integers(0, 2**53)
 
@@ -29,18 +28,6 @@ def test_a_new_epoch_keeps_what_counts_the_whole_run() -> None:
     )  # fmt: skip
     state.begin_next_epoch()
     assert state == TrainState(step=7, batches=14, epoch=3, samples=56, tokens=900, seconds=3.5)
-
-
-def test_unknown_keys_are_left_for_a_newer_version_and_missing_ones_keep_their_value() -> None:
-    state = TrainState(step=3, epoch=1)
-    state.load_dict({"step": 9, "added_later": 1})
-    assert state == TrainState(step=9, epoch=1)
-    assert not hasattr(state, "added_later")
-
-
-def test_a_group_does_not_print_its_batches_outputs() -> None:
-    shown = {f.name for f in dataclasses.fields(Group) if f.repr}
-    assert not {"last_output", "last_batch"} & shown
 
 
 def test_a_schedules_state_has_no_function() -> None:

@@ -81,16 +81,6 @@ def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, 
     assert [part.training for part in task.net] == [True, False, True, True]
 
 
-def test_the_trainer_of_a_task_can_be_set_and_removed() -> None:
-    task, trainer = RegressionTask(), quiet_trainer()
-    task.trainer = trainer
-    assert task.trainer is trainer
-    task.trainer = None
-    with pytest.raises(TaskError):
-        _ = task.trainer
-    assert not task.on_gpu
-
-
 def test_optimizers_are_available_unwrapped() -> None:
     class Manual(RegressionTask):
         automatic_optimization = False

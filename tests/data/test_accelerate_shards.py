@@ -105,22 +105,6 @@ def test_a_batch_sampler_is_divided_over_two_processes(
     assert shards[0].total_length == len(batches_of(n, size, drop_last))
 
 
-# number of processes → the batches of range(5) in batches of 2, and without even_batches
-FEW: list[tuple[int, list[Batches], list[Batches]]] = [
-    (1, [[[0, 1], [2, 3], [4, 0]]], [[[0, 1], [2, 3], [4]]]),
-    (3, [[[0, 1]], [[2, 3]], [[4, 0]]], [[[0, 1]], [[2, 3]], [[4]]]),
-    (4, [[[0, 1]], [[2, 3]], [[4, 0]], [[1, 2]]], [[[0, 1]], [[2, 3]], [[4]], []]),
-]
-
-
-@pytest.mark.parametrize(("world", "even", "uneven"), FEW)
-def test_there_may_be_fewer_batches_than_processes(world: int, even: list[Batches], uneven: list[Batches]) -> None:
-    for even_batches, expected in ((True, even), (False, uneven)):
-        shards = [BatchSamplerShard(batches_of(5, 2, False), world, i, even_batches=even_batches) for i in range(world)]
-        assert [list(shard) for shard in shards] == expected
-        assert [len(shard) for shard in shards] == [len(batches) for batches in expected]
-
-
 @pytest.mark.parametrize(
     ("even_batches", "last"), [(True, [[12, 13], [0, 1, 2]]), (False, [[12, 13]])], ids=["even", "uneven"]
 )
@@ -130,26 +114,6 @@ def test_batches_of_a_list_may_differ_in_size(even_batches: bool, last: Batches)
     assert list(shards[0]) == [[0, 1, 2], [5, 6, 7, 8], [12, 13]]
     assert list(shards[1]) == [[3, 4], [9, 10, 11], *last[1:]]
     assert [len(shard) for shard in shards] == [3, 2 + even_batches]
-
-
-def test_a_short_batch_in_the_middle_is_not_lost() -> None:
-    class Buckets(BatchSampler):
-        def __iter__(self) -> Iterator[list[int]]:
-            yield from [[0, 1], [2], [3, 4], [5, 6]]
-
-    sampler = Buckets(SequentialSampler(range(7)), 2, drop_last=False)
-    assert [list(BatchSamplerShard(sampler, 2, i)) for i in range(2)] == [[[0, 1], [3, 4]], [[2], [5, 6]]]
-
-
-def test_batches_that_cannot_be_split_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="batch_size=3 is not divisible by num_processes=2"):
-        BatchSamplerShard(batches_of(6, 3, False), 2, 0, split_batches=True)
-    with pytest.raises(ConfigurationError, match="the attribute batch_size"):
-        BatchSamplerShard([[0, 1]], 2, 0, split_batches=True)
-    with pytest.raises(ConfigurationError, match="batch_size=1 is not divisible by num_processes=2"):
-        IterableDatasetShard(Counting(4), 1, num_processes=2, split_batches=True)
-    with pytest.raises(ConfigurationError, match=r"process_index=2 is not in \[0, num_processes=2\)"):
-        BatchSamplerShard(batches_of(6, 3, False), 2, 2)
 
 
 # split_batches, samples, drop_last → the samples of both processes, with a batch size of 4
@@ -222,14 +186,6 @@ def test_the_order_of_a_seedable_sampler_depends_on_its_seed_and_epoch() -> None
     assert list(SeedableRandomSampler(range(8))) == orders[0]
 
 
-def test_a_seedable_sampler_keeps_its_order_in_a_prepared_loader() -> None:
-    def loader() -> DataLoader[Any]:
-        return DataLoader(torch.arange(8), batch_size=4, sampler=SeedableRandomSampler(range(8), data_seed=3))  # type: ignore[arg-type]
-
-    own, prepared = loader(), Accelerator(cpu=True).prepare(loader())
-    assert [numbers(prepared), numbers(prepared)] == [numbers(own), numbers(own)]
-
-
 @pytest.mark.parametrize(("skipped", "expected"), [(0, [[0, 1, 2], [3, 4]]), (1, [[3, 4]]), (2, []), (3, [])])
 def test_batches_of_a_sampler_are_skipped(skipped: int, expected: Batches) -> None:
     sampler = SkipBatchSampler(batches_of(5, 3, False), skipped)
@@ -272,38 +228,6 @@ def test_skipped_batches_of_indexed_data_are_not_fetched() -> None:
     assert list(skip_first_batches(singles, 4)) == [4, 5]
 
 
-def test_a_loader_that_skips_may_be_prepared() -> None:
-    accelerator = Accelerator(cpu=True)
-    for data in (torch.arange(10), Counting(10)):
-        loader: DataLoader[Any] = DataLoader(data, batch_size=2)  # type: ignore[arg-type]
-        for rest in (skip_first_batches(loader, 2), SkipDataLoader(data, 2, batch_size=2)):
-            prepared = accelerator.prepare(rest)
-            assert len(prepared) == 3
-            assert numbers(prepared) == [[4, 5], [6, 7], [8, 9]]
-
-
-def test_a_prepared_loader_skips_as_its_accelerator_does() -> None:
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(DataLoader(torch.arange(10), batch_size=2))  # type: ignore[arg-type]
-    for rest in (skip_first_batches(prepared, 3), accelerator.skip_first_batches(prepared, 3)):
-        assert numbers(rest) == [[6, 7], [8, 9]]
-        assert numbers(rest) == [[6, 7], [8, 9]]  # in each pass
-        assert numbers(skip_first_batches(rest, 4)) == [[8, 9]]
-
-
-def test_what_cannot_be_skipped_is_refused() -> None:
-    class Own(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return super().__iter__()
-
-    with pytest.raises(ConfigurationError, match="num_batches=-1: expected a whole number"):
-        skip_first_batches(DataLoader(torch.arange(4)), -1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="needs a DataLoader, not a list"):
-        skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="Own has its own __iter__"):
-        skip_first_batches(Own(Counting(4)), 1)
-
-
 def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() -> None:
     def order(**arguments: Any) -> Batches:
         loader: DataLoader[Any] = DataLoader(torch.arange(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
@@ -331,10 +255,3 @@ def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() ->
 def test_other_loader_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DataLoaderConfiguration(**options)
-
-
-def test_two_seeds_of_the_data_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"seed=1 and DataLoaderConfiguration\(data_seed=2\) differ"):
-        Accelerator(cpu=True, seed=1, dataloader_config=DataLoaderConfiguration(data_seed=2))
-    with pytest.raises(ConfigurationError, match=r"dataloader_config is a builtins\.dict"):
-        Accelerator(cpu=True, dataloader_config={"data_seed": 2})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from tests.data.sources import Numbers, NumberStream, flat, prepared
+from tests.data.sources import Numbers, flat, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, LoaderOptions, iterate_groups, prepare_loader
 
@@ -30,10 +30,6 @@ def test_a_mode_makes_so_many_batches(mode: Any, batches: int) -> None:
     loader = prepared(combined)
     assert len(combined) == len(list(combined)) == batches
     assert loader.num_batches == len(list(loader.iterate())) == batches
-
-
-def test_the_default_mode_is_min_size() -> None:
-    assert len(CombinedLoader([range(3), range(5)])) == 3
 
 
 def test_a_batch_has_the_shape_of_the_iterables() -> None:
@@ -65,12 +61,6 @@ def test_a_cycle_of_a_shuffled_member_has_an_order_of_its_own() -> None:
     second = [batch[1].item() for batch in prepared(source).iterate()]
     assert sorted(second[:20]) == sorted(second[20:]) == list(range(20))
     assert second[:20] != second[20:]
-
-
-def test_sequential_reads_one_after_the_other() -> None:
-    combined = CombinedLoader([range(2), range(3)], "sequential")
-    assert list(combined) == [(0, 0, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1), (2, 2, 1)]
-    assert list(prepared(combined).iterate()) == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
@@ -115,47 +105,9 @@ def test_another_number_of_ranks_goes_on_side_by_side() -> None:
     assert sorted(first + rest) == list(range(24))
 
 
-def test_cycles_do_not_go_on_with_another_number_of_ranks() -> None:
-    place = prepared(pair("max_size_cycle"), world=4).position(3)
-    loader = prepare_loader(pair("max_size_cycle"), LoaderOptions(world=2))
-    with pytest.raises(ConfigurationError, match=r"interrupted in the middle of an epoch on 4 ranks.* 2 ranks"):
-        loader.set_epoch(0, place)
-
-
-def test_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> None:
-    loader = prepared(
-        CombinedLoader([DataLoader(Numbers(6)), DataLoader(Numbers(1))], "max_size_cycle"), rank=1, world=2
-    )
-    assert [flat(batch) for batch in loader.iterate()] == [[1, 0], [3, 0], [5, 0]]
-
-
-@pytest.mark.filterwarnings("ignore:train_dataloader. member . has")
-def test_samples_of_all_members_are_counted() -> None:
-    loader = prepared(pair("max_size", 5, 2), world=2)
-    assert [loader.samples_in_round(i) for i in range(3)] == [4, 2, 1]
-
-
-def test_a_member_without_length_makes_the_whole_uncounted() -> None:
-    loader = prepared(CombinedLoader([DataLoader(NumberStream(3)), DataLoader(Numbers(5))]))
-    assert loader.num_batches is None
-    assert len(list(loader.iterate())) == 3
-
-
 def test_a_list_or_dict_of_loaders_is_combined() -> None:
     loader = prepared({"a": DataLoader(Numbers(4)), "b": DataLoader(Numbers(2))})
     assert (loader.num_batches, list(next(loader.iterate()))) == (4, ["a", "b"])
-
-
-def test_an_unknown_mode_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'max_size'"):
-        CombinedLoader([range(2)], "maxsize")  # type: ignore[arg-type]
-
-
-def test_no_member_or_no_loader_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no member"):
-        CombinedLoader([])
-    with pytest.raises(ConfigurationError, match="int cannot be iterated over"):
-        CombinedLoader([1])
 
 
 class Remembering:
@@ -212,11 +164,6 @@ def test_a_combined_loader_yields_batches_with_their_indices() -> None:
     batch, batch_idx, dataloader_idx = next(iter(one_by_one))
     assert (batch, batch_idx, dataloader_idx) == (0, 0, 0)
     assert list(one_by_one) == [(0, 0, 0), (0, 0, 1), (1, 1, 1)]
-
-
-def test_combined_loaders_can_be_nested() -> None:
-    outer = CombinedLoader({"x": CombinedLoader([range(2), range(2)]), "y": range(2)})
-    assert list(outer) == [({"x": [0, 0], "y": 0}, 0, 0), ({"x": [1, 1], "y": 1}, 1, 0)]
 
 
 def test_a_member_that_ends_earlier_on_some_ranks_is_a_warning() -> None:

@@ -9,28 +9,10 @@ from tests.data.sources import Numbers, NumberStream
 from trainwright.data import DataModule
 
 
-def test_a_bare_module_has_no_loader_and_changes_no_batch() -> None:
-    module = DataModule()
-    assert module.train_dataloader() is module.val_dataloader() is module.test_dataloader() is None
-    assert module.predict_dataloader() is None
-    assert module.state_dict() == {}
-    assert module.trainer is None
-    assert module.prepare_data_per_node
-    assert module.on_before_batch_transfer([1], 0) == module.on_after_batch_transfer([1], 0) == [1]
-
-
 def test_transfer_moves_the_whole_batch() -> None:
     batch = {"x": torch.ones(2), "name": "a"}
     moved = DataModule().transfer_batch_to_device(batch, torch.device("meta"), 0)
     assert (moved["x"].device.type, moved["name"]) == ("meta", "a")
-
-
-def test_hyperparameters_are_remembered() -> None:
-    class Mine(DataModule):
-        def __init__(self, path: str, batch_size: int = 3) -> None:
-            self.save_hyperparameters()
-
-    assert Mine("here").hparams == {"path": "here", "batch_size": 3}
 
 
 def test_from_datasets_shuffles_training_only() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.data.sources import Numbers, NumberStream, flat, on_ranks, prepared
+from tests.data.sources import Numbers, NumberStream, on_ranks, prepared
 from tests.helpers.calls import calls_of
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
@@ -147,10 +147,6 @@ def test_starting_in_the_middle_keeps_the_batch_numbers(accumulate: int) -> None
     assert [batch for group in groups for batch in group.batches] == [6, 7, 8, 9]
 
 
-def test_starting_at_the_end_gives_nothing() -> None:
-    assert list(iterate_groups(prepared([1, 2]), start_batch=2)) == []
-
-
 @pytest.mark.parametrize("source", ["sized", "unsized"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_no_batch_lives_longer_than_until_the_next_group_is_asked_for(source: str, accumulate: int) -> None:
@@ -228,12 +224,6 @@ def test_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
     assert [w > 0 for w in weights] == [True] * 3 + [False] * 2
 
 
-def test_padding_of_ranks_without_length_is_a_new_object() -> None:
-    three, _ = agreed([3, 5], 2, make=lambda i: {"x": i})
-    batches = [batch for group in three for batch in group.batches]
-    assert [batch.pop("x") for batch in batches] == [0, 1, 2, 2, 2]
-
-
 def test_the_weights_of_agreed_groups_are_the_mean_over_real_micro_batches() -> None:
     three, five = agreed([3, 5], 2)
     assert [group.weights for group in three] == [None, [2 / 3, 0.0], [0.0]]
@@ -249,32 +239,6 @@ def test_ranks_without_length_stop_with_the_shortest() -> None:
 def test_ranks_without_length_are_refused_when_told_to() -> None:
     with pytest.raises(ConfigurationError, match=r"different numbers of batches, \[3, 4\]"):
         agreed([3, 5], 1, uneven="error")
-
-
-def test_a_rank_with_nothing_to_replay_is_an_error_on_every_rank() -> None:
-    with pytest.raises(ConfigurationError, match=r"\[0, 1\]"):
-        agreed([0, 5], 1)
-
-
-def test_ranks_without_any_batch_find_out_together() -> None:
-    with pytest.raises(ConfigurationError, match="no rank got a batch"):
-        agreed([0, 0], 1)
-
-
-def test_a_limit_holds_on_ranks_without_length() -> None:
-    for rank in agreed([9, 9], 2, limit=3):
-        assert [(group.batches, group.is_last) for group in rank] == [([0, 1], False), ([2], True)]
-
-
-def test_ranks_without_length_need_a_way_to_agree() -> None:
-    loader = prepared(iter([1]), world=2, use_distributed_sampler=False)
-    with pytest.raises(ConfigurationError, match="2 ranks must agree where it ends"):
-        iterate_groups(loader)
-
-
-def test_accumulate_zero_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="accumulate=0"):
-        iterate_groups(prepared([1]), accumulate=0)
 
 
 # Limits
@@ -306,22 +270,6 @@ def test_a_limit_is_a_fraction_up_to_one_and_a_number_above(
     limit: int | float | None, batches: int | None, expected: int | None
 ) -> None:
     assert resolve_limit(limit, batches, "limit_train_batches") == expected
-
-
-@pytest.mark.parametrize("limit", [-1, -0.5, float("nan"), True, "3", 2.5])
-def test_a_limit_that_means_nothing_is_refused_by_name(limit: Any) -> None:
-    with pytest.raises(ConfigurationError, match="limit_val_batches="):
-        resolve_limit(limit, 10, "limit_val_batches")
-
-
-def test_a_fraction_of_an_unknown_length_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"limit_test_batches=0\.5 is a fraction .* no length"):
-        resolve_limit(0.5, None, "limit_test_batches")
-
-
-def test_the_whole_epoch_is_in_the_groups() -> None:
-    loader = prepared(DataLoader(Numbers(10), 3, shuffle=True))
-    assert flat(b for g in iterate_groups(loader, accumulate=2) for b in g.batches) == flat(loader.iterate())
 
 
 @given(counts=st.lists(st.integers(1, 7), min_size=2, max_size=3), accumulate=ACCUMULATE, steps=st.integers(0, 5))

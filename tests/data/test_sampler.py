@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from tests.helpers.calls import calls_of
-from trainwright.core.errors import ConfigurationError
 from trainwright.data.sampler import BatchShard, ShardedBatchSampler
-from trainwright.data.seeding import SeededIndices
 
 SIZES = {
     "n": st.integers(0, 200),
@@ -129,22 +126,6 @@ def test_a_running_iteration_does_not_hear_of_the_next_epoch() -> None:
     assert begun + list(running) == expected
 
 
-def test_starting_before_the_place_of_the_resume_is_refused() -> None:
-    sampler = ShardedBatchSampler(100, 5, shuffle=False, seed=0)
-    sampler.set_epoch(0, {"batch": 4, "samples": 20})
-    with pytest.raises(ConfigurationError, match="start batch 3 is before batch 4"):
-        sampler.start(3)
-
-
-def test_single_gives_bare_indices() -> None:
-    assert list(ShardedBatchSampler(3, 1, shuffle=False, seed=0, single=True)) == [0, 1, 2]
-
-
-def test_a_batch_size_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="batch_size=0"):
-        ShardedBatchSampler(3, 0, shuffle=False, seed=0)
-
-
 class Listening(BatchSampler):
     """A batch sampler that shuffles by its epoch and counts the batches that were drawn."""
 
@@ -168,12 +149,6 @@ def test_a_users_batches_are_dealt_as_they_are(world: int) -> None:
     ranks = [list(BatchShard(whole, rank=rank, world=world)) for rank in range(world)]
     assert by_round(ranks) == whole
     assert BatchShard(whole, rank=0, world=world).counts() == [len(own) for own in ranks]
-
-
-def test_a_users_batch_sampler_hears_of_the_epoch() -> None:
-    shard = BatchShard(Listening(8))
-    shard.set_epoch(2)
-    assert list(shard) == [[2000, 2001, 2002, 2003], [2004, 2005, 2006, 2007]]
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 7), world=st.integers(1, 4), drop_last=st.booleans())
@@ -263,20 +238,6 @@ def test_another_number_of_ranks_takes_over_a_users_batches() -> None:
     assert seen + by_round([list(shard) for shard in others]) == whole
 
 
-def test_a_batch_sampler_without_length_has_no_counts() -> None:
-    shard = BatchShard(iter([[1], [2]]))
-    assert shard.counts() is None
-    with pytest.raises(TypeError):
-        len(shard)
-
-
-def test_seeded_indices_are_a_plain_list_outside_a_worker() -> None:
-    before = torch.get_rng_state()
-    indices = pickle.loads(pickle.dumps(SeededIndices([3, 1, 2], 7)))
-    assert (indices, type(indices)) == ([3, 1, 2], list)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("ahead", [0, 5, 20])
 def test_looking_up_a_batchs_indices_does_not_disturb_an_iteration_that_is_ahead(ahead: int) -> None:
     def dealer() -> BatchShard:
@@ -289,7 +250,3 @@ def test_looking_up_a_batchs_indices_does_not_disturb_an_iteration_that_is_ahead
     seen = [next(batches) for _ in range(ahead)]
     assert disturbed.indices_in(3) == expected[3]
     assert [*seen, *batches] == expected
-
-
-def test_an_iterators_indices_cannot_be_looked_up() -> None:
-    assert BatchShard(iter([[0], [1]])).indices_in(0) is None

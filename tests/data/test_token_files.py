@@ -52,17 +52,6 @@ def test_a_file_has_the_bytes_of_megatrons_format(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "a.json"]
 
 
-def test_a_document_of_megatron_may_have_several_sequences(tmp_path: Path) -> None:
-    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 3, 3)
-    index += struct.pack("<3i", 2, 1, 2) + struct.pack("<3q", 0, 8, 12) + struct.pack("<3q", 0, 2, 3)
-    (tmp_path / "a.idx").write_bytes(index)
-    (tmp_path / "a.bin").write_bytes(struct.pack("<5i", 7, 8, 9, 10, 11))
-    file = TokenFile(tmp_path / "a.idx")
-    assert [file[i].tolist() for i in range(len(file))] == [[7, 8, 9], [10, 11]]
-    assert file.lengths().tolist() == [3, 2]
-    assert (file.num_tokens, file.facts) == (5, {})
-
-
 @pytest.mark.parametrize("ending", [".idx", ".bin"])
 def test_a_truncated_or_foreign_file_is_an_error(ending: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a", [30, 20])
@@ -134,35 +123,6 @@ def test_a_damaged_index_is_an_error(offset: int, value: int, tmp_path: Path) ->
     (tmp_path / "a.idx").write_bytes(index)
     with pytest.raises(ConfigurationError, match=r"a\.idx is damaged: its lengths"):
         TokenFile(path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "\udcff", '{"vocab_size": "many"}'])
-def test_a_damaged_description_is_an_error(text: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [3])
-    (tmp_path / "a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigurationError, match=r"a\.json is damaged: .*Write it again"):
-        TokenFile(path)
-
-
-@pytest.mark.parametrize("documents", ["joined", "packed"])
-def test_tokens_outside_of_the_vocabulary_are_an_error(documents: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [16, 16], vocab_size=32)
-    tokens = np.fromfile(tmp_path / "a.bin", np.uint16)
-    tokens[20] = 32
-    tokens.tofile(tmp_path / "a.bin")
-    data = TokenDataset(path, 8, documents=documents)
-    with pytest.raises(ConfigurationError, match=r"a\.bin has the tokens .* to 32 in sample \d, expected 0 to 31"):
-        [data[i] for i in range(len(data))]
-    (tmp_path / "a.json").unlink()
-    data = TokenDataset(path, 8, documents=documents, vocab_size=30)
-    with pytest.raises(ConfigurationError, match="expected 0 to 29"):
-        [data[i] for i in range(len(data))]
-
-
-def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="has the tokens 0 to 9, and vocab_size=9"):
-        write(tmp_path / "a", [10], vocab_size=9)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_large_file_is_open_at_once_and_needs_no_memory(tmp_path: Path) -> None:
@@ -260,13 +220,6 @@ def test_weights_determine_how_many_samples_each_file_gives(tmp_path: Path) -> N
     assert len(TokenDataset([first, second], 10)) == 108
     few = TokenDataset(second, 10, num_samples=20)
     assert len({few[i]["input_ids"][0].item() for i in range(20)}) == 20
-
-
-def test_a_split_is_a_part_of_a_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [1001])
-    parts = [TokenDataset(path, 10, split=split) for split in ((0, 0.9), (0.9, 1))]
-    firsts = [{int(part[i]["input_ids"][0]) for i in range(len(part))} for part in parts]
-    assert firsts == [set(range(0, 890, 10)), set(range(900, 1000, 10))]
 
 
 @pytest.mark.parametrize(("part", "boundary"), [(0.5, 480), (0.9, 880), (0.99, 880), (0.01, 480)])
@@ -398,15 +351,6 @@ def test_texts_and_json_lines_become_documents(tmp_path: Path, capsys: pytest.Ca
     assert TokenFile(tmp_path / "out").num_documents == 4  # what was there stays
 
 
-def test_several_processes_write_what_one_does(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\n".join(f"line {i} " + "x" * (i % 7) for i in range(2000)), encoding="utf-8")
-    for num in (1, 2):
-        arguments = ["data", "tokenize", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--documents", "line"]
-        assert main([*arguments, "--processes", str(num), "--output", str(tmp_path / f"out{num}")]) == 0
-    for ending in ("bin", "idx", "json"):
-        assert (tmp_path / f"out1.{ending}").read_bytes() == (tmp_path / f"out2.{ending}").read_bytes()
-
-
 def word_lengths(text: str) -> list[int]:
     """Return the lengths of words: a tokenizer."""
     return [len(word) for word in text.split()]
@@ -450,34 +394,3 @@ def test_tokenizers_are_files_folders_or_functions(tmp_path: Path, capsys: pytes
     ]:
         assert main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.requires("tokenizers", reason="loads a tokenizer")
-def test_a_hub_without_a_network_is_tried_once_and_its_copy_is_read(tmp_path: Path) -> None:
-    import tokenizers
-
-    (tmp_path / "a.txt").write_text("a b", encoding="utf-8")
-    command = [sys.executable, "-m", "trainwright", "data", "tokenize", "a.txt"]
-    command += ["--output", "out", "--tokenizer", "me/it"]
-    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
-
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
-
-    failed = run()
-    assert failed.returncode == 2
-    assert "hub cannot be reached" in failed.stderr
-    assert "Pass a local folder, or set HF_HOME" in failed.stderr
-    assert "Retrying" not in failed.stderr
-    copy, commit = tmp_path / "home" / "hub" / "models--me--it", "0" * 40
-    (copy / "snapshots" / commit).mkdir(parents=True)
-    (copy / "refs").mkdir()
-    (copy / "refs" / "main").write_text(commit)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(copy / "snapshots" / commit / "tokenizer.json"))
-    assert run().returncode == 0
-    assert TokenFile(tmp_path / "out")[0].tolist() == [0, 1]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.helpers.distributed import run_distributed
 from trainwright import (
@@ -21,7 +19,6 @@ from trainwright import (
     gather,
     gather_object,
     pad_across_processes,
-    recursively_apply,
     reduce,
     send_to_device,
     wait_for_everyone,
@@ -42,16 +39,6 @@ class Output:
 # Without other processes
 
 
-def test_a_process_that_is_alone_keeps_what_it_has() -> None:
-    value = {"a": torch.tensor(1.0), "b": [torch.tensor([2])]}
-    for operation in (gather, broadcast, pad_across_processes):
-        assert operation(value) is value
-    objects = ["a", 1]
-    assert gather_object(objects) is objects
-    assert broadcast_object_list(objects, from_process=3) is objects
-    wait_for_everyone()
-
-
 def test_a_reduction_of_a_process_that_is_alone_is_a_copy() -> None:
     value = torch.tensor([2.0])
     for reduction in ("mean", "sum", "none"):
@@ -62,30 +49,10 @@ def test_a_reduction_of_a_process_that_is_alone_is_a_copy() -> None:
     assert reduce(torch.tensor(3)).item() == 3
 
 
-def test_an_unknown_reduction_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="reduction='meen' is unknown"):
-        reduce(torch.ones(1), "meen")
-
-
 @pytest.mark.parametrize("operation", [reduce, pad_across_processes])
 def test_what_is_no_tensor_is_refused_by_name(operation: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"{operation.__name__} got a value of type str"):
         operation({"a": [torch.ones(1), "text"]})
-
-
-def test_containers_keep_their_types() -> None:
-    data = OrderedDict(pair=Pair(torch.ones(1), [torch.ones(2), "text"]), output=Output(torch.ones(())))
-    found = recursively_apply(lambda tensor, add, *, times: (tensor + add) * times, data, 1, times=2)
-    assert type(found) is OrderedDict
-    assert type(found["pair"]) is Pair
-    assert found["pair"].right[1] == "text"
-    assert found["output"].loss.item() == 4
-    assert data["output"].loss.item() == 1
-
-
-def test_another_type_of_leaf_can_be_asked_for() -> None:
-    data = {"a": 1, "b": ("c", torch.ones(1))}
-    assert recursively_apply(str.upper, data, test_type=lambda leaf: isinstance(leaf, str))["b"][0] == "C"
 
 
 def test_tensors_are_sent_and_skipped_keys_stay() -> None:
@@ -103,12 +70,6 @@ class _Graph:
     def to(self, device: torch.device) -> _Graph:
         self.place = str(device)
         return self
-
-
-def test_objects_that_can_move_are_moved_as_a_whole() -> None:
-    packed = send_to_device([pack_sequence([torch.ones(2), torch.ones(1)])], "cpu")[0]
-    assert isinstance(packed, PackedSequence)
-    assert send_to_device({"graph": _Graph()}, "meta", non_blocking=True)["graph"].place == "meta"
 
 
 def test_structures_are_concatenated_leaf_by_leaf() -> None:

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.sources import ROOT
-from trainwright.core.errors import ConfigurationError, MissingPackageError
-from trainwright.core.host.device_types import DEVICE_TYPES, NAMED, properties
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.host.device_types import NAMED, properties
 from trainwright.launch import launch
 from trainwright.processes.devices import DistributedType, check_backend, default_backend, device_type
 from trainwright.strategies import DDPStrategy
-from trainwright.strategies.precision import Precision
 from trainwright.trainer.trainer import Trainer
 
 
@@ -56,26 +55,9 @@ def test_a_device_that_torch_does_not_find_names_its_package(
         Trainer(accelerator=kind)
 
 
-def test_a_package_without_a_device_is_told_from_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch_npu.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    _sees(monkeypatch, None)
-    with pytest.raises(ConfigurationError, match="torch_npu is installed, but added no device to torch"):
-        device_type("npu")
-
-
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="musa"):
         device_type("mussa")
-
-
-def test_float64_is_refused_where_the_device_has_none() -> None:
-    for kind, found in DEVICE_TYPES.items():
-        if found.has_float64:
-            Precision.parse("64-true").check_device(kind)
-        else:
-            with pytest.raises(ConfigurationError, match=f"'{kind}' has no float64"):
-                Precision.parse("64-true").check_device(kind)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +71,6 @@ def test_the_launcher_limits_devices_by_the_variable_of_their_type(
     assert launch._visible_devices("0,2") == {variable: "0,2"}
 
 
-def test_a_package_that_adds_devices_makes_the_launcher_ask_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "entry_points", lambda group: [group])
-    assert not launch.has_no_devices()
-
-
 def test_a_backend_of_another_device_is_refused_before_processes_start() -> None:
     for backend, kind in (("nccl", "cpu"), ("hccl", "cuda"), ("ccl", "cuda")):
         with pytest.raises(ConfigurationError, match=f"'{backend}' needs .* on {kind}"):
@@ -102,18 +79,6 @@ def test_a_backend_of_another_device_is_refused_before_processes_start() -> None
         check_backend(backend, kind)
     with pytest.raises(ConfigurationError, match="process_group_backend='nccl' needs CUDA devices"):
         Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="nccl"))
-
-
-def test_the_page_has_the_table() -> None:
-    lines = (ROOT / "docs/hardware.md").read_text(encoding="utf-8").splitlines()
-    rows = {kind: line for line in lines for kind in NAMED if line.startswith(f'| `"{kind}"`')}
-    assert list(rows) == list(NAMED)
-    for kind, line in rows.items():
-        cells, found = [cell.strip(" `") for cell in line.strip("|").split("|")], DEVICE_TYPES[kind]
-        assert cells[1] == (found.module or "–")
-        assert cells[4] == ("yes" if found.has_float64 else "no")
-        if not found.is_unified:
-            assert (cells[2], cells[3], cells[5]) == (found.backend, found.visible, found.distributed_type)
 
 
 def test_the_default_backend_is_that_of_torch_or_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,11 +90,6 @@ def test_the_default_backend_is_that_of_torch_or_of_the_table(monkeypatch: pytes
 
     monkeypatch.setattr(dist, "get_default_backend_for_device", none_registered)
     assert default_backend(torch.device("hpu")) == "hccl"
-
-
-def test_ccl_without_its_package_is_refused_before_processes_start() -> None:
-    with pytest.raises(MissingPackageError, match="pip install oneccl_bind_pt"):
-        Trainer(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend="ccl"))
 
 
 def _run(*arguments: str, path: Path = ROOT) -> None:

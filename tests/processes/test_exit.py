@@ -93,14 +93,6 @@ def test_a_finished_program_ends_with_0_while_gloos_threads_are_held_back(progra
     assert _code_of(program, tmp_path, "slow") == 0
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("program", _PROGRAMS)
-def test_none_of_many_finished_programs_ends_with_another_code(program: str, tmp_path: Path) -> None:
-    assert [_code_of(program, tmp_path) for _ in range(10)] == [0] * 10
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="only Linux shows which threads are running")
 def test_the_end_of_a_group_waits_for_a_running_thread_of_gloo() -> None:
     done: list[bool] = []

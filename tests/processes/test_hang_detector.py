@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,15 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.process import Topology
 from trainwright.processes import hang_detector
 from trainwright.processes.hang_detector import HangDetector
-from trainwright.processes.hang_report import Failure, hang_report, ranks_text
+from trainwright.processes.hang_report import Failure, hang_report
 from trainwright.processes.process_group import ProcessGroup
 from trainwright.processes.rank_position import (
     Position,
@@ -32,7 +29,6 @@ from trainwright.processes.rank_position import (
     RankPosition,
     activity_of,
     collective_of,
-    frames_of,
 )
 from trainwright.strategies import DDPStrategy
 
@@ -163,13 +159,6 @@ def test_a_rank_that_moves_is_not_reported(start: Start, capfd: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_without_a_hang_timeout_nothing_is_reported(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    start(2, hang_timeout_s=None)
-    time.sleep(1.0)
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,18 +172,6 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
         time.sleep(0.05)
     assert "rank 1 does not answer: its process has ended or is stopped" in text
     assert "last seen: fit, step 7" in text
-
-
-@pytest.mark.slow
-def test_the_next_rank_reports_when_rank_0_does_not_answer(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = start(2, hang_timeout_s=0.5)
-    ranks.watches[0].close()
-    text = ""
-    while "A collective fails" not in text:
-        text += capfd.readouterr().err
-        time.sleep(0.05)
-    assert "rank 1 has not moved" in text
-    assert "rank 0 does not answer" in text
 
 
 # A rank that fails
@@ -215,19 +192,6 @@ def test_an_error_that_follows_another_ranks_names_it_with_its_traceback(start: 
     (note,) = echo.__notes__
     assert note.startswith("This followed the failure of another rank:\nrank 1:\nTraceback")
     assert note.rstrip().endswith("ArithmeticError: seven is odd")
-
-
-def test_the_echo_of_a_failure_waits_for_its_cause(start: Start) -> None:
-    ranks = start(2)
-    echo = RuntimeError("Connection closed by peer")
-    thread = threading.Thread(target=lambda: ranks.watches[0].leave(_raised(echo)))
-    thread.start()
-    time.sleep(0.3)
-    cause = _raised(ArithmeticError("seven is odd"))
-    ranks.watches[1].leave(cause)
-    thread.join()
-    assert "seven is odd" in echo.__notes__[0]
-    assert not hasattr(cause, "__notes__")
 
 
 def test_a_survivor_that_cannot_notice_ends_and_prints_the_cause(
@@ -308,13 +272,6 @@ def test_a_process_that_was_killed_is_named_by_its_neighbour_though_its_parent_h
     assert "has ended without a traceback" in failure.text
 
 
-def test_a_later_process_with_the_same_number_is_another_one() -> None:
-    mine = ProcessMark.mine()
-    assert not mine.is_gone()
-    if mine.started:
-        assert ProcessMark(mine.node, mine.pid, "1").is_gone()
-
-
 @pytest.mark.slow
 def test_a_store_that_is_gone_ends_neither_the_watch_nor_the_test(start: Start, ends: Ends) -> None:
     ranks = start(2, store_dies_with_rank_0=False)
@@ -343,10 +300,6 @@ def _call_as(module: str, name: str, then: Callable[[], Any]) -> Any:
     space: dict[str, Any] = {"__name__": module}
     exec(f"def {name}(then):\n    return then()", space)
     return space[name](then)
-
-
-def _my_frames() -> Any:
-    return frames_of(threading.get_ident())
 
 
 def _within(*calls: tuple[str, str]) -> Any:
@@ -411,23 +364,6 @@ def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
     assert text.index("rank 3, process") < text.index("rank 0, process")  # the one that all wait for comes first
 
 
-def test_ranks_in_different_collectives_are_said_to_be() -> None:
-    answers = {0: _position(0, "all_reduce"), 1: _position(1, "broadcast")}
-    assert "wait in different collectives" in hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
-
-
-def test_a_rank_that_still_moves_is_named_as_slow() -> None:
-    answers = {0: _position(0, "all_reduce"), 1: _position(1, "", still_s=1)}
-    assert "rank 1 moved in the last 4 s" in hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
-
-
-@given(st.sets(st.integers(0, 40), min_size=1))
-def test_the_text_of_ranks_names_each_of_them_once(ranks: set[int]) -> None:
-    spans = ranks_text(sorted(ranks)).split(" ", 1)[1].split(", ")
-    named = [rank for span in spans for rank in range(int(span.split("-")[0]), int(span.split("-")[-1]) + 1)]
-    assert named == sorted(ranks)
-
-
 # Settings
 
 
@@ -457,65 +393,3 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 # Whole runs
-
-
-def _run(kind: str, hang_timeout_s: float, slow_s: float, until: str) -> str:
-    """Run the script on two ranks until rank 0 has said something; returns what rank 0 printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    root = Path(__file__).parents[2]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    linux = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    env = {**os.environ, **place, **linux, "PYTHONPATH": str(root / "src")}
-    command = [sys.executable, str(Path(__file__).with_name("hanging_run.py")), kind, str(hang_timeout_s), str(slow_s)]
-    started = [
-        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT, text=True)
-        for rank, out in enumerate((subprocess.PIPE, subprocess.DEVNULL))
-    ]
-    lines: list[str] = []
-    alarm = threading.Timer(240, started[0].kill)
-    alarm.start()
-    try:
-        assert started[0].stdout is not None
-        for line in started[0].stdout:
-            lines.append(line)
-            if until in line:
-                break
-    finally:
-        alarm.cancel()
-        for process in started:
-            process.kill()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-    return "".join(lines)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "slow_s", "words"),
-    [
-        ("step", 1000.0, ["rank 0 waits in backward", "rank 1 has not arrived", "in dawdle", "in training_step"]),
-        pytest.param(
-            *("another collective", 1000.0, ["rank 1 waits in all_gather_object", "wait in different collectives"]),
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            *("stopped", 1000.0, ["rank 0 waits in backward", "rank 1 does not answer"]), marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            *("validation", 60.0, ["rank 0 waits in all_gather_object: validate", "rank 1 has not arrived: validate"]),
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
-def test_who_waits_and_who_has_not_come_is_printed_before_the_timeout(
-    kind: str, slow_s: float, words: list[str]
-) -> None:
-    text = _run(kind, 5.0, slow_s, until="dawdle()" if "in dawdle" in words else "A collective fails")
-    assert "(hang_timeout)" in text, text
-    text = text[text.rindex("(hang_timeout)") - 60 :]
-    for expected in words:
-        assert expected in text, text

@@ -19,9 +19,7 @@ import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.core.errors import WorkerError
 from trainwright.core.host.folders import mark_in_use
-from trainwright.core.process import variable
 from trainwright.core.rng import seed_everything
 from trainwright.processes import launcher
 from trainwright.processes.worker import end_with
@@ -207,18 +205,6 @@ def test_started_processes_pickle_classes_of_the_script_for_loader_workers_and_o
     check(results_in(tmp_path), [0])
 
 
-@pytest.mark.exhaustive
-def test_the_trainer_starts_processes_for_a_task_of_this_test(capfd: pytest.CaptureFixture[str]) -> None:
-    trainer = quiet_trainer(devices=2, max_epochs=1)
-    task = RegressionTask()
-    before = dict(os.environ)
-    trainer.fit(task, regression_loader(8))
-    assert dict(os.environ) == before
-    assert (trainer.world_size, trainer.global_step) == (2, 4)
-    assert not torch.equal(task.net[0].weight, RegressionTask().net[0].weight)
-    assert len(trainer.predict(task, regression_loader(5)) or []) == 5
-
-
 # Failing
 
 
@@ -276,16 +262,6 @@ def test_a_process_that_dies_without_a_word_is_named_with_its_exit_code(tmp_path
 
 
 @pytest.mark.exhaustive
-def test_a_failure_while_another_rank_computes_ends_it_too(tmp_path: Path) -> None:
-    error, taken_s = _run_failing(
-        tmp_path, "time.sleep(600) if self.global_rank == 1 else (_ for _ in ()).throw(ArithmeticError('odd'))"
-    )
-    assert taken_s < _LIMIT_S
-    assert "ArithmeticError: odd" in error
-    assert_nothing_left(tmp_path)
-
-
-@pytest.mark.exhaustive
 def test_under_torchrun_a_failing_rank_prints_its_own_line_and_all_end(tmp_path: Path) -> None:
     script = write_script(tmp_path, step="if self.global_rank == 1: raise ArithmeticError('seven is odd')")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -293,20 +269,6 @@ def test_under_torchrun_a_failing_rank_prints_its_own_line_and_all_end(tmp_path:
     assert done.returncode != 0
     assert "ArithmeticError: seven is odd" in done.stderr
     assert_nothing_left(tmp_path)
-
-
-class _ExplodesElsewhere(RegressionTask):
-    """Cannot be unpickled in another process, so that this one is never joined there."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if variable("RANK") is not None:
-            raise ArithmeticError("seven is odd")
-        super().__setstate__(state)
-
-
-def test_a_process_that_fails_before_it_joins_is_not_waited_for() -> None:
-    with pytest.raises(WorkerError, match="seven is odd"):
-        quiet_trainer(devices=2, max_epochs=1).fit(_ExplodesElsewhere(), regression_loader(8))
 
 
 # Notebooks
@@ -407,20 +369,6 @@ def test_old_folders_without_an_owner_are_removed(tmp_path: Path) -> None:
     assert used.exists()
     assert young.exists()
     assert list(others.iterdir())
-
-
-@pytest.mark.usefixtures("own_temporary_folder")
-def test_starting_processes_removes_abandoned_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = _left_over(tmp_path, "trainwright-work-abc", age_s=3600)
-
-    def start(self: object, *_: object) -> None:
-        raise OSError("no process can be started")
-
-    monkeypatch.setattr(launcher._Children, "start", start)
-    with pytest.raises(OSError, match="no process"):
-        launcher.run_in_processes(lambda: None, 2)
-    assert not left.exists()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_process_failed_before_those_that_left_a_traceback(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
 import os
 import pickle
@@ -49,19 +48,6 @@ def test_a_process_that_is_alone_is_first_and_last_and_opens_nothing() -> None:
     assert not dist.is_initialized()
 
 
-def test_a_type_of_processes_equals_its_name() -> None:
-    assert DistributedType.MULTI_CPU == "MULTI_CPU"
-    assert str(DistributedType("NO")) == "DistributedType.NO"
-
-
-def test_all_instances_share_one_state() -> None:
-    first = PartialState(cpu=True)
-    second = PartialState()
-    first.debug = True
-    assert second.debug
-    assert second.initialized
-
-
 def test_a_state_that_was_reset_says_so() -> None:
     state = PartialState(cpu=True)
     PartialState._reset_state()
@@ -70,13 +56,6 @@ def test_a_state_that_was_reset_says_so() -> None:
         _ = state.num_processes
     with pytest.raises(AttributeError, match="no attribute 'processindex'"):
         _ = state.processindex
-
-
-def test_the_state_as_text_names_the_place() -> None:
-    assert repr(PartialState(cpu=True)) == (
-        "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\n"
-        "Local process index: 0\nDevice: cpu\n"
-    )
 
 
 @pytest.mark.parametrize(
@@ -91,17 +70,6 @@ def test_unknown_wishes_are_refused(arguments: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigurationError, match=message):
         PartialState(**arguments)
     assert not PartialState._shared_state
-
-
-@pytest.mark.parametrize("timeout", [datetime.timedelta(seconds=90), 90, 90.0, "90 s", "1.5 min"])
-def test_a_timeout_is_a_timedelta_or_seconds_or_text(timeout: Any) -> None:
-    assert PartialState(cpu=True, backend="gloo", timeout=timeout)._options.timeout == datetime.timedelta(seconds=90)
-
-
-@pytest.mark.parametrize(("name", "value"), [("TRAINWRIGHT_DEBUG_MODE", "1"), ("ACCELERATE_DEBUG_MODE", "true")])
-def test_debugging_is_switched_on_by_a_variable(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, value)
-    assert PartialState(cpu=True).debug
 
 
 def test_a_pickled_state_is_the_one_of_the_process_that_reads_it() -> None:
@@ -131,14 +99,6 @@ def test_functions_for_one_process_run_where_there_is_no_other() -> None:
     ]
     assert [function(1, b=4) for function in decorated] == [5] * len(decorated)
     assert {function.__doc__ for function in decorated} == {"Add."}
-
-
-def test_a_function_for_one_process_needs_to_know_which() -> None:
-    state = PartialState(cpu=True)
-    with pytest.raises(ConfigurationError, match="process_index=0"):
-        state.on_process(print)
-    with pytest.raises(ConfigurationError, match="local_process_index=-1"):
-        state.on_local_process(print, local_process_idx=-1)
 
 
 # Shares
@@ -173,21 +133,6 @@ class _Rows:
 
     def select(self, indices: list[int]) -> _Rows:
         return _Rows([self.rows[index] for index in indices])
-
-
-def test_every_kind_of_input_keeps_its_kind() -> None:
-    column = torch.arange(6).view(3, 2)
-    inputs = {"text": ["a", "b", "c"], "pair": (1, 2, 3), "deep": {"column": column}, "rows": _Rows([7, 8, 9])}
-    second = share_of(inputs, 1, 2, pad=True)
-    assert (second["text"], second["pair"], second["rows"].rows) == (["c", "c"], (3, 3), [9, 9])
-    assert torch.equal(second["deep"]["column"], column[[2, 2]])
-    assert len(inputs["text"]) == 3  # the user's own stays whole
-
-
-def test_a_share_of_a_tensor_is_a_view() -> None:
-    column = torch.arange(6.0)
-    share_of(column, 1, 2).zero_()
-    assert column.tolist() == [0, 1, 2, 0, 0, 0]
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -354,29 +299,6 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_script_that_torchrun_starts_ends_without_closing_anything(tmp_path: Path) -> None:
-    done = _run(
-        _script(
-            tmp_path,
-            """
-            import torch
-            from trainwright import PartialState, gather
-
-            state = PartialState(cpu=True)
-            with state.main_process_first():
-                tokens = torch.full((2,), state.process_index)
-            state.print(gather(tokens).tolist(), state.topology.launcher)
-            """,
-        ),
-        tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "[0, 0, 1, 1] torchrun\n"
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
 def test_a_script_that_fails_on_one_process_ends_on_all(tmp_path: Path) -> None:
     done = _run(
         _script(
@@ -421,23 +343,3 @@ def _without_a_launcher(folder: str) -> list[Any]:
 def test_a_group_of_the_script_s_own_is_joined(tmp_path: Path) -> None:
     found = run_distributed(_without_a_launcher, 2, str(tmp_path), init=False)
     assert found == [[rank, 2, "gloo", "none", 2] for rank in range(2)]
-
-
-class _Asks(RegressionTask):
-    """Asks for the state in the middle of a run that the Trainer has started processes for."""
-
-    def on_train_start(self) -> None:
-        state = PartialState()
-        self.seen = state.processes.gather_object((state.process_index, state.num_processes))
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_state_follows_the_processes_that_a_trainer_starts_and_ends() -> None:
-    state = PartialState(cpu=True)
-    task = _Asks()
-    quiet_trainer(devices=2, max_steps=1).fit(task, regression_loader(4))
-    assert task.seen == [(0, 2), (1, 2)]
-    assert PartialState().num_processes == state.num_processes == 1
-    state.wait_for_everyone()

@@ -10,14 +10,12 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.process import Topology
-from trainwright.processes.process_group import Processes, ProcessGroup
-from trainwright.processes.rank_position import Position
+from trainwright.processes.process_group import ProcessGroup
 
 _STAGES = 12
 
@@ -92,29 +90,6 @@ def test_what_is_exchanged_on_the_host_is_the_same_on_every_rank() -> None:
         }
 
 
-def _leave_with_an_exchange_under_way() -> float:
-    from trainwright.core.process import detect
-
-    group = ProcessGroup(detect())
-    group.open(torch.device("cpu"))
-    if group.rank == 0:
-        time.sleep(8)  # and never takes part
-        return 0.0
-    dist.all_reduce(torch.ones(4), async_op=True)
-    with pytest.raises(ArithmeticError), group.watched(lambda: Position(0, 0, 0, "fit")):
-        raise ArithmeticError
-    start_s = time.monotonic()
-    group.close()
-    return time.monotonic() - start_s
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_failed_rank_does_not_wait_for_what_is_under_way() -> None:
-    assert run_distributed(_leave_with_an_exchange_under_way, 2, init=False)[1] < 4
-
-
 def test_a_process_that_is_alone_takes_a_port_that_is_free() -> None:
     with socket.socket() as other:
         with contextlib.suppress(OSError):  # whoever else has the port that torchrun takes, it is not free
@@ -126,12 +101,3 @@ def test_a_process_that_is_alone_takes_a_port_that_is_free() -> None:
             assert group.gather_object("x") == ["x"]
         finally:
             group.close()
-
-
-def test_one_process_exchanges_with_itself() -> None:
-    alone = Processes()
-    assert alone.gather_object("x") == ["x"]
-    assert alone.gather_integers([1, 2]) == [[1, 2]]
-    assert alone.broadcast_object("x", src=0) == "x"
-    assert alone.any(True)
-    assert not alone.any(False)
