@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,11 +106,6 @@ def test_what_the_users_hooks_added_is_handed_to_the_tasks_hooks(tmp_path: Path)
     assert read_checkpoint(tmp_path / "out").trainer["task"] == {"vocabulary": ["a", "b"]}
 
 
-def test_states_of_lightnings_callbacks_are_left_out_and_named(tmp_path: Path) -> None:
-    done = convert_checkpoint(_lightning(tmp_path)[0], tmp_path / "out")
-    assert "Lightning's callbacks are skipped: ModelCheckpoint." in _notes(done)
-
-
 @pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])
 def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, epoch: int, tmp_path: Path) -> None:
     source, _, _ = _lightning(tmp_path, is_last_batch=is_last_batch, inside=3)
@@ -127,18 +120,6 @@ def test_a_file_that_the_validation_after_an_epochs_last_batch_saved_has_finishe
     tree["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = 1
     torch.save(tree, source)
     assert convert_checkpoint(source, tmp_path / "out").epoch == 2
-
-
-def test_the_steps_of_two_optimizers_are_pointed_out(tmp_path: Path) -> None:
-    model = Net()
-    optimizers = [_adamw(model), _adamw(model)]
-    trained(model, optimizers[0])
-    trained(model, optimizers[1])
-    torch.save(lightning_dict(model, optimizers), tmp_path / "x.ckpt")
-    done = convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out", ConvertOptions(step=4))
-    assert done.step == 4
-    assert "counts the steps of every optimizer" in _notes(done)
-    assert len(read_checkpoint(tmp_path / "out").optimizers) == 2
 
 
 def _frozen_first(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -187,12 +168,6 @@ def test_names_that_do_not_fit_are_an_error(names: list[str], complaint: str, tm
     with pytest.raises(CheckpointError, match=complaint):
         convert_checkpoint(source, tmp_path / "out", ConvertOptions(param_names=[names]))
     assert not (tmp_path / "out").exists()
-
-
-def test_names_for_too_few_optimizers_are_an_error(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path)
-    with pytest.raises(CheckpointError, match="has 2 entries, expected one for each of 1 optimizers"):
-        convert_checkpoint(source, tmp_path / "out", ConvertOptions(optimizer_classes=["Adam", "Adam"]))
 
 
 def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
@@ -358,19 +333,6 @@ def _real(name: str, target: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.requires("lightning", "writes a real checkpoint; in the `bench` extra")
-def test_a_real_lightning_checkpoint_is_taken_over(tmp_path: Path) -> None:
-    _real("lightning", tmp_path / "x.ckpt")
-    done = convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out")
-    assert (done.kind, done.step, done.epoch) == ("full", 8, 2)
-    reference = torch.load(tmp_path / "x.ckpt", weights_only=True)
-    snapshot = read_checkpoint(tmp_path / "out")
-    assert same(dict(snapshot.model or {}), dict(reference["state_dict"]))
-    saved = list(snapshot.optimizers[0]["state"].values())
-    assert same(saved, [reference["optimizer_states"][0]["state"][number] for number in range(len(saved))])
-
-
-@pytest.mark.slow
 @pytest.mark.requires("accelerate", "writes a real folder; in the `bench` extra")
 def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
     _real("accelerate", tmp_path / "state")
@@ -379,28 +341,3 @@ def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
     saved = read_checkpoint(tmp_path / "out").optimizers[0]["state"]
     reference = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
     assert same(list(saved.values()), [reference[number] for number in range(len(saved))])
-
-
-_KILLED = """
-import os, signal, sys
-from trainwright.checkpoint import set_fault_hook
-from trainwright.checkpoint.interop.convert import convert_checkpoint
-
-set_fault_hook(lambda event, path: event == "write" and "model" in str(path) and os.kill(os.getpid(), signal.SIGKILL))
-convert_checkpoint(sys.argv[1], sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.skipif(os.name == "nt", reason="kills a process")
-def test_a_conversion_removes_what_a_killed_one_left(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    (tmp_path / ".notes.tmp-0123456789abcdef").mkdir()
-    (tmp_path / ".notes.tmp-0123456789abcdef" / "mine.txt").write_text("x")
-    done = subprocess.run([sys.executable, "-c", _KILLED, tmp_path / "x.pt", tmp_path / "a"], timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert [name.startswith(".a.tmp-") for name in os.listdir(tmp_path)].count(True) == 1
-    convert_checkpoint(tmp_path / "x.pt", tmp_path / "b")
-    assert sorted(os.listdir(tmp_path)) == [".notes.tmp-0123456789abcdef", "b", "x.pt"]
-    assert verify(tmp_path / "b") == []

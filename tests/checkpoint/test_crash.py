@@ -143,15 +143,6 @@ def test_after_a_crash_at_every_point_of_a_write_the_newest_checkpoint_loads(
     assert seen[-1] == 2
 
 
-def test_after_a_crash_a_run_can_write_over_what_it_left(tmp_path: Path) -> None:
-    for at in (3, 12, 30):
-        assert is_killed(lambda: write_checkpoint(tmp_path / "last", SNAPSHOTS[1]), Crash(at, power=False))
-    write_checkpoint(tmp_path / "last", SNAPSHOTS[2])
-    clean_stale(tmp_path)
-    assert os.listdir(tmp_path) == ["last"]
-    assert check_loads(tmp_path, {2}) == 2
-
-
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power_lost"])
 def test_after_a_crash_at_every_point_of_a_deletion_the_rest_loads(tmp_path: Path, power: bool) -> None:
     for at in range(100):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import pytest
 from tests.checkpoint.resealing import edit_trainer, reseal
 from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify, whole_checkpoint
@@ -105,39 +101,6 @@ def test_an_invalid_optimizer_or_generator_is_a_checkpoint_error(
     reseal(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=message):
         quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
-
-
-@pytest.mark.parametrize(
-    "name",
-    mostly_exhaustive(
-        ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"], keep=["model.safetensors"]
-    ),
-)
-@pytest.mark.slow
-def test_a_pipe_instead_of_a_file_is_an_error_at_once(name: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / name)
-    done = subprocess.run(  # a process of its own: it would wait for ever
-        [sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "CheckpointError" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_convert_refuses_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.bin")
-    command = [sys.executable, "-m", "trainwright", "checkpoint", "convert", str(tmp_path / "x.bin"), "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "not a regular file" in done.stderr
-
-
-_LOAD = """
-import sys, torch, trainwright
-try:
-    trainwright.load_checkpoint_and_dispatch(torch.nn.Linear(4, 3), sys.argv[1])
-except trainwright.CheckpointError as error:
-    print("CheckpointError", error)
-"""
 
 
 def loop(path: Path) -> None:

@@ -42,21 +42,6 @@ def fail() -> None:
     raise OSError("broken")
 
 
-def test_work_is_done_in_order_in_another_thread(quiet: LowPriorityThread) -> None:
-    found: list[tuple[int, str]] = []
-    quiet.start()
-    for number in range(50):
-        quiet.put(lambda number=number: found.append((number, threading.current_thread().name)))  # type: ignore[misc]
-    quiet.finish()
-    assert found == [(number, "trainwright-quiet") for number in range(50)]
-
-
-def test_before_it_is_started_everything_is_done_at_once(quiet: LowPriorityThread) -> None:
-    found: list[threading.Thread] = []
-    quiet.put(lambda: found.append(threading.current_thread()))
-    assert found == [threading.current_thread()]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads, as Linux has them")
 def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: LowPriorityThread) -> None:
     found: list[tuple[int, int]] = []
@@ -84,26 +69,6 @@ def test_whoever_waits_in_a_hurry_does_what_a_starved_thread_cannot(quiet: LowPr
     quiet.finish()
     timer.join()
     assert found == [(number, threading.current_thread()) for number in range(3)]
-
-
-def test_a_hurry_waits_for_the_work_that_is_being_done(quiet: LowPriorityThread) -> None:
-    begun, go_on, found = threading.Event(), threading.Event(), []
-
-    def work() -> None:
-        begun.set()
-        assert go_on.wait(30)
-        found.append("first")
-
-    quiet.start()
-    quiet.put(work)
-    assert begun.wait(30)
-    quiet.hurry()
-    timer = threading.Timer(0.05, go_on.set)
-    timer.start()
-    quiet.put(lambda: found.append("second"))
-    timer.join()
-    quiet.finish()
-    assert found == ["first", "second"]
 
 
 @pytest.mark.parametrize("started", [False, True])

@@ -98,16 +98,6 @@ def test_transformers_computes_the_logits_of_megatron(kind: str, tmp_path: Path)
     torch.testing.assert_close(_logits(tmp_path / "hf"), expected, atol=1e-5, rtol=1e-5)
 
 
-@needs_megatron
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize(("saved", "kind"), [("llama", "llama"), ("gpt2", "gpt2")], indirect=["saved"])
-def test_megatron_loads_pipeline_stages(saved: Path, kind: str) -> None:
-    target = saved.with_name("megatron")
-    _run("export", saved, target, "--megatron", "tp=1,pp=2,impl=local")
-    _megatron(kind, "load", target, 1, 2)
-
-
 @pytest.mark.parametrize("saved", [*KINDS, "mistral"], indirect=True)
 def test_a_model_passes_through_other_layouts_unchanged(saved: Path) -> None:
     first, second, back = (saved.with_name(name) for name in ("first", "second", "back"))
@@ -129,14 +119,6 @@ def test_the_config_comes_from_the_arguments_in_the_checkpoint(saved: Path) -> N
     (first / "config.json").unlink()
     _run("convert", first, back)
     torch.testing.assert_close(_logits(back), _logits(saved), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("saved", ["llama"], indirect=True)
-def test_exported_weights_have_the_requested_dtype(saved: Path) -> None:
-    _run("export", saved, saved.with_name("first"), "--megatron", "tp=1", "--dtype", "bf16")
-    file = saved.with_name("first") / "release" / "mp_rank_00" / "model_optim_rng.pt"
-    state = torch.load(file, weights_only=False)["model"]
-    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("saved", ["llama"], indirect=True)

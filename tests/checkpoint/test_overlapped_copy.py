@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,17 +136,6 @@ def test_state_that_is_replaced_meanwhile_is_saved_as_it_was(
     assert torch.equal(state_of(tmp_path / "a")["weight.exp_avg"], before)
 
 
-def test_without_the_promise_everything_is_copied_at_once(
-    tmp_path: Path, writer: AsyncWriter, held: threading.Event
-) -> None:
-    net, optimizer = trained()
-    before = optimizer.state[net.weight]["exp_avg"].clone()
-    writer.submit(tmp_path / "a", snapshot_of(net, optimizer, overlaps=False))
-    optimizer.state[net.weight]["exp_avg"].zero_()
-    writer.wait()
-    assert torch.equal(state_of(tmp_path / "a")["weight.exp_avg"], before)
-
-
 def test_optimizers_are_guarded_only_while_a_writer_may_copy(tmp_path: Path) -> None:
     writer = AsyncWriter()
     net, optimizer = trained()
@@ -159,39 +147,6 @@ def test_optimizers_are_guarded_only_while_a_writer_may_copy(tmp_path: Path) -> 
     assert torch_optimizer._global_optimizer_pre_hooks == others
     writer.close()
     assert not hooks
-
-
-def test_a_guard_keeps_no_writer_alive(tmp_path: Path) -> None:
-    writer = AsyncWriter()
-    net, optimizer = trained()
-    writer.optimizers = [optimizer]
-    writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
-    writer.wait()
-    gone = weakref.ref(writer)
-    del writer
-    assert gone() is None
-    step(net, optimizer)
-
-
-def test_many_threads_may_finish_one_copy() -> None:
-    source = torch.arange(2.0**16)
-    target = torch.empty_like(source)
-    size = 64
-    chunks = [(target.data_ptr() + at, source.data_ptr() + at, size) for at in range(0, source.nbytes, size)]
-    copy = LaterCopy(chunks, [source])
-    found: list[tuple[bool, bool]] = []
-
-    def finish() -> None:
-        found.append((copy.finish(), torch.equal(target, source)))
-
-    threads = [threading.Thread(target=finish) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [(True, True)] * 8
-    source.zero_()
-    assert copy.finish()  # what happens after it is no concern of it
 
 
 class SavesOften(Callback):
@@ -233,13 +188,6 @@ class Restarts(Callback):
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
         for state in trainer.optimizers[0].state.values():
             state["momentum_buffer"].zero_()
-
-
-class Empties(Callback):
-    """Forgets the momentum at the end of the training, in place."""
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        Restarts().on_train_epoch_start(trainer, task)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +9,15 @@ import fsspec
 import pytest
 import torch
 
-from tests.checkpoint.webhdfs_server import SERVED, FileServer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.selection import mostly_exhaustive
-from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from trainwright.callbacks import Callback, ModelCheckpoint
 from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.trainer.checkpoints import step_end
 
@@ -104,14 +100,6 @@ def test_the_same_machine_resumes_without_a_download(url: str, tmp_path: Path) -
     assert trainer.global_step == 3 * STEPS
     assert not (tmp_path / "downloaded").exists()
     assert folders(url) == ["epoch=2"]
-
-
-def test_a_newer_checkpoint_elsewhere_is_preferred_to_an_older_one_here(url: str, tmp_path: Path) -> None:
-    fit(tmp_path / "a", url, 1)
-    fit(tmp_path / "b", url, 2, ckpt_path="last")
-    trainer = fit(tmp_path / "a", url, 3, ckpt_path="last")
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
-    assert trainer.global_step == 3 * STEPS
 
 
 def test_a_download_that_is_damaged_is_fetched_anew(memory: str, tmp_path: Path) -> None:
@@ -209,55 +197,6 @@ def test_after_a_failed_upload_the_machine_that_has_the_checkpoint_brings_it_up(
     assert folders(url) == ["epoch=2"]
 
 
-_KILLED = """
-import os, sys
-from pathlib import Path
-from tests.checkpoint.test_remote_runs import fit
-from trainwright.core.errors import TrainwrightWarning
-from trainwright.checkpoint.remote import _Remote
-root, url, kill_at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-count, send, write = 0, _Remote.send, _Remote.write
-def counted(method):
-    def call(self, *arguments):
-        global count
-        count += 1
-        if count > kill_at:
-            os._exit(9)
-        return method(self, *arguments)
-    return call
-_Remote.send, _Remote.write = counted(send), counted(write)
-fit(root, url, 4)
-"""
-
-
-@pytest.mark.distributed
-@SERVED
-@pytest.mark.parametrize("share", mostly_exhaustive([0.3, 0.55, 0.7, 0.95], keep=[0.55]))
-def test_a_process_that_is_killed_while_it_uploads_leaves_what_another_machine_resumes_from(
-    server: FileServer, tmp_path: Path, share: float
-) -> None:
-    url = f"{server.url}/run"
-    whole = f"{server.url}/whole"
-    fit(tmp_path / "w", whole, 1)
-    files = len(list((server.root / "whole" / "epoch=0").rglob("*.*")))
-    kill_at = int(share * (4 * (files + 2) - 1))
-    script = [sys.executable, "-c", _KILLED, str(tmp_path / "a"), url, str(kill_at)]
-    done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 9, done.stderr
-    assert len(names(url)) >= 1
-    trainer = fit(tmp_path / "b", url, 4, ckpt_path="last")
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 4))
-    assert folders(url) == names(url) == ["epoch=3"]
-
-
-@SERVED
-def test_a_service_that_does_not_answer_is_an_error_before_the_first_step(tmp_path: Path) -> None:
-    first = FirstStep()
-    with pytest.raises(CheckpointError, match=r"could not list webhdfs://127\.0\.0\.1:9/run"):
-        fit(tmp_path, "webhdfs://127.0.0.1:9/run", 1, callbacks=[first])
-    assert first.step is None
-
-
 def test_a_refusal_says_that_it_is_about_credentials(memory: str, tmp_path: Path) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise PermissionError("Access Denied")
@@ -272,13 +211,6 @@ def test_without_fsspec_the_line_to_install_it_is_given(tmp_path: Path, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
     with pytest.raises(MissingPackageError, match="pip install fsspec"):
         fit(tmp_path, "memory://bucket/run", 1)
-
-
-def test_links_and_plain_folders_have_no_meaning_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="does not support links"):
-        ModelCheckpoint("s3://bucket/run", save_last="link")
-    with pytest.raises(ConfigurationError, match="expected a local folder"):
-        OnExceptionCheckpoint("s3://bucket/run")
 
 
 def test_save_checkpoint_takes_a_url(memory: str, tmp_path: Path) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -79,23 +76,6 @@ def test_an_upload_of_another_client_is_found_despite_a_cached_listing(s3: str, 
 
 
 @pytest.mark.slow
-def test_a_listing_without_the_newest_checkpoint_resumes_from_the_one_before(s3: str, tmp_path: Path) -> None:
-    fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        kind = type(fsspec.filesystem("s3"))
-        listed = kind._lsdir
-
-        async def outdated(self: Any, *arguments: Any, **options: Any) -> Any:
-            return [item for item in await listed(self, *arguments, **options) if "epoch=1" not in item["name"]]
-
-        monkeypatch.setattr(kind, "_lsdir", outdated)
-        trainer = fit(tmp_path / "b", f"{s3}/run", 3, save_top_k=-1, ckpt_path="last", callbacks=[first := FirstStep()])
-    assert first.step == 9
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
-    assert names(f"{s3}/run") == ["epoch=0", "epoch=1", "epoch=2"]
-
-
-@pytest.mark.slow
 def test_last_skips_a_damaged_remote_checkpoint_for_an_older_one(s3: str, tmp_path: Path) -> None:
     fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
     files, root = fsspec.core.url_to_fs(f"{s3}/run/epoch=1/trainer.json")
@@ -116,22 +96,3 @@ def test_a_missing_bucket_is_an_error_before_the_first_step_and_is_not_created(s
     with pytest.raises(CheckpointError, match=r"could not write .*bucket does not exist"):
         upload_checkpoint(write_small(tmp_path / "run"), f"{missing}/run")
     assert not fsspec.filesystem("s3").exists(missing)
-
-
-@pytest.fixture
-def refuse(s3_address: str) -> Iterator[Any]:
-    """Return a function that makes the server check credentials (True), or accept all of them again (False)."""
-
-    def set_to(refused: bool) -> None:
-        data, headers = (b"0" if refused else b"inf"), {"Content-Type": "text/plain"}
-        urllib.request.urlopen(urllib.request.Request(f"{s3_address}/moto-api/reset-auth", data, headers)).close()
-
-    yield set_to
-    set_to(False)
-
-
-def test_wrong_credentials_are_an_error_before_the_first_step(s3: str, refuse: Any, tmp_path: Path) -> None:
-    refuse(True)
-    with pytest.raises(CheckpointError, match=r"Access Key Id .* does not exist.*Set up credentials"):
-        fit(tmp_path, f"{s3}/run", 1, callbacks=[first := FirstStep()])
-    assert first.step is None

@@ -42,7 +42,7 @@ from trainwright.checkpoint import (
     write_checkpoint,
 )
 from trainwright.checkpoint.format import regions as module
-from trainwright.checkpoint.format.regions import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.format.regions import copy_common, lengths_of, overlap
 from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.diff import diff_checkpoints
 from trainwright.checkpoint.interop.export import export_weights
@@ -78,14 +78,6 @@ def test_what_two_regions_share_is_copied_and_nothing_else(data: st.DataObject) 
     assert torch.equal(target, expected)
     shared = bool((target >= 0).any())
     assert overlap([wanted, held], shape) is shared
-
-
-@given(st.data(), st.sampled_from([rows, tiles, spans]), st.integers(1, 5))
-def test_cuts_cover_a_tensor_once(data: st.DataObject, cut: Cut, world: int) -> None:
-    shape = data.draw(SHAPES.filter(bool))
-    found = [region for of_rank in cut(shape, world) for region in of_rank]
-    assert sum(map(num_elements, found)) == math.prod(shape)
-    assert not overlap(found, shape)
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -133,14 +125,6 @@ def test_what_hooks_do_with_tensors_works_on_those_that_lie_in_pieces(tmp_path: 
     assert "shape=(2, 3)" in repr(saved)
 
 
-def test_a_module_and_an_optimizer_load_what_lies_in_pieces(tmp_path: Path) -> None:
-    snapshot = small_snapshot(3)
-    back = read_checkpoint(write_in_pieces(tmp_path / "a", snapshot, 2, spans), copy_model=False)
-    module = torch.nn.Linear(3, 2)
-    module.load_state_dict(dict(back.model or {}))
-    assert torch.equal(module.weight, torch.full((2, 3), 3.0 - 0.1))
-
-
 def test_a_piece_has_a_file_of_its_rank_and_says_its_place(tmp_path: Path) -> None:
     path = write_in_pieces(tmp_path / "a", small_snapshot(1), 2, rows)
     index = json.loads((path / "model" / "rank-00001.json").read_text())
@@ -178,11 +162,6 @@ def test_an_export_of_pieces_is_that_of_the_whole(tmp_path: Path, options: dict[
     assert found[0] == found[1]
 
 
-def test_an_export_takes_the_model_folder_alone(tmp_path: Path) -> None:
-    path = write_in_pieces(tmp_path / "a", _plain())
-    assert export_weights(path / "model", tmp_path / "b").num_tensors == 3
-
-
 def _cut(path: Path) -> Path:
     return write_in_pieces(path, small_snapshot(1), 2, rows)
 
@@ -204,13 +183,6 @@ def test_a_byte_that_has_changed_is_found(tmp_path: Path, file: str) -> None:
     assert verify(path) == [f"{file.partition('/')[0]}: {file} has changed: its hash is not the one in manifest.json"]
     with pytest.raises(CheckpointError, match="is damaged"):
         read_checkpoint(path)
-
-
-def test_a_file_of_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
-    path = _cut(tmp_path / "a")
-    (path / "model" / "rank-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model/rank-00001.safetensors is missing"):
-        read_checkpoint(path, verify=False)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +222,6 @@ def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> Non
     wrong = TensorShards((4, 4), torch.float32, ((Box((0, 0), (2, 4)), torch.zeros(3, 4)),))
     with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) do not fit Box"):
         plan_share(Snapshot(model={"w": wrong}, kind="weights", in_shards=True), 1)
-
-
-def test_a_part_of_a_transposed_tensor_with_one_element_is_saved(tmp_path: Path) -> None:
-    one = torch.arange(6.0).reshape(2, 3).T[1:2, 1:2]  # one element counts as contiguous, whatever its stride
-    back = read_checkpoint(write_checkpoint(tmp_path / "a", Snapshot(model={"w": one}, kind="weights")))
-    assert torch.equal((back.model or {})["w"], torch.tensor([[4.0]]))
 
 
 NUM = 20_000
@@ -302,14 +268,6 @@ def test_20000_shards_are_compared_in_a_few_passes(work: list[int], name: str, r
     found = [regions[index] for index in order] + ([regions[777]] if repeated else [])
     assert overlap(found, shape) is repeated
     assert sum(work) <= 8 * NUM
-
-
-def test_shards_that_no_cut_separates_are_compared() -> None:
-    pinwheel: list[Region] = [
-        Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1)),
-    ]  # fmt: skip
-    assert not overlap(pinwheel, (3, 3))
-    assert overlap([*pinwheel, Box((1, 0), (1, 2))], (3, 3))
 
 
 def test_a_layout_of_shards_that_takes_too_long_to_compare_is_an_error() -> None:
@@ -417,18 +375,3 @@ def test_a_file_that_rank_zero_does_not_see_is_named(tmp_path: Path) -> None:
     (ranks.draft.folder / "model" / "rank-00002.json").unlink()
     with pytest.raises(CheckpointError, match=r"rank 2 wrote model/rank-00002.json .* file system that all"):
         ranks.write(0)
-
-
-def test_a_report_that_names_a_file_elsewhere_is_refused(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    ranks.store.set(f"{ranks.draft.folder.name.rpartition('-')[2]}/1", '{"files": {"../x": [1, "0"]}}')
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        ranks.write(0)
-
-
-def test_a_store_that_is_gone_is_an_error_of_the_rank(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    ranks.crews[1]._store = None  # type: ignore[assignment]  # any error
-    with pytest.raises(CheckpointError, match="rank 1 cannot report its files to rank 0"):
-        ranks.write(1)
-    ranks.draft.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import shutil
 import warnings
@@ -21,7 +20,7 @@ from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import convert_checkpoint
-from trainwright.checkpoint.interop.sharded_folder import merge_weights, read_sharded
+from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.utils import merge_fsdp_weights
@@ -118,14 +117,6 @@ def _dcp_folder(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def test_a_state_dict_of_one_process_is_weights(tmp_path: Path) -> None:
-    folder = _dcp_folder(tmp_path / "x", epoch=3)
-    done = convert_checkpoint(folder, tmp_path / "out")
-    assert (done.source, done.kind, done.num_tensors) == ("torch.distributed", "weights", 7)
-    weights = read_checkpoint(tmp_path / "out").model or {}
-    assert all(torch.equal(weights[name], value) for name, value in sharded_runs.net().state_dict().items())
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_file_of_a_rank_that_is_missing_or_cut_is_named(damage: str, tmp_path: Path) -> None:
     folder = _dcp_folder(tmp_path / "x")
@@ -137,21 +128,6 @@ def test_a_file_of_a_rank_that_is_missing_or_cut_is_named(damage: str, tmp_path:
     with pytest.raises(CheckpointError, match=f"__0_0.distcp .*{damage}.*Copy"):
         convert_checkpoint(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_changed_byte_never_ends_in_another_error(tmp_path: Path) -> None:
-    folder = _dcp_folder(tmp_path / "x")
-    for name, step in ((".metadata", 11), ("__0_0.distcp", 401)):
-        content = (folder / name).read_bytes()
-        for position in range(0, len(content), step):
-            changed = bytearray(content)
-            changed[position] ^= 0xFF
-            (folder / name).write_bytes(changed)
-            with contextlib.suppress(CheckpointError):  # or the value has changed, which nothing can tell
-                sharded = read_sharded(folder)
-                assert sharded is not None
-                sharded.load()
-        (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("place", ["metadata", "value"])
@@ -202,13 +178,6 @@ def test_what_deepspeed_saved_otherwise_is_refused(more: dict[str, Any], advice:
     assert not flag.exists()
 
 
-def test_latest_that_names_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    folder = _deepspeed_folder(tmp_path / "x")
-    shutil.rmtree(folder / "global_step2")
-    with pytest.raises(CheckpointError, match=r"global_step2.*missing"):
-        convert_checkpoint(folder, tmp_path / "out")
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
 def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
@@ -224,16 +193,6 @@ def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytes
         weights = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
     torch.testing.assert_close(weights, dict(sharded_runs.net().state_dict()), rtol=0, atol=0)
     assert folder.is_dir()
-
-
-@pytest.mark.usefixtures("fresh_state")
-def test_merge_weights_takes_what_save_state_wrote(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(sharded_runs.net())
-    accelerator.save_state(tmp_path / "state")
-    assert main(["merge-weights", str(tmp_path / "state"), str(tmp_path / "out")]) == 0
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=0)
 
 
 def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:

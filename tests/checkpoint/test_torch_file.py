@@ -90,21 +90,6 @@ def test_tied_tensors_share_memory(tmp_path: Path) -> None:
     assert read["a"].data_ptr() == read["b"].data_ptr()
 
 
-def test_writing_to_a_read_tensor_does_not_change_the_file(tmp_path: Path) -> None:
-    path = _saved(tmp_path / "x.pt", {"a": torch.ones(3)})
-    before = path.read_bytes()
-    read_torch_file(path)[0]["a"].zero_()
-    assert path.read_bytes() == before
-
-
-def test_a_compressed_archive_is_read_too(tmp_path: Path) -> None:
-    path = _saved(tmp_path / "x.pt", {"a": torch.arange(5.0)})
-    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name))
-    assert same(read_torch_file(tmp_path / "y.pt")[0]["a"], torch.arange(5.0))
-
-
 def test_a_namespace_is_read_as_a_dict(tmp_path: Path) -> None:
     read, unknown = read_torch_file(_saved(tmp_path / "x.pt", {"args": argparse.Namespace(lr=0.1, tags=["a"])}))
     assert read == {"args": {"lr": 0.1, "tags": ["a"]}}
@@ -167,12 +152,6 @@ def tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], n
     return buffer.getvalue()
 
 
-def test_a_tensor_within_its_storage_is_read(tmp_path: Path) -> None:
-    data = np.arange(4, dtype=np.float32).tobytes()
-    tensor, _ = read_torch_file(rewritten(tmp_path / "x.pt", tensor_pickle(1, (3,), (1,), 4), {"0": data}))
-    assert same(tensor, torch.tensor([1.0, 2.0, 3.0]))
-
-
 @pytest.mark.parametrize(
     ("offset", "size", "stride", "num"),
     [
@@ -195,11 +174,6 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
         read_torch_file(path)
 
 
-def test_a_storage_that_is_not_in_the_archive_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a valid file of torch"):
-        read_torch_file(rewritten(tmp_path / "x.pt", tensor_pickle(0, (1,), (1,), 4)))
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_bare_pickle_is_refused_unread(protocol: int, tmp_path: Path) -> None:
     flag = tmp_path / "ran"
@@ -208,12 +182,6 @@ def test_a_bare_pickle_is_refused_unread(protocol: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="bare pickle"):
         read_torch_file(path)
     assert not flag.exists()
-
-
-@pytest.mark.parametrize("code", [b"", b".", b"}", b"\x80\x63.", b"(" * 10, b"]" * 5000 + b"a" * 4999 + b"."])
-def test_a_pickle_that_no_program_writes_is_an_error(code: bytes, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError):
-        read_torch_file(rewritten(tmp_path / "x.pt", code))
 
 
 @pytest.mark.parametrize(

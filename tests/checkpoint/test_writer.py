@@ -13,7 +13,6 @@ import torch
 
 from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
 from trainwright.checkpoint import (
-    Snapshot,
     clean_stale,
     find_checkpoints,
     load_named_optimizer_state,
@@ -45,21 +44,6 @@ def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert same(vars(read_checkpoint(path)), {**vars(snapshot), "model": dict(snapshot.model or {})})
 
 
-def test_the_folder_has_the_documented_layout(tmp_path: Path) -> None:
-    path = write_small(tmp_path)
-    assert [str(file.relative_to(path)) for file in files_of(path)] == [
-        "manifest.json",
-        "model/model-00001-of-00001.safetensors",
-        "model/model.safetensors.index.json",
-        "optimizer/optimizer-00000.json",
-        "optimizer/optimizer-00000.safetensors",
-        "rng/rank-00000.json",
-        "rng/rank-00000.safetensors",
-        "trainer.json",
-        "trainer.safetensors",
-    ]
-
-
 def test_the_manifest_says_what_is_inside(tmp_path: Path) -> None:
     path = write_small(tmp_path, 25, world_size=1, metrics={"loss": torch.tensor(0.5)})
     manifest = read_manifest(path)
@@ -77,11 +61,6 @@ def test_a_weights_checkpoint_leaves_optimizers_and_rng_out(tmp_path: Path) -> N
     assert (back.optimizers, back.rng, back.kind) == ([], [], "weights")
     assert back.model is not None
     assert not (path / "optimizer").exists()
-
-
-def test_several_optimizers_come_back_in_their_order(tmp_path: Path) -> None:
-    path = write_small(tmp_path, optimizers=[{"class": str(number)} for number in range(11)])
-    assert [tree["class"] for tree in read_checkpoint(path).optimizers] == [str(number) for number in range(11)]
 
 
 def test_a_checkpoint_takes_the_place_of_an_empty_folder_and_of_an_older_one_of_its_name(tmp_path: Path) -> None:
@@ -157,18 +136,6 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_the_manifest_come
     for folder in {file.parent for file in opened}:
         assert ("fsync_folder", folder) in before[:manifest_opened]
     assert events[renamed + 1] == ("fsync_folder", tmp_path)
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the names of open files are read from /proc")
-def test_every_file_and_folder_is_handed_to_the_systems_own_sync(tmp_path: Path, synced: list[str]) -> None:
-    path = write_small(tmp_path)
-    handed = {name.replace(hidden_of(synced, path), str(path)) for name in synced}
-    assert handed == {str(entry) for entry in [tmp_path, path, *path.rglob("*")]}
-
-
-def hidden_of(names: list[str], path: Path) -> str:
-    """Return the temporary folder of `path` as it shows in the names of synced files."""
-    return next(name for name in names if os.path.basename(name).startswith(f".{path.name}.tmp-"))
 
 
 def test_newly_made_parent_folders_are_synced_too(tmp_path: Path, events: list[tuple[str, Path]]) -> None:
@@ -292,12 +259,6 @@ def test_folders_get_the_permissions_of_the_process_not_private_ones(tmp_path: P
         os.umask(umask)
     assert path.stat().st_mode & 0o777 == 0o755
     assert all(file.stat().st_mode & 0o777 == 0o644 for file in files_of(path))
-
-
-def test_a_snapshot_with_defaults_only_needs_its_rng(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path / "a", Snapshot(rng=[None]))
-    back = read_checkpoint(path, parts=["trainer", "rng", "optimizer"])
-    assert (back.state, back.trainer, back.rng, back.optimizers) == ({}, {}, [None], [])
 
 
 LARGE = 40 * 2**20  # above what is hashed in a thread, and above what is handed to the disk early
