@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 class Loop:
     """A script on a machine whose disk is `root`."""
 
-    def __init__(self, root: Path, project: str | None, strategy: str = "auto", **options: Any) -> None:
+    def __init__(self, root: Path, project: str | None, **options: Any) -> None:
         root.mkdir(exist_ok=True)
         os.chdir(root)
         configuration = ProjectConfiguration(project, automatic_checkpoint_naming=project is not None, **options)
-        self.accelerator = Accelerator(cpu=True, seed=0, strategy=strategy, project_config=configuration)
+        self.accelerator = Accelerator(cpu=True, seed=0, project_config=configuration)
         torch.manual_seed(1)
         net = Net()
         loader = DataLoader(data(16), batch_size=2, shuffle=True)
@@ -57,8 +57,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_states_are_uploaded_limited_and_continued_exactly_on_another_machine(
-    url: str, tmp_path: Path, async_save: bool
+    memory: str, tmp_path: Path, async_save: bool
 ) -> None:
+    url = f"{memory}/run"
     options = {"total_limit": 2, "async_save": async_save}
     first = Loop(tmp_path / "a", url, **options)
     first.run(3)
@@ -109,11 +110,9 @@ def _end(loop: Loop) -> None:
     loop.accelerator.end_training()
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_an_upload_that_fails_is_reported_and_the_earlier_states_stay(
-    url: str, tmp_path: Path, async_save: bool
-) -> None:
-    loop = Loop(tmp_path / "a", url, total_limit=2, async_save=async_save)
+def test_an_upload_that_fails_is_reported_and_the_earlier_states_stay(memory: str, tmp_path: Path) -> None:
+    url = f"{memory}/run"
+    loop = Loop(tmp_path / "a", url, total_limit=2)
     loop.run(2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         loop.accelerator._checkpoints.wait()
