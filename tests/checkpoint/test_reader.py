@@ -60,11 +60,8 @@ def _replace(file: Path, make: Callable[[Path], Any]) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "a flipped bit at the beginning": lambda file: _flip(file, 0.0),
-    "a flipped bit in the middle": lambda file: _flip(file, 0.5),
     "a flipped bit at the end": lambda file: _flip(file, 1.0),
     "no bytes": lambda file: file.write_bytes(b""),
-    "its first byte alone": lambda file: file.write_bytes(file.read_bytes()[:1]),
     "a byte less": lambda file: file.write_bytes(file.read_bytes()[:-1]),
     "a byte more": lambda file: file.write_bytes(file.read_bytes() + b"\n"),
     "deleted": Path.unlink,
@@ -74,13 +71,18 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("file", _FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_any_file_is_found(checkpoint: Path, file: str, damage: str) -> None:
-    DAMAGES[damage](checkpoint / file)
+def test_a_changed_byte_of_any_file_is_found(checkpoint: Path, file: str) -> None:
+    _flip(checkpoint / file, 0.5)
     is_refused(checkpoint, file)
 
 
-@pytest.mark.parametrize("file", _FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_of_any_kind_is_found(checkpoint: Path, damage: str) -> None:
+    DAMAGES[damage](checkpoint / "trainer.json")
+    is_refused(checkpoint, "trainer.json")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "trainer.json"])
 def test_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, file: str) -> None:
     shutil.move(checkpoint / file, tmp_path / "elsewhere")
     (checkpoint / file).symlink_to(tmp_path / "elsewhere")
@@ -139,11 +141,9 @@ def test_only_the_parts_asked_for_are_read_and_verified(checkpoint: Path) -> Non
     assert (back.state, back.optimizers, back.rng, back.trainer) == ({}, [], [], {})
 
 
-@pytest.mark.parametrize("argument", ["parts", "allow_missing"])
-def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path, argument: str) -> None:
-    options: dict[str, Any] = {argument: ["optimiser"]}
+def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'optimiser', expected some of trainer, model, optimizer, rng"):
-        read_checkpoint(checkpoint, **options)
+        read_checkpoint(checkpoint, parts=["optimiser"])
 
 
 def test_without_hashing_sizes_are_still_checked(checkpoint: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_bare_safetensors_file_is_refused_with_the_way_to_load_it(tmp_path: Pa
         read_checkpoint(tmp_path / "a.safetensors")
 
 
-@pytest.mark.parametrize("file", _FILES)
+@pytest.mark.parametrize("file", ["manifest.json", "trainer.json", "trainer.safetensors"])
 def test_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
     (checkpoint / file).write_bytes(pickle.dumps(Bomb()))
     if file != "manifest.json":  # sealed as a forger would, so that only the format itself is in its way
@@ -226,11 +226,8 @@ def test_checkpoints_are_found_in_order_of_their_steps_and_not_of_their_names(tm
     ]
 
 
-@pytest.mark.parametrize("step", [3, 1000])
-def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_older_run(
-    step: int, tmp_path: Path
-) -> None:
-    write_small(tmp_path, step, "z")
+def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_older_run(tmp_path: Path) -> None:
+    write_small(tmp_path, 1000, "z")
     later = write_small(tmp_path, 3, "a")
     assert newest_valid(tmp_path) == later
 

@@ -80,10 +80,9 @@ def test_what_two_regions_share_is_copied_and_nothing_else(data: st.DataObject) 
     assert overlap([wanted, held], shape) is shared
 
 
-@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("cut", [rows, tiles, spans])
-def test_every_kind_of_value_comes_back_however_it_was_cut(tmp_path: Path, cut: Cut, world: int) -> None:
-    path = write_in_pieces(tmp_path / "a", every_kind(), world, cut)
+def test_every_kind_of_value_comes_back_however_it_was_cut(tmp_path: Path, cut: Cut) -> None:
+    path = write_in_pieces(tmp_path / "a", every_kind(), 3, cut)
     assert verify(path) == []
     back, expected = read_checkpoint(path), every_kind()
     assert same(dict(back.model or {}), dict(expected.model or {}))
@@ -174,9 +173,8 @@ def _edit(path: Path, file: str, change: Any) -> None:
     reseal(path)
 
 
-@pytest.mark.parametrize("file", ["model/rank-00001.safetensors", "optimizer/rank-00000.json", "model/state.json"])
-def test_a_byte_that_has_changed_is_found(tmp_path: Path, file: str) -> None:
-    path = _cut(tmp_path / "a")
+def test_a_byte_that_has_changed_is_found(tmp_path: Path) -> None:
+    path, file = _cut(tmp_path / "a"), "model/rank-00001.safetensors"
     data = bytearray((path / file).read_bytes())
     data[-2] ^= 1
     (path / file).write_bytes(data)
@@ -193,14 +191,11 @@ def test_a_byte_that_has_changed_is_found(tmp_path: Path, file: str) -> None:
             r"the shards of 'weight' have 6 elements, expected 6 without overlaps",
         ),
         (lambda piece: piece.update(tensor="other"), r"the shards of 'weight' have 3 elements, expected 6"),
-        (lambda piece: piece.update(offsets=[2, 0]), r"does not match .*rank-00001.safetensors"),
         (lambda piece: piece.update(lengths=[1, 2]), r"does not match .*rank-00001.safetensors"),
         (lambda piece: piece.update(dtype="F64"), r"does not match .*rank-00001.safetensors"),
         (lambda piece: piece.update(shape=[3, 3]), r"do not belong to a F32 tensor of shape \(2, 3\)"),
         (lambda piece: piece.update(stored="../weight"), r"is not an index of the shards"),
         (lambda piece: piece.update(offsets=[-1, 0]), r"is not an index of the shards"),
-        (lambda piece: piece.update(offsets="00"), r"is not an index of the shards"),
-        (lambda piece: piece.pop("lengths"), r"is not an index of the shards"),
         (lambda piece: piece.update(dtype="os.system"), r"not a dtype that a checkpoint can hold"),
     ],
 )
@@ -246,28 +241,21 @@ def work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
-def columns(num: int) -> list[Region]:
-    """Return blocks that lie side by side in the second dimension: each spans all of the first."""
-    return [Box((0, index), (4, 1)) for index in range(num)]
-
-
 LAYOUTS: dict[str, tuple[list[Region], tuple[int, ...]]] = {
-    "rows": ([Box((index, 0), (1, 4)) for index in range(NUM)], (NUM, 4)),
-    "columns": (columns(NUM), (4, NUM)),
+    "columns": ([Box((0, index), (4, 1)) for index in range(NUM)], (4, NUM)),
     "grid": ([Box((a, 0, b), (1, 7, 1)) for a in range(100) for b in range(200)], (100, 7, 200)),
-    "third": ([Box((0, 0, index), (3, 5, 1)) for index in range(NUM)], (3, 5, NUM)),
     "spans": ([Span(index * 3, index * 3 + 3) for index in range(NUM)], (NUM // 5, 15)),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("repeated", [False, True])
-def test_20000_shards_are_compared_in_a_few_passes(work: list[int], name: str, repeated: bool) -> None:
+def test_20000_shards_are_compared_in_a_few_passes(work: list[int], name: str) -> None:
     regions, shape = LAYOUTS[name]
     order = random.Random(0).sample(range(len(regions)), len(regions))
-    found = [regions[index] for index in order] + ([regions[777]] if repeated else [])
-    assert overlap(found, shape) is repeated
+    shuffled = [regions[index] for index in order]
+    assert not overlap(shuffled, shape)
     assert sum(work) <= 8 * NUM
+    assert overlap([*shuffled, regions[777]], shape)
 
 
 def test_a_layout_of_shards_that_takes_too_long_to_compare_is_an_error() -> None:

@@ -87,8 +87,7 @@ def test_a_folder_of_fsdp_has_every_tensor_and_continues(version: int, tmp_path:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("is_bf16", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "is_bf16"), [(2, False), (3, True)])
 def test_a_checkpoint_of_deepspeed_has_every_tensor_and_continues(stage: int, is_bf16: bool, tmp_path: Path) -> None:
     call = (sharded_runs.deepspeed_zero, 2, tmp_path / "saved", stage, is_bf16)
     expected = run_distributed(*call, timeout=240)[0]
@@ -178,17 +177,16 @@ def test_what_deepspeed_saved_otherwise_is_refused(more: dict[str, Any], advice:
     assert not flag.exists()
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
+@pytest.mark.parametrize("kind", ["bin", "sharded"])
 def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
-    options = {"bin": ["--unsafe_serialization"], "sharded": ["--max_shard_size", "60B"]}.get(kind, [])
+    options = {"bin": ["--unsafe_serialization"], "sharded": ["--max_shard_size", "60B"]}[kind]
     assert main(["merge-weights", str(folder), str(tmp_path / "out"), *options]) == 0
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert capsys.readouterr().out.count("\n") == len(names)
     if kind == "bin":
         weights = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     else:
-        assert (names == ["model.safetensors"]) is (kind == "safetensors")
         files = [name for name in names if name.endswith(".safetensors")]
         weights = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
     torch.testing.assert_close(weights, dict(sharded_runs.net().state_dict()), rtol=0, atol=0)
