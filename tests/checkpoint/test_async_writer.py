@@ -74,18 +74,6 @@ def as_read(snapshot: Snapshot) -> dict[str, object]:
     return {**vars(snapshot), "model": dict(snapshot.model or {})}
 
 
-def test_the_files_are_those_of_a_synchronous_save_byte_for_byte(tmp_path: Path, writer: AsyncWriter) -> None:
-    shared = torch.randn(3, 4)
-    model = {"a": shared, "tied": shared, "t": shared.t(), "bf16": torch.randn(5).bfloat16(), "z": torch.ones(2) * 1j}
-    snapshot = small_snapshot(2, model=model)
-    paths = [write_checkpoint(tmp_path / "sync", snapshot), writer.submit(tmp_path / "async", snapshot)]
-    writer.wait()
-    entries = [{name: part.files for name, part in read_manifest(path).parts.items()} for path in paths]
-    assert entries[0] == entries[1]
-    back = dict(read_checkpoint(paths[1]).model or {})
-    assert back["tied"] is back["a"]
-
-
 def test_the_write_is_not_part_of_the_submit_and_later_changes_do_not_reach_the_file(
     tmp_path: Path, writer: AsyncWriter, gate: Gate
 ) -> None:
@@ -263,15 +251,6 @@ def test_prepared_memory_is_given_by_the_system_before_the_first_save(writer: As
     writer.wait()
     assert writer.buffers.addresses == addresses
     assert verify(tmp_path / "saved") == []
-
-
-def test_small_states_are_not_prepared_for_and_none_once_there_was_a_save(writer: AsyncWriter, tmp_path: Path) -> None:
-    writer.prepare(1000)
-    assert writer.buffers.num_bytes == 0
-    writer.submit(tmp_path / "saved", small_snapshot(3))
-    held = writer.buffers.num_bytes
-    writer.prepare(64 * 2**20)
-    assert writer.buffers.num_bytes == held
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -100,26 +100,12 @@ def test_a_schedule_and_a_loss_scale_come_along(tmp_path: Path) -> None:
     assert trainer["strategy"] == {"scaler": {"scale": 8.0}}
 
 
-def test_what_the_users_hooks_added_is_handed_to_the_tasks_hooks(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path, vocabulary=["a", "b"])
-    convert_checkpoint(source, tmp_path / "out")
-    assert read_checkpoint(tmp_path / "out").trainer["task"] == {"vocabulary": ["a", "b"]}
-
-
 @pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])
 def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, epoch: int, tmp_path: Path) -> None:
     source, _, _ = _lightning(tmp_path, is_last_batch=is_last_batch, inside=3)
     done = convert_checkpoint(source, tmp_path / "out")
     assert done.epoch == epoch
     assert ("saved 3 batches into epoch 1" in _notes(done)) is not is_last_batch
-
-
-def test_a_file_that_the_validation_after_an_epochs_last_batch_saved_has_finished_that_epoch(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path)
-    tree = torch.load(source, weights_only=True)
-    tree["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = 1
-    torch.save(tree, source)
-    assert convert_checkpoint(source, tmp_path / "out").epoch == 2
 
 
 def _frozen_first(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -145,16 +131,6 @@ def test_an_optimizer_whose_names_cannot_be_told_is_left_out_unless_they_are_giv
     assert same(saved, named_optimizer_state(optimizer, _names(model)))
 
 
-def test_names_that_the_optimizer_saved_itself_are_used(tmp_path: Path) -> None:
-    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(list(model.named_parameters())[::-1])
-
-    source, model, optimizer = _lightning(tmp_path, make)
-    assert convert_checkpoint(source, tmp_path / "out").kind == "full"
-    saved = read_checkpoint(tmp_path / "out").optimizers[0]
-    assert same(saved, named_optimizer_state(optimizer, _names(model)))
-
-
 @pytest.mark.parametrize(
     ("names", "complaint"),
     [
@@ -168,18 +144,6 @@ def test_names_that_do_not_fit_are_an_error(names: list[str], complaint: str, tm
     with pytest.raises(CheckpointError, match=complaint):
         convert_checkpoint(source, tmp_path / "out", ConvertOptions(param_names=[names]))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    optimizer = _adamw(model)
-    trained(model, optimizer)
-    torch.save(lightning_dict(model, [optimizer]), tmp_path / "x.ckpt")
-    assert convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out").kind == "full"
-    snapshot = read_checkpoint(tmp_path / "out")
-    assert same(snapshot.optimizers[0], named_optimizer_state(optimizer, _names(model)))
-    assert same((snapshot.model or {})["1.weight"], model[0].weight.detach())
 
 
 def test_an_optimizer_class_that_the_file_does_not_tell_can_be_given(tmp_path: Path) -> None:
@@ -233,16 +197,6 @@ def test_accelerate_safetensors_do_not_keep_the_order_of_weights_of_one_shape(tm
     names = list(dict(model.named_parameters()))
     assert convert_checkpoint(source, tmp_path / "two", ConvertOptions(param_names=[names])).kind == "full"
     saved = read_checkpoint(tmp_path / "two").optimizers[0]
-    assert same(saved, named_optimizer_state(optimizer, _names(model)))
-
-
-def test_accelerate_safetensors_whose_shapes_all_differ_tell_the_names(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-    optimizer = _adamw(model)
-    trained(model, optimizer)
-    accelerate_folder(tmp_path / "state", model, optimizer, safe=True)
-    assert convert_checkpoint(tmp_path / "state", tmp_path / "out").kind == "full"
-    saved = read_checkpoint(tmp_path / "out").optimizers[0]
     assert same(saved, named_optimizer_state(optimizer, _names(model)))
 
 
@@ -307,13 +261,6 @@ def test_a_whole_module_is_refused_unless_trusted(tmp_path: Path) -> None:
             convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", options)
     convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(trust_pickle=True))
     assert list(read_checkpoint(tmp_path / "out").model or {}) == ["weight", "bias"]
-
-
-def test_nothing_is_replaced(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(CheckpointError, match="exists"):
-        convert_checkpoint(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from trainwright.checkpoint import Snapshot, write_checkpoint
 from trainwright.checkpoint.interop.diff import CheckpointDifference, diff_checkpoints
-from trainwright.core.errors import CheckpointError
 
 
 def _diff(tmp_path: Path, left: dict[str, Any], right: dict[str, Any]) -> CheckpointDifference:
@@ -82,12 +81,6 @@ def test_what_only_one_side_has_is_listed(
     assert [item.path for item in found.values] == values
 
 
-def test_a_tied_weight_equals_one_that_is_written_twice(tmp_path: Path) -> None:
-    weight = torch.randn(2)
-    found = _diff(tmp_path, {"model": {"a": weight, "b": weight}}, {"model": {"a": weight, "b": weight.clone()}})
-    assert not found
-
-
 def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
     left: dict[str, Any] = {"callbacks": {"stop": {"wait": 1, "seen": [1, 2]}}, "array": np.ones(2), "tuple": (1, 2)}
     right: dict[str, Any] = {
@@ -112,10 +105,3 @@ def test_optimizers_are_compared_by_name(tmp_path: Path) -> None:
     assert "optimizer[0].state.weight.exp_avg" in paths
     assert "model.weight" in paths
     assert {item.path for item in found.values} >= {"manifest.step", "manifest.metrics.loss", "trainer.progress.step"}
-
-
-def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
-    left, right = write_small(tmp_path, 1), write_small(tmp_path, 2)
-    (right / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
-        diff_checkpoints(left, right)

@@ -70,27 +70,6 @@ def test_states_are_copied_into_the_same_memory_and_only_larger_ones_add_blocks(
         former = max(former, count)
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=4))
-def test_the_buffers_take_at_most_one_block_more_than_the_state(counts: list[int]) -> None:
-    files = [PlannedFile("a", b"", [torch.zeros(count, dtype=torch.uint8)]) for count in counts]
-    buffers = HostBuffers()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_buffers, "BLOCK_BYTES", 128)
-        patch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
-        buffers.stage(files)
-    aligned = sum(-(-count // 64) * 64 for count in counts)
-    assert sum(counts) <= buffers.num_bytes < aligned + 128
-
-
-def test_buffers_made_in_inference_mode_can_be_filled_outside_of_it() -> None:
-    buffers = HostBuffers()
-    with torch.inference_mode():
-        buffers.stage([PlannedFile("a", b"", [torch.ones(2, 3).t()])])
-    files = [PlannedFile("a", b"", [torch.full((2, 3), 2.0).t()])]
-    buffers.stage(files)
-    assert written(files) == [torch.full((3, 2), 2.0).numpy().tobytes()]
-
-
 @pytest.mark.requires("cuda", "copies from a device into pinned memory")
 def test_tensors_on_a_device_are_copied_into_pinned_memory_before_it_returns() -> None:
     buffers = HostBuffers()

@@ -124,11 +124,3 @@ def test_a_file_that_links_to_itself_is_damaged(name: str, tmp_path: Path, capsy
         assert newest_valid(tmp_path) == earlier
     with pytest.warns(TrainwrightWarning, match="Falling back"):
         assert whole_checkpoint(damaged, on_damaged="fall_back") == earlier
-
-
-def test_a_link_named_last_that_points_to_itself_is_ignored(tmp_path: Path) -> None:
-    earlier = write_small(tmp_path, 1)
-    (tmp_path / "last").symlink_to("last")
-    assert newest_valid(tmp_path) == earlier
-    with pytest.raises((CheckpointError, FileNotFoundError), match="last"):
-        read_checkpoint(tmp_path / "last")

@@ -69,13 +69,6 @@ def test_overrides_win_over_saved_values(tmp_path: Path) -> None:
     assert load_task_from_checkpoint(Task, path, hparams_overrides={"bias": False}).net.bias is None
 
 
-def test_a_model_that_is_configured_late_is_configured_before_loading(tmp_path: Path) -> None:
-    task = Task(3)
-    back = load_task_from_checkpoint(Late, saved(tmp_path, task, {"width": 3}))
-    assert back.calls == 1
-    assert same(back.state_dict(), task.state_dict())
-
-
 def test_strict_loading_fails_on_names_that_differ_and_lenient_loading_does_not(tmp_path: Path) -> None:
     path = saved(tmp_path, Task(3, bias=False), {"width": 3})
     with pytest.raises(CheckpointError, match=r"net\.bias"):
@@ -88,17 +81,6 @@ def test_a_missing_argument_is_named_with_the_way_to_give_it(tmp_path: Path, hyp
     path = saved(tmp_path, Task(3), hyper_parameters)
     with pytest.raises(CheckpointError, match=r"missing a required argument: 'width'.*as keyword arguments"):
         load_task_from_checkpoint(Task, path)
-
-
-def test_an_override_that_the_constructor_does_not_take_is_an_error(tmp_path: Path) -> None:
-    path = saved(tmp_path, Task(3), {"width": 3})
-    with pytest.raises(CheckpointError, match="unexpected keyword argument 'depth'"):
-        load_task_from_checkpoint(Task, path, hparams_overrides={"depth": 2})
-
-
-def test_hyper_parameters_that_are_no_dict_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="hyper_parameters is a list"):
-        load_task_from_checkpoint(Task, saved(tmp_path, Task(3), [3]))
 
 
 class FromOne(TaskModule):

@@ -18,7 +18,7 @@ from trainwright.checkpoint import set_fault_hook
 from trainwright.checkpoint.disk import low_priority_file, low_priority_thread
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
 from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile
-from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, Preparation, leaves_cores
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, leaves_cores
 from trainwright.checkpoint.format.manifests import hash_file
 
 
@@ -90,16 +90,6 @@ def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(
     assert found == []
 
 
-def test_what_is_dropped_is_not_done(quiet: LowPriorityThread, starved: None) -> None:
-    found: list[int] = []
-    quiet.start()
-    quiet.put(lambda: found.append(1))
-    quiet.drop()
-    quiet.hurry()
-    quiet.finish()
-    assert found == []
-
-
 @pytest.mark.parametrize(
     ("device", "cores", "threads", "processes", "expected"),
     [
@@ -116,23 +106,6 @@ def test_training_leaves_cores_where_its_threads_are_fewer(
     monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert leaves_cores(torch.device(device), processes) is expected
-
-
-def test_a_preparation_ends_between_two_pieces_of_its_work() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    done: list[int] = []
-
-    def first() -> None:
-        begun.set()
-        assert go_on.wait(30)
-        done.append(0)
-
-    preparation = Preparation(iter([first, lambda: done.append(1)]))
-    assert begun.wait(30)
-    threading.Timer(0.1, go_on.set).start()
-    preparation.end()
-    assert done == [0]
-    assert "trainwright-preparation" not in {thread.name for thread in threading.enumerate()}
 
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100

@@ -92,23 +92,6 @@ def test_a_step_waits_for_the_copy_and_the_checkpoint_is_that_of_the_submit(
     assert torch.equal(*weights)
 
 
-def test_the_submit_copies_weights_and_small_tensors_and_leaves_the_large_state(
-    tmp_path: Path, writer: AsyncWriter, held: threading.Event
-) -> None:
-    net, optimizer = trained()
-    expected = {name: value.clone() for name, value in net.state_dict().items()}
-    writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-            optimizer.state[parameter]["step"].zero_()
-    held.set()
-    writer.wait()
-    read = read_checkpoint(tmp_path / "a")
-    assert all(torch.equal(dict(read.model or {})[name], value) for name, value in expected.items())
-    assert state_of(tmp_path / "a")["weight.step"] == 1
-
-
 def test_state_that_is_changed_by_hand_meanwhile_is_an_error_and_no_checkpoint(
     tmp_path: Path, writer: AsyncWriter, held: threading.Event
 ) -> None:
@@ -165,21 +148,6 @@ class Wide(RegressionTask):
 
     def loss(self, batch: Any) -> torch.Tensor:
         return super().loss(batch) + self.wide(batch[1][:1]).square().mean()
-
-
-def test_every_checkpoint_of_a_run_that_never_waits_is_that_of_one_that_does(tmp_path: Path) -> None:
-    def fit(folder: Path, *, async_save: bool) -> dict[str, dict[str, torch.Tensor]]:
-        torch.manual_seed(0)
-        trainer = quiet_trainer(max_epochs=2, default_root_dir=folder, callbacks=[SavesOften()], async_save=async_save)
-        trainer.fit(Wide(), regression_loader(16, 4))
-        return {path.name: state_of(path) for path in trainer.checkpoint_dir.glob("step-*")}
-
-    waiting, running = fit(tmp_path / "sync", async_save=False), fit(tmp_path / "async", async_save=True)
-    assert len(waiting) == 8
-    assert waiting.keys() == running.keys()
-    for name, expected in waiting.items():
-        assert expected.keys() == running[name].keys()
-        assert all(torch.equal(expected[key], running[name][key]) for key in expected)
 
 
 class Restarts(Callback):

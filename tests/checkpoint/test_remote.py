@@ -69,15 +69,6 @@ def test_what_was_uploaded_comes_back_the_same(url: str, tmp_path: Path) -> None
     assert verify(back) == []
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint(url: str, tmp_path: Path) -> None:
-    there = upload_checkpoint(write_small(tmp_path / "run", 1), url)
-    files, path = fsspec.core.url_to_fs(there)
-    files.rm_file(f"{path}/manifest.json")
-    assert find_remote(url) == []
-    with pytest.raises(FileNotFoundError, match="did not finish"):
-        download_checkpoint(there, tmp_path / "back")
-
-
 def test_wherever_an_upload_breaks_no_checkpoint_is_there_and_the_next_one_succeeds(
     memory: str, writes: Writes, tmp_path: Path
 ) -> None:
@@ -135,15 +126,6 @@ def test_a_download_of_damaged_files_leaves_nothing(change: str, memory: str, tm
     assert list((tmp_path / "back").iterdir()) == []
 
 
-def test_an_upload_of_what_is_there_already_writes_nothing(memory: str, tmp_path: Path) -> None:
-    local = write_small(tmp_path / "run", 1)
-    there = upload_checkpoint(local, memory)
-    _change(f"{there}/trainer.json", b"touched")
-    assert upload_checkpoint(local, memory) == there
-    files, path = fsspec.core.url_to_fs(f"{there}/trainer.json")
-    assert files.cat_file(path) == b"touched"
-
-
 def test_another_checkpoint_of_the_name_is_replaced_only_when_asked(memory: str, tmp_path: Path) -> None:
     first = write_small(tmp_path / "one", 1, name="last", kind="full")
     second = write_small(tmp_path / "two", 2, name="last", kind="weights")
@@ -153,14 +135,6 @@ def test_another_checkpoint_of_the_name_is_replaced_only_when_asked(memory: str,
     assert find_remote(memory)[0].manifest.step == 1
     there = upload_checkpoint(second, memory, replace=True)
     assert _remote_files(there) == sorted(_contents(second))
-
-
-def test_a_download_replaces_nothing(memory: str, tmp_path: Path) -> None:
-    there = upload_checkpoint(write_small(tmp_path / "run", 1, name="last"), memory)
-    other = write_small(tmp_path / "other", 2, name="last")
-    with pytest.raises(CheckpointError, match="last exists and is not memory://"):
-        download_checkpoint(there, tmp_path / "other")
-    assert verify(other) == []
 
 
 def test_a_run_keeps_its_last_uploads(url: str, tmp_path: Path) -> None:
@@ -191,16 +165,6 @@ def test_a_run_does_not_upload_over_another_runs_checkpoint(memory: str, tmp_pat
     with pytest.raises(CheckpointError, match="not uploaded by this run"):
         mine.upload(write_small(tmp_path / "two", 2, name="last"), replace=True)
     assert mine.entries() == []
-
-
-def test_a_run_replaces_its_own_upload_when_asked(memory: str, tmp_path: Path) -> None:
-    index = RemoteIndex(memory, run="mine")
-    index.upload(write_small(tmp_path / "one", 1, name="last"))
-    with pytest.raises(CheckpointError, match="replace=True"):
-        index.upload(write_small(tmp_path / "two", 2, name="last"))
-    index.upload(write_small(tmp_path / "three", 3, name="last"), replace=True)
-    assert [item.manifest.step for item in find_remote(memory)] == [3]
-    assert [entry.step for entry in index.entries()] == [3]
 
 
 _ENTRY = '{"format_version": 1, "checkpoints": [{"name": "%s", "step": 1, "created": "", "kind": "full"}]}'

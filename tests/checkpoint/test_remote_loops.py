@@ -14,7 +14,6 @@ from tests.checkpoint.test_remote_runs import folders, names
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
-from trainwright.checkpoint.remote import _Remote
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -103,34 +102,3 @@ def test_a_missing_state_is_an_error_and_a_taken_number_is_skipped(memory: str, 
     with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_0"):
         Loop(tmp_path / "b", f"{memory}/run").run(1)
     assert names(f"{memory}/run/checkpoints") == ["checkpoint_0", "checkpoint_1"]
-
-
-def _end(loop: Loop) -> None:
-    loop.run(1)
-    loop.accelerator.end_training()
-
-
-def test_an_upload_that_fails_is_reported_and_the_earlier_states_stay(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/run"
-    loop = Loop(tmp_path / "a", url, total_limit=2)
-    loop.run(2)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        loop.accelerator._checkpoints.wait()
-        send, left = _Remote.send, iter(range(2))
-
-        def broken(remote: _Remote, *arguments: Any) -> None:
-            if next(left, None) is None:
-                raise CheckpointError(f"could not write {remote.url}: the network is gone")
-            send(remote, *arguments)
-
-        monkeypatch.setattr(_Remote, "send", broken)
-        with pytest.raises(CheckpointError, match="the network is gone"):
-            _end(loop)
-    assert names(f"{url}/checkpoints") == ["checkpoint_0", "checkpoint_1"]
-    other = Loop(tmp_path / "b", url, total_limit=2)
-    other.accelerator.load_state()
-    torch.testing.assert_close(other.run(4), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
-    # The number of the unfinished upload, 2, is not used again.
-    assert folders(f"{url}/checkpoints") == ["checkpoint_5", "checkpoint_6"]
-    with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_6"):
-        _end(loop)  # the loop itself may continue, too

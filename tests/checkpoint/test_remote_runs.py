@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 
@@ -13,10 +12,9 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint
-from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.trainer.checkpoints import step_end
 
@@ -92,15 +90,6 @@ def test_another_machine_goes_on_exactly_and_keeps_the_folder_up(memory: str, tm
     trainer = fit(tmp_path / "b", url, 4, ckpt_path="last" if ckpt_path == "last" else f"{url}/epoch=1")
     assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 4))
     assert folders(url) == ["epoch=3"]
-
-
-def test_the_same_machine_resumes_without_a_download(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/run"
-    fit(tmp_path, url, 2)
-    trainer = fit(tmp_path, url, 3, ckpt_path="last")
-    assert trainer.global_step == 3 * STEPS
-    assert not (tmp_path / "downloaded").exists()
-    assert folders(url) == ["epoch=2"]
 
 
 def test_a_download_that_is_damaged_is_fetched_anew(memory: str, tmp_path: Path) -> None:
@@ -197,31 +186,6 @@ def test_after_a_failed_upload_the_machine_that_has_the_checkpoint_brings_it_up(
     assert first.step == 2 * STEPS + 1
     assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
     assert folders(url) == ["epoch=2"]
-
-
-def test_a_refusal_says_that_it_is_about_credentials(memory: str, tmp_path: Path) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise PermissionError("Access Denied")
-
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "ls", refuse)
-        with pytest.raises(CheckpointError, match="Set up credentials"):
-            fit(tmp_path, f"{memory}/run", 1)
-
-
-def test_without_fsspec_the_line_to_install_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    with pytest.raises(MissingPackageError, match="pip install fsspec"):
-        fit(tmp_path, "memory://bucket/run", 1)
-
-
-def test_save_checkpoint_takes_a_url(memory: str, tmp_path: Path) -> None:
-    trainer = fit(tmp_path, f"{memory}/run", 1)
-    path = trainer.save_checkpoint(f"{memory}/by hand/now")
-    assert names(f"{memory}/by hand") == ["now"]
-    assert read_manifest(path).step == STEPS
-    trainer.save_checkpoint(f"{memory}/by hand/now", weights_only=True)
-    assert find_remote(f"{memory}/by hand")[0].manifest.kind == "weights"
 
 
 def test_a_checkpoint_that_another_callback_asks_for_in_the_runs_own_folder_goes_up_too(

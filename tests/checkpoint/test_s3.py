@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import fsspec
@@ -13,10 +10,9 @@ import torch
 
 from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
-from tests.checkpoint.test_remote_runs import FirstStep, fit, folders, names, uninterrupted
+from tests.checkpoint.test_remote_runs import FirstStep, fit, uninterrupted
 from tests.helpers.runs import assert_equal_weights, weights_of
-from tests.helpers.sources import ROOT
-from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
+from trainwright.checkpoint.remote import download_checkpoint, find_remote, upload_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 pytestmark = S3
@@ -36,34 +32,6 @@ def test_a_file_in_several_parts_arrives_unchanged(s3: str, tmp_path: Path) -> N
     assert "2" in tags
     back = download_checkpoint(there, tmp_path / "back")
     assert [path.read_bytes() for path in files_of(back)] == [path.read_bytes() for path in files_of(local)]
-
-
-_KILLED = """
-import os, signal, sys
-import s3fs
-from trainwright.checkpoint.remote import RemoteIndex
-upload = s3fs.S3File._upload_chunk
-def killed(file, final=False):
-    if file.parts:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return upload(file, final)
-s3fs.S3File._upload_chunk = killed
-RemoteIndex(sys.argv[2], run="mine", storage_options={"default_block_size": 5 * 2**20}).upload(sys.argv[1])
-"""
-
-
-@pytest.mark.distributed
-def test_an_upload_killed_between_two_parts_of_a_file_is_no_checkpoint_and_is_deleted(s3: str, tmp_path: Path) -> None:
-    local = write_large(tmp_path / "run")
-    command = [sys.executable, "-c", _KILLED, str(local), s3]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert find_remote(s3) == []
-    index = RemoteIndex(s3, run="mine")
-    assert index.delete_unfinished() == [local.name]
-    assert folders(s3) == []
-    index.upload(local)
-    assert names(s3) == [local.name]
 
 
 def test_an_upload_of_another_client_is_found_despite_a_cached_listing(s3: str, tmp_path: Path) -> None:

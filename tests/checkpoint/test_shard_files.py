@@ -124,15 +124,6 @@ def test_what_hooks_do_with_tensors_works_on_those_that_lie_in_pieces(tmp_path: 
     assert "shape=(2, 3)" in repr(saved)
 
 
-def test_a_piece_has_a_file_of_its_rank_and_says_its_place(tmp_path: Path) -> None:
-    path = write_in_pieces(tmp_path / "a", small_snapshot(1), 2, rows)
-    index = json.loads((path / "model" / "rank-00001.json").read_text())
-    assert index["pieces"][0] == {
-        "tensor": "weight", "stored": "weight", "dtype": "F32", "shape": [2, 3], "offsets": [1, 0], "lengths": [1, 3],
-    }  # fmt: skip
-    assert (path / "model" / "rank-00001.safetensors").stat().st_size < 8 + 200 + 4 * 3 + 4
-
-
 def test_whole_and_cut_checkpoints_of_one_state_do_not_differ(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path / "whole", every_kind())
     cut = write_in_pieces(tmp_path / "cut", every_kind(), 3, tiles)
@@ -173,16 +164,6 @@ def _edit(path: Path, file: str, change: Any) -> None:
     reseal(path)
 
 
-def test_a_byte_that_has_changed_is_found(tmp_path: Path) -> None:
-    path, file = _cut(tmp_path / "a"), "model/rank-00001.safetensors"
-    data = bytearray((path / file).read_bytes())
-    data[-2] ^= 1
-    (path / file).write_bytes(data)
-    assert verify(path) == [f"{file.partition('/')[0]}: {file} has changed: its hash is not the one in manifest.json"]
-    with pytest.raises(CheckpointError, match="is damaged"):
-        read_checkpoint(path)
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -217,45 +198,6 @@ def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> Non
     wrong = TensorShards((4, 4), torch.float32, ((Box((0, 0), (2, 4)), torch.zeros(3, 4)),))
     with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) do not fit Box"):
         plan_share(Snapshot(model={"w": wrong}, kind="weights", in_shards=True), 1)
-
-
-NUM = 20_000
-
-
-@pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of all groups that are sorted, and 1 for each comparison of two boxes."""
-    done: list[int] = []
-    divide, common = module._divide, module._common
-
-    def counted_divide(boxes: list[Box], dim: int) -> list[list[Box]]:
-        done.append(len(boxes))
-        return divide(boxes, dim)
-
-    def counted_common(one: Box, other: Box) -> Box | None:
-        done.append(1)
-        return common(one, other)
-
-    monkeypatch.setattr(module, "_divide", counted_divide)
-    monkeypatch.setattr(module, "_common", counted_common)
-    return done
-
-
-LAYOUTS: dict[str, tuple[list[Region], tuple[int, ...]]] = {
-    "columns": ([Box((0, index), (4, 1)) for index in range(NUM)], (4, NUM)),
-    "grid": ([Box((a, 0, b), (1, 7, 1)) for a in range(100) for b in range(200)], (100, 7, 200)),
-    "spans": ([Span(index * 3, index * 3 + 3) for index in range(NUM)], (NUM // 5, 15)),
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_20000_shards_are_compared_in_a_few_passes(work: list[int], name: str) -> None:
-    regions, shape = LAYOUTS[name]
-    order = random.Random(0).sample(range(len(regions)), len(regions))
-    shuffled = [regions[index] for index in order]
-    assert not overlap(shuffled, shape)
-    assert sum(work) <= 8 * NUM
-    assert overlap([*shuffled, regions[777]], shape)
 
 
 def test_a_layout_of_shards_that_takes_too_long_to_compare_is_an_error() -> None:

@@ -160,11 +160,6 @@ def _deepspeed_folder(folder: Path, **more: Any) -> Path:
     return folder
 
 
-def test_a_checkpoint_of_deepspeed_without_zero_is_its_weights(tmp_path: Path) -> None:
-    done = convert_checkpoint(_deepspeed_folder(tmp_path / "x"), tmp_path / "out")
-    assert (done.kind, done.step, done.num_tensors) == ("weights", 2, 7)
-
-
 @pytest.mark.parametrize(
     ("more", "advice"),
     [({"mp_world_size": 2}, "tensor parallelism.*ds_to_universal"), ({"other": 0}, "No code from the file")],

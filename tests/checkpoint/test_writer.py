@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.disk.durable import FileEntry, HashingFile, hidden, replace_file
+from trainwright.checkpoint.disk.durable import FileEntry, HashingFile, hidden
 from trainwright.checkpoint.format.manifests import hash_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_in_use, lock_folder, mark_in_use
@@ -61,14 +60,6 @@ def test_a_weights_checkpoint_leaves_optimizers_and_rng_out(tmp_path: Path) -> N
     assert (back.optimizers, back.rng, back.kind) == ([], [], "weights")
     assert back.model is not None
     assert not (path / "optimizer").exists()
-
-
-def test_a_checkpoint_takes_the_place_of_an_empty_folder_and_of_an_older_one_of_its_name(tmp_path: Path) -> None:
-    (tmp_path / "last").mkdir()
-    assert read_manifest(write_small(tmp_path, 1, "last")).step == 1
-    path = write_small(tmp_path, 2, "last")
-    assert read_manifest(path).step == 2
-    assert os.listdir(tmp_path) == ["last"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])
@@ -136,12 +127,6 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_the_manifest_come
     for folder in {file.parent for file in opened}:
         assert ("fsync_folder", folder) in before[:manifest_opened]
     assert events[renamed + 1] == ("fsync_folder", tmp_path)
-
-
-def test_newly_made_parent_folders_are_synced_too(tmp_path: Path, events: list[tuple[str, Path]]) -> None:
-    write_small(tmp_path / "a" / "b")
-    for folder in (tmp_path / "a", tmp_path / "a" / "b"):
-        assert events.index(("mkdir", folder)) < events.index(("fsync_folder", folder.parent))
 
 
 class Interrupted(BaseException):
@@ -236,21 +221,6 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_came_is_stale(tmp_path: Pa
     assert read_manifest(newest).step == 5
 
 
-def test_replacing_a_small_file_keeps_the_old_bytes_on_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "index.json"
-    replace_file(file, b"old")
-
-    def fail(event: str, path: Path) -> None:
-        if event == "fsync":
-            raise OSError("disk full")
-
-    set_fault_hook(fail)
-    with pytest.raises(OSError, match="disk full"):
-        replace_file(file, b"new")
-    assert file.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["index.json"]
-
-
 def test_folders_get_the_permissions_of_the_process_not_private_ones(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
@@ -272,45 +242,6 @@ def test_a_large_file_has_the_size_and_hash_of_its_bytes(tmp_path: Path, size: i
         file.write(memoryview(data)[LARGE // 3 :])
     assert (tmp_path / "a").read_bytes() == data
     assert file.entry == FileEntry(LARGE, hash_file(tmp_path / "a"))
-
-
-def test_the_hashing_thread_ends_with_a_write_that_fails(tmp_path: Path) -> None:
-    def fail(event: str, path: Path) -> None:
-        if event == "write":
-            raise OSError("broken")
-
-    before = threading.active_count()
-    set_fault_hook(fail)
-    with pytest.raises(OSError, match="broken"), HashingFile(tmp_path / "a", size=LARGE) as file:
-        file.write(bytes(LARGE))
-    assert threading.active_count() == before
-
-
-def test_a_system_that_refuses_the_hint_to_start_writing_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    refused: list[int] = []
-
-    def refuse(*arguments: int) -> None:
-        refused.append(arguments[2])
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
-    monkeypatch.setattr(os, "POSIX_FADV_DONTNEED", 4, raising=False)
-    with HashingFile(tmp_path / "a") as file:
-        file.write(bytes(LARGE))
-    assert refused
-    assert file.entry.size == LARGE
-
-
-def test_all_files_of_a_checkpoint_are_written_before_the_first_is_synced(tmp_path: Path) -> None:
-    events: list[tuple[str, Path]] = []
-    set_fault_hook(lambda event, path: events.append((event, path)))
-    write_small(tmp_path)
-    files = [(event, path.name) for event, path in events if path.name != "manifest.json"]
-    last_write = max(index for index, (event, _) in enumerate(files) if event == "write")
-    first_sync = min(index for index, (event, _) in enumerate(files) if event == "fsync")
-    assert last_write < first_sync
 
 
 def test_an_optimizer_loaded_from_mapped_files_shares_nothing_with_them(tmp_path: Path) -> None:
