@@ -37,8 +37,6 @@ from trainwright.checkpoint import (
     check_checkpoint,
     newest_valid,
     read_checkpoint,
-    read_model,
-    read_safetensors,
     verify,
     write_checkpoint,
 )
@@ -159,28 +157,6 @@ def indexes(folder: Path) -> Iterator[Case]:
     index.path.write_bytes(whole)
 
 
-def weights(folder: Path) -> Iterator[Case]:
-    """Safetensors of other programs, and their indices."""
-    made = folder / "made"
-    write_checkpoint(made, every_kind(), max_shard_bytes=40)
-    model = made / "model"
-
-    def changed(numbers: random.Random) -> None:
-        file = numbers.choice(files_of(model))
-        whole = file.read_bytes()
-        try:
-            file.write_bytes(_mutated_file(file, whole, numbers))
-            noticed(lambda: read_model(model))
-            noticed(lambda: {name: tensor.clone() for name, tensor in read_weights(model).items()})
-            if file.suffix == ".safetensors":
-                noticed(lambda: read_safetensors(file))
-                noticed(lambda: read_weights(file))
-        finally:
-            file.write_bytes(whole)
-
-    yield changed
-
-
 def pickles(folder: Path) -> Iterator[Case]:
     """Files of torch.save, in both formats: their bytes, and the pickles in them."""
     net = Net()
@@ -219,7 +195,7 @@ def pickles(folder: Path) -> Iterator[Case]:
 
 
 KINDS: dict[str, Callable[[Path], Iterator[Case]]] = {
-    "checkpoints": checkpoints, "forged": forged, "indexes": indexes, "weights": weights, "pickles": pickles,
+    "checkpoints": checkpoints, "forged": forged, "indexes": indexes, "pickles": pickles,
 }  # fmt: skip
 
 

@@ -59,7 +59,6 @@ def model(kind: str) -> Any:
         ffn_hidden_size=64,
         use_cpu_initialization=True,
         add_bias_linear=gpt2,
-        add_qkv_bias=kind == "qwen2",
         qk_layernorm=kind == "qwen3",
         gated_linear_unit=not gpt2,
         activation_func=partial(torch.nn.functional.gelu, approximate="tanh") if gpt2 else torch.nn.functional.silu,

@@ -70,11 +70,7 @@ def test_a_lightning_file_keeps_weights_step_epoch_and_hyper_parameters(tmp_path
     [
         _adamw,
         _two_groups,
-        lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True),
         lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-        lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
-        lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
-        lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
         lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
     ],
 )
@@ -108,19 +104,12 @@ def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, ep
     assert ("saved 3 batches into epoch 1" in _notes(done)) is not is_last_batch
 
 
-def _frozen_first(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(model.parameters())[2:])
-
-
 def _reversed(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(model.parameters())[::-1])
 
 
-@pytest.mark.parametrize("make", [_frozen_first, _reversed])
-def test_an_optimizer_whose_names_cannot_be_told_is_left_out_unless_they_are_given(
-    make: MakeOptimizer, tmp_path: Path
-) -> None:
-    source, model, optimizer = _lightning(tmp_path, make)
+def test_an_optimizer_whose_names_cannot_be_told_is_left_out_unless_they_are_given(tmp_path: Path) -> None:
+    source, model, optimizer = _lightning(tmp_path, _reversed)
     done = convert_checkpoint(source, tmp_path / "out")
     assert done.kind == "weights"
     assert "cannot be keyed by name" in _notes(done)
@@ -217,8 +206,7 @@ def test_an_accelerate_folder_of_two_models_is_refused(tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
-@pytest.mark.parametrize("key", [None, "state_dict", "model_state_dict", "model"])
+@pytest.mark.parametrize(("suffix", "key"), [(".bin", None), (".pt", "state_dict"), (".pth", "model")])
 def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -> None:
     state = Net().state_dict()
     path = tmp_path / f"x{suffix}"
@@ -240,9 +228,8 @@ def test_a_safetensors_file_is_weights(tmp_path: Path) -> None:
     assert (snapshot.state["step"], snapshot.state["epoch"]) == (7, 1)
 
 
-@pytest.mark.parametrize("tree", [{"lr": 0.1}, [1, 2], {}, {"model": {"a": 1}}])
-def test_a_file_without_weights_is_an_error(tree: Any, tmp_path: Path) -> None:
-    torch.save(tree, tmp_path / "x.pt")
+def test_a_file_without_weights_is_an_error(tmp_path: Path) -> None:
+    torch.save({"model": {"a": 1}}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="no state dict"):
         convert_checkpoint(tmp_path / "x.pt", tmp_path / "out")
 
@@ -274,15 +261,11 @@ def test_a_folder_of_another_kind_says_what_to_do(name: str, advice: str, tmp_pa
         convert_checkpoint(tmp_path / "x", tmp_path / "out")
 
 
-def _real(name: str, target: Path) -> None:
-    script = Path(__file__).with_name(f"{name}_run.py")
-    subprocess.run([sys.executable, str(script), str(target)], check=True, timeout=240)
-
-
 @pytest.mark.slow
 @pytest.mark.requires("accelerate", "writes a real folder; in the `bench` extra")
 def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
-    _real("accelerate", tmp_path / "state")
+    script = Path(__file__).with_name("accelerate_run.py")
+    subprocess.run([sys.executable, str(script), str(tmp_path / "state")], check=True, timeout=240)
     done = convert_checkpoint(tmp_path / "state", tmp_path / "out")
     assert (done.source, done.kind, done.step) == ("accelerate", "full", 4)
     saved = read_checkpoint(tmp_path / "out").optimizers[0]["state"]

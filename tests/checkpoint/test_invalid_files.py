@@ -19,13 +19,8 @@ from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 SENSELESS: dict[str, Any] = {
-    "TypeError": {"$": "size", "v": None},
     "SyntaxError": {"$": "ndarray", "dtype": "(2,i4", "shape": [2]},
-    "IsADirectoryError": {"$": "datetime", "v": "2026-01-01T00:00:00", "fold": 0, "zone": "Europe"},
-    "OverflowError": {"$": "timedelta", "v": [1e300]},
-    "UnicodeEncodeError": {"$": "datetime", "v": "2026-01-01T00:00:00", "fold": 0, "zone": "\ud800"},
     "RuntimeError": {"$": "device", "v": "cuda:999999999999"},
-    "an unhashable key": {"$": "dict", "v": [[[1], 2]]},
     "a shape beyond memory": {"$": "pieces", "v": "w", "shape": [2**62, 2**62], "dtype": "F32"},
 }
 
@@ -46,21 +41,11 @@ def test_an_invalid_value_is_a_checkpoint_error_and_an_earlier_checkpoint_is_use
     "change",
     [
         lambda entries: entries["progress"].update(step="2"),
-        lambda entries: entries["progress"].update(epoch=-1),
         lambda entries: entries.update(callbacks=[]),
         lambda entries: entries.update(schedulers={"a": 1}),
-        lambda entries: entries.update(loggers={"$": "float", "v": "1"}),
-        lambda entries: entries.update(seed=None),
-        lambda entries: entries.update(task=None),
-        lambda entries: entries.update(metrics=None),
         lambda entries: entries.update(metrics=[{"logged": None}]),
-        lambda entries: entries.update(schedulers=[None]),
-        lambda entries: entries.update(left_out=None),
         lambda entries: entries["left_out"].update(num_rollbacks="x"),
-        lambda entries: entries["data"].update(position={}),
         lambda entries: entries["data"].update(position={"batch": -1, "samples": 0}),
-        lambda entries: entries["data"].update(position={"batch": 2**70, "samples": 0}),
-        lambda entries: entries["data"].update(epoch="x"),
         lambda entries: entries["data"].pop("epoch"),
     ],
 )
@@ -108,9 +93,7 @@ def loop(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "trainer.json", "trainer.safetensors", "model", "rng/rank-00000.json"]
-)
+@pytest.mark.parametrize("name", ["manifest.json", "model"])
 def test_a_file_that_links_to_itself_is_damaged(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     earlier, damaged = write_small(tmp_path, 1), write_small(tmp_path, 2)
     loop(damaged / name)

@@ -74,23 +74,22 @@ def _run(*argv: object) -> None:
 
 @needs_megatron
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "kind"), [("qwen2", "qwen2"), ("gpt2", "gpt2")], indirect=["saved"])
-def test_megatron_computes_the_logits_of_transformers(saved: Path, kind: str) -> None:
+@pytest.mark.parametrize("saved", ["gpt2"], indirect=True)
+def test_megatron_computes_the_logits_of_transformers(saved: Path) -> None:
     target = saved.with_name("megatron")
     _run("export", saved, target, "--megatron", "tp=2,impl=local")
-    _megatron(kind, "load", target)
+    _megatron("gpt2", "load", target)
     torch.testing.assert_close(torch.load(saved.with_name("megatron.logits")), _logits(saved), atol=1e-5, rtol=1e-5)
 
 
 @needs_megatron
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_transformers_computes_the_logits_of_megatron(kind: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_logits_of_megatron(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000010"
     folder.mkdir()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
-    _megatron(kind, "save", folder)
-    _config(kind).save_pretrained(tmp_path / "config")
+    _megatron("qwen3", "save", folder)
+    _config("qwen3").save_pretrained(tmp_path / "config")
     _run("convert", tmp_path, tmp_path / "hf", "--config", tmp_path / "config")
     expected = torch.load(tmp_path / "iter_0000010.logits")
     torch.testing.assert_close(_logits(tmp_path / "hf"), expected, atol=1e-5, rtol=1e-5)

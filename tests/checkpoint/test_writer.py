@@ -13,7 +13,6 @@ import torch
 from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
 from trainwright.checkpoint import (
     clean_stale,
-    find_checkpoints,
     load_named_optimizer_state,
     named_optimizer_state,
     newest_valid,
@@ -62,33 +61,14 @@ def test_a_weights_checkpoint_leaves_optimizers_and_rng_out(tmp_path: Path) -> N
     assert not (path / "optimizer").exists()
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "link"])
-def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> None:
-    target = tmp_path / "mine"
-    if kind == "folder":
-        target.mkdir()
-        (target / "thesis.txt").write_text("x")
-    elif kind == "file":
-        target.write_text("x")
-    else:
-        target.symlink_to(write_small(tmp_path, 1, "other"))
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(CheckpointError, match="not replaced"):
-        write_small(tmp_path, 2, "mine")
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-@pytest.mark.parametrize("name", [".hidden", ""])
-def test_a_hidden_or_empty_name_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name if name else Path("/")
-    with pytest.raises(CheckpointError, match="not a valid checkpoint name"):
-        write_checkpoint(path, small_snapshot())
-
-
-def test_a_full_checkpoint_without_the_rng_of_every_rank_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="world_size=2 got 1 RNG states"):
-        write_small(tmp_path, world_size=2)
-    assert os.listdir(tmp_path) == []
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("x")
+    (tmp_path / "link").symlink_to(write_small(tmp_path, 1, "other"))
+    for name in ("folder", "link"):
+        with pytest.raises(CheckpointError, match="not replaced"):
+            write_small(tmp_path, 2, name)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "link", "other"]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +80,7 @@ def test_a_full_checkpoint_without_the_rng_of_every_rank_is_refused(tmp_path: Pa
         ({"model": {"w": torch.zeros(1, device="meta")}}, r"model\.w: a meta"),
         ({"trainer": {"progress": 1}}, "this name is reserved"),
         ({"kind": "partial"}, "expected one of full, weights"),
+        ({"world_size": 2}, "world_size=2 got 1 RNG states"),
     ],
 )
 def test_what_cannot_be_saved_is_named_and_nothing_is_left_behind(tmp_path: Path, changes: dict, place: str) -> None:  # type: ignore[type-arg]
@@ -133,12 +114,7 @@ class Interrupted(BaseException):
     """Stands for KeyboardInterrupt, which pytest would take for its own."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "error"), [("last", OSError), ("last", Interrupted), ("other", OSError)])
-def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_nothing_hidden(
-    tmp_path: Path, name: str, error: type[BaseException]
-) -> None:
-    reached = -1
+def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_nothing_hidden(tmp_path: Path) -> None:
     for count in range(1000):
         folder = tmp_path / str(count)
         write_small(folder, 1, "last")
@@ -148,24 +124,20 @@ def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_noth
             nonlocal seen
             seen += 1
             if seen == count + 1:
-                raise error(f"at {event} {path}")
+                raise Interrupted(f"at {event} {path}")
 
         set_fault_hook(fail)
         try:
-            write_small(folder, 2, name)
+            write_small(folder, 2, "last")
             finished = True
-        except error:
+        except Interrupted:
             finished = False
         set_fault_hook(None)
-        newest = newest_valid(folder)
-        assert newest is not None
-        assert newest.name in ("last", name)
-        assert not [entry for entry in os.listdir(folder) if entry.startswith(".")]
-        assert len(os.listdir(folder)) == len(find_checkpoints(folder))
+        assert newest_valid(folder) == folder / "last"
+        assert os.listdir(folder) == ["last"]
         if finished:
-            reached = count
             break
-    assert reached > 40  # mkdir, open, write, fsync, ... of nine files in four folders
+    assert count > 40  # mkdir, open, write, fsync, ... of nine files in four folders
 
 
 def test_clean_stale_deletes_only_what_is_ours(tmp_path: Path) -> None:
