@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -205,52 +203,6 @@ def test_after_a_failed_write_its_further_names_are_left_out_and_named(
     with pytest.raises(CheckpointError, match=r"best could not be written.*Also not written: .*last"):
         writer.wait()
     assert os.listdir(tmp_path) == []
-
-
-def test_a_further_name_needs_a_snapshot_in_memory(tmp_path: Path, writer: AsyncWriter) -> None:
-    with pytest.raises(CheckpointError, match="call submit first"):
-        writer.submit_again(tmp_path / "a")
-
-
-_EXITS_AT_ONCE = """
-import sys, time, torch
-from pathlib import Path
-from trainwright.checkpoint import AsyncWriter, Snapshot, set_fault_hook
-
-def slow(event, path):
-    time.sleep(0.02)
-
-set_fault_hook(slow)
-state = {"w": torch.ones(9_000_000)}
-snapshot = Snapshot(model=state, kind="weights")
-AsyncWriter().submit(sys.argv[1], snapshot, then=lambda path: path.with_name("done").touch())
-assert not Path(sys.argv[1]).exists()
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_an_interpreter_that_exits_waits_for_the_publish(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _EXITS_AT_ONCE, str(tmp_path / "a")], check=True, timeout=120)
-    assert verify(tmp_path / "a") == []
-    assert (tmp_path / "done").exists()
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the kernel's figures, as Linux has them")
-def test_prepared_memory_is_given_by_the_system_before_the_first_save(writer: AsyncWriter, tmp_path: Path) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    size, before = 128 * 2**20, resident()
-    writer.prepare(size)
-    assert writer._preparation is not None
-    writer._preparation._thread.join(60)
-    assert resident() - before >= 0.9 * size
-    addresses = writer.buffers.addresses
-    writer.submit(tmp_path / "saved", small_snapshot(3))
-    writer.wait()
-    assert writer.buffers.addresses == addresses
-    assert verify(tmp_path / "saved") == []
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -135,20 +135,6 @@ def test_names_that_do_not_fit_are_an_error(names: list[str], complaint: str, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_an_optimizer_class_that_the_file_does_not_tell_can_be_given(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path)
-    tree = torch.load(source, weights_only=True)
-    tree["optimizer_states"][0]["param_groups"][0]["of_my_own"] = 1
-    torch.save(tree, source)
-    done = convert_checkpoint(source, tmp_path / "one")
-    assert done.kind == "weights"
-    assert "--optimizer-class" in _notes(done)
-    assert "--param-names" not in _notes(done)
-    done = convert_checkpoint(source, tmp_path / "two", ConvertOptions(optimizer_classes=["MyAdam"]))
-    assert done.kind == "full"
-    assert read_checkpoint(tmp_path / "two").optimizers[0]["class"] == "MyAdam"
-
-
 def _accelerate(tmp_path: Path, **more: Any) -> tuple[Path, Net, torch.optim.Optimizer]:
     model = Net()
     optimizer = _adamw(model)
@@ -176,17 +162,6 @@ def test_accelerates_random_generators_come_along(tmp_path: Path) -> None:
         assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
     finally:
         set_rng_state(kept)
-
-
-def test_accelerate_safetensors_do_not_keep_the_order_of_weights_of_one_shape(tmp_path: Path) -> None:
-    source, model, optimizer = _accelerate(tmp_path, safe=True)
-    done = convert_checkpoint(source, tmp_path / "one")
-    assert done.kind == "weights"
-    assert "does not preserve their order" in _notes(done)
-    names = list(dict(model.named_parameters()))
-    assert convert_checkpoint(source, tmp_path / "two", ConvertOptions(param_names=[names])).kind == "full"
-    saved = read_checkpoint(tmp_path / "two").optimizers[0]
-    assert same(saved, named_optimizer_state(optimizer, _names(model)))
 
 
 def test_the_prefix_of_ddp_is_taken_away(tmp_path: Path) -> None:
@@ -217,17 +192,6 @@ def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -
     assert ("skipped: epoch" in _notes(done)) is (key is not None)
 
 
-def test_a_safetensors_file_is_weights(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    state = Net().state_dict()
-    save_file(state, tmp_path / "x.safetensors")
-    convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "out", ConvertOptions(step=7, epoch=1))
-    snapshot = read_checkpoint(tmp_path / "out")
-    assert all(same((snapshot.model or {})[name], value) for name, value in state.items())
-    assert (snapshot.state["step"], snapshot.state["epoch"]) == (7, 1)
-
-
 def test_a_file_without_weights_is_an_error(tmp_path: Path) -> None:
     torch.save({"model": {"a": 1}}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="no state dict"):
@@ -239,15 +203,6 @@ def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: P
     done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(trust_pickle=True))
     assert read_checkpoint(tmp_path / "out").trainer["task"] == {"mine": {"kept": 1}}
     assert "Skipped: task.mine.thing" in _notes(done)
-
-
-def test_a_whole_module_is_refused_unless_trusted(tmp_path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
-    for options in (ConvertOptions(), ConvertOptions(drop_unknown=True)):
-        with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear"):
-            convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", options)
-    convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(trust_pickle=True))
-    assert list(read_checkpoint(tmp_path / "out").model or {}) == ["weight", "bias"]
 
 
 @pytest.mark.parametrize(

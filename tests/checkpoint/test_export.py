@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import Snapshot, read_model, write_checkpoint
-from trainwright.checkpoint.interop.export import export_weights, stored_tensors
+from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import CheckpointError
 
 STATE = {
@@ -29,15 +28,6 @@ STATE = {
 def _checkpoint(folder: Path, state: dict[str, object], *, max_shard_bytes: int = 64) -> Path:
     snapshot = Snapshot(model=state, kind="weights")
     return write_checkpoint(folder / "ckpt", snapshot, max_shard_bytes=max_shard_bytes)
-
-
-def test_one_file_holds_the_bits_of_all_shards(tmp_path: Path) -> None:
-    exported = export_weights(_checkpoint(tmp_path, dict(STATE)), tmp_path / "out.safetensors")
-    loaded = load_file(tmp_path / "out.safetensors")
-    assert loaded.keys() == STATE.keys()
-    assert all(same(loaded[name], STATE[name]) for name in STATE)
-    assert exported.num_tensors == len(STATE)
-    assert exported.num_bytes == sum(t.numel() * t.element_size() for t in STATE.values())
 
 
 def test_shards_have_an_index_that_names_every_tensor(tmp_path: Path) -> None:
@@ -65,14 +55,6 @@ def test_a_dtype_is_for_floating_point_numbers_wider_than_a_byte(name: str, dtyp
 def _tied() -> dict[str, object]:
     weight = torch.randn(3, 2)
     return {"embed": weight, "head": weight, "bias": torch.zeros(3)}
-
-
-def test_tied_weights_are_written_once_and_the_metadata_say_so(tmp_path: Path) -> None:
-    exported = export_weights(_checkpoint(tmp_path, _tied()), tmp_path / "out.safetensors")
-    with safe_open(tmp_path / "out.safetensors", framework="pt") as file:
-        assert set(file.keys()) == {"embed", "bias"}
-        assert file.metadata() == {"format": "pt", "head": "embed"}
-    assert exported.tied == {"head": "embed"}
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])
@@ -115,12 +97,3 @@ def test_nothing_is_replaced_and_nothing_is_left_of_a_failure(
     with pytest.raises(OSError, match="no space left"):
         export_weights(source, tmp_path / "out", layout=layout)  # type: ignore[arg-type]
     assert {entry.name for entry in tmp_path.iterdir()} == {"ckpt", "taken"}
-
-
-def test_only_headers_are_read_to_describe_a_model(tmp_path: Path) -> None:
-    tensors, tied = stored_tensors(_checkpoint(tmp_path, _tied()))
-    assert [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors] == [
-        ("embed", "F32", (3, 2)),
-        ("bias", "F32", (3,)),
-    ]
-    assert tied == {"head": "embed"}

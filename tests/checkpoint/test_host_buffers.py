@@ -33,12 +33,6 @@ def some_tensor(draw: random.Random) -> torch.Tensor:
     return tensor
 
 
-@pytest.fixture
-def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
-
-
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([64, 128, 2**20]))
 def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
@@ -54,20 +48,6 @@ def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
         HostBuffers(num_threads=num_threads).stage(files)
     assert not any(file.tensors for file in files)
     assert written(files) == expected
-
-
-@pytest.mark.usefixtures("tiny_blocks")
-@pytest.mark.parametrize("counts", [(100, 100), (40, 90), (90, 10, 90)], ids=["same", "growing", "smaller in between"])
-def test_states_are_copied_into_the_same_memory_and_only_larger_ones_add_blocks(counts: tuple[int, ...]) -> None:
-    buffers, former = HostBuffers(), 0
-    for value, count in enumerate(counts):
-        before = buffers.addresses
-        files = [PlannedFile("a", b"", [torch.full((count,), float(value))])]
-        buffers.stage(files)
-        assert buffers.addresses[: len(before)] == before
-        assert (len(buffers.addresses) > len(before)) is (count > former)
-        assert written(files) == [torch.full((count,), float(value)).numpy().tobytes()]
-        former = max(former, count)
 
 
 @pytest.mark.requires("cuda", "copies from a device into pinned memory")

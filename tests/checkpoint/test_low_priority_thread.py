@@ -157,16 +157,6 @@ def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
         assert sum(size for direct, size, _ in written if direct) >= BODY
 
 
-@pytest.mark.parametrize("head", [b"", b"x" * 100], ids=["place", "head"])
-def test_bytes_at_any_place_and_address_are_written(
-    tmp_path: Path, started: LowPriorityThread, body: memoryview, head: bytes
-) -> None:
-    pieces = [head, body[1 : 2**20 + 1], body[: 5 * 2**20], body[7:]]
-    entry = write(tmp_path / "a", list(pieces), started)
-    assert (tmp_path / "a").read_bytes() == b"".join(pieces)
-    assert entry.xxh3_128 == hash_file(tmp_path / "a")
-
-
 def test_a_system_that_refuses_has_the_quiet_thread_write_through_the_page_cache(
     tmp_path: Path,
     started: LowPriorityThread,

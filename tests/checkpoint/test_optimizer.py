@@ -95,18 +95,6 @@ def test_groups_that_changed_places_find_their_own_hyper_parameters() -> None:
     assert same(named_optimizer_state(other, names_of(module))["state"]["0.bias"], tree["state"]["0.bias"])
 
 
-def test_a_parameter_without_state_yet_is_saved_and_loaded_without() -> None:
-    module = model()
-    module[0].requires_grad_(False)
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer, 1)
-    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
-    assert tree["state"]["0.weight"] == {}
-    other = torch.optim.Adam(module.parameters())
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert set(other.state) == {module[2].weight, module[2].bias}
-
-
 def test_the_optimizers_own_hooks_run() -> None:
     module = model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

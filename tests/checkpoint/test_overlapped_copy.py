@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
@@ -116,19 +115,6 @@ def test_state_that_is_replaced_meanwhile_is_saved_as_it_was(
     held.set()
     writer.wait()
     assert torch.equal(state_of(tmp_path / "a")["weight.exp_avg"], before)
-
-
-def test_optimizers_are_guarded_only_while_a_writer_may_copy(tmp_path: Path) -> None:
-    writer = AsyncWriter()
-    net, optimizer = trained()
-    hooks, others = optimizer._optimizer_step_pre_hooks, dict(torch_optimizer._global_optimizer_pre_hooks)
-    writer.optimizers = [optimizer]
-    for number in range(2):
-        writer.submit(tmp_path / str(number), snapshot_of(net, optimizer))
-    assert len(hooks) == 1
-    assert torch_optimizer._global_optimizer_pre_hooks == others
-    writer.close()
-    assert not hooks
 
 
 class SavesOften(Callback):

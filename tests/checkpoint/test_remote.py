@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
 from trainwright.checkpoint import service_requests, verify
 from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
-from trainwright.core.errors import CheckpointError, MissingPackageError
+from trainwright.core.errors import CheckpointError
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -137,16 +136,6 @@ def test_another_checkpoint_of_the_name_is_replaced_only_when_asked(memory: str,
     assert _remote_files(there) == sorted(_contents(second))
 
 
-def test_a_run_keeps_its_last_uploads(url: str, tmp_path: Path) -> None:
-    index = RemoteIndex(url, run="abc")
-    for step in (1, 2, 3):
-        index.upload(write_small(tmp_path / "run", step, name=f"s{step}"))
-    assert index.keep_last(2) == ["s1"]
-    assert [item.url for item in find_remote(url)] == [f"{url}/s2", f"{url}/s3"]
-    assert [entry.name for entry in RemoteIndex(url, run="abc").entries()] == ["s2", "s3"]
-    assert [name for name in _remote_files(url) if name.startswith("s1")] == []
-
-
 def test_another_runs_checkpoints_are_never_deleted(memory: str, tmp_path: Path) -> None:
     RemoteIndex(memory, run="other").upload(write_small(tmp_path / "other", 1, name="theirs"))
     upload_checkpoint(write_small(tmp_path / "loose", 2, name="nobodys"), memory)
@@ -198,12 +187,6 @@ def test_an_index_that_is_damaged_or_names_something_elsewhere_is_an_error(
 def test_what_is_no_name_and_no_url_is_refused(ask: Callable[[], Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         ask()
-
-
-def test_a_missing_package_of_a_service_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(MissingPackageError, match="gcsfs"):
-        find_remote("gs://bucket/run")
 
 
 @S3

@@ -15,7 +15,6 @@ from trainwright.callbacks import Callback, ModelCheckpoint
 from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
-from trainwright.core.run import SaveRequest
 from trainwright.trainer.checkpoints import step_end
 
 STEPS = 8  # of one epoch
@@ -174,30 +173,6 @@ class FirstStep(Callback):
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         self.step = self.step or trainer.global_step
-
-
-def test_after_a_failed_upload_the_machine_that_has_the_checkpoint_brings_it_up(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/run"
-    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(CheckpointError, match="the network is gone"):
-        fit(tmp_path, url, 2, callbacks=[Breaks(monkeypatch, 1, 2)])
-    assert names(url) == ["epoch=0"]
-    assert folders(url) == ["epoch=0", "epoch=1"]
-    trainer = fit(tmp_path, url, 3, ckpt_path="last", callbacks=[first := FirstStep()])
-    assert first.step == 2 * STEPS + 1
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
-    assert folders(url) == ["epoch=2"]
-
-
-def test_a_checkpoint_that_another_callback_asks_for_in_the_runs_own_folder_goes_up_too(
-    memory: str, tmp_path: Path
-) -> None:
-    class Asks(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            if trainer.global_step == 3:
-                trainer.request_save(SaveRequest("asked"))
-
-    fit(tmp_path, f"{memory}/run", 1, callbacks=[Asks()])
-    assert names(f"{memory}/run") == ["asked", "epoch=0"]
 
 
 def test_an_emergency_save_goes_up_too(memory: str, tmp_path: Path) -> None:

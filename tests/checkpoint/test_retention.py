@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.snapshots import write_small
 from trainwright.checkpoint import IndexEntry, RunIndex, read_manifest, verify
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
@@ -75,40 +75,12 @@ def test_deleting_removes_the_folder_and_the_entry_and_nothing_else(tmp_path: Pa
     assert verify(tmp_path / "s2") == []
 
 
-def test_what_this_run_did_not_write_is_never_deleted(tmp_path: Path) -> None:
-    index = index_with(tmp_path / "run", [1.0])
-    write_small(tmp_path / "run", 5, "unlisted")
-    write_small(tmp_path, 5, "outside")
-    for name in ("unlisted", "../outside", str(tmp_path / "outside"), ".", "index.json"):
-        with pytest.raises(CheckpointError, match="not among the checkpoints that this run wrote"):
-            index.delete(name)
-    assert verify(tmp_path / "run" / "unlisted") == verify(tmp_path / "outside") == []
-
-
 def test_an_entry_whose_folder_is_gone_is_not_listed_and_can_be_dropped(tmp_path: Path) -> None:
     index = index_with(tmp_path, [1.0, 2.0])
     shutil.rmtree(tmp_path / "s1")
     assert [entry.name for entry in index.entries()] == ["s2"]
     index.delete("s1")
     assert "s1" not in (tmp_path / "index.json").read_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[]", "expected a JSON object"),
-        ('{"format_version": 1}', "is damaged"),
-    ],
-)
-def test_a_damaged_index_is_made_again_aloud(tmp_path: Path, text: str, message: str) -> None:
-    mine = write_small(tmp_path, 1, trainer={"run_id": "a"})
-    write_small(tmp_path, 2)  # says nothing of its run: nobody may delete it
-    (tmp_path / "index.json").write_text(text)
-    with pytest.warns(TrainwrightWarning, match=message):
-        index = RunIndex(tmp_path, run="a")
-    assert [(entry.name, entry.step) for entry in index.entries()] == [(mine.name, 1)]
-    index.delete(mine.name)
-    assert not mine.exists()
 
 
 def make_index(folder: Path) -> list[IndexEntry]:
@@ -145,19 +117,6 @@ def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
         assert RunFolder(tmp_path).newest(accepts=refuse) is None
     with pytest.raises(CheckpointError, match="on_damaged='fall_back'"):
         RunFolder(tmp_path).newest(accepts=refuse, on_damaged="error")
-
-
-def test_a_name_of_another_run_gets_a_version_and_a_reserved_one_too(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, run="me")
-    folder.enter(open_checkpoint(write_small(tmp_path, 1, "mine")))
-    write_small(tmp_path, 2, "other")
-    assert folder.free_name("mine") == "mine"  # to be replaced
-    assert folder.free_name("other") == "other-v1"
-    placeholder = folder.reserve("next")
-    assert placeholder is not None
-    assert folder.free_name("next") == "next-v1"
-    placeholder.rmdir()
-    assert folder.free_name("next") == "next"
 
 
 def test_a_link_moves_in_one_step_and_never_replaces_a_checkpoint(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.snapshots import same
 from tests.checkpoint.test_reader import Bomb
 from trainwright.checkpoint import read_safetensors, write_safetensors
-from trainwright.checkpoint.format.safetensors_io import MAX_HEADER_BYTES, read_header, to_storable
+from trainwright.checkpoint.format.safetensors_io import MAX_HEADER_BYTES, read_header
 from trainwright.core.errors import CheckpointError
 
 _DTYPES = [
@@ -59,13 +59,6 @@ def test_each_tensor_begins_at_a_multiple_of_its_own_width(tmp_path: Path) -> No
     offsets = {name: header[name]["data_offsets"][0] for name in tensors}
     assert start % 8 == 0
     assert all((start + offsets[name]) % tensors[name].element_size() == 0 for name in tensors)
-
-
-def test_complex_numbers_are_refused_by_the_format_and_offered_as_pairs(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'z' of torch.complex64 cannot be stored"):
-        write_safetensors(tmp_path / "a.safetensors", {"z": torch.zeros(2, dtype=torch.complex64)})
-    stored, dtype = to_storable(torch.tensor([1 + 2j]))
-    assert (stored.tolist(), dtype) == ([[1.0, 2.0]], "torch.complex64")
 
 
 def test_selected_names_alone_are_read_and_an_unknown_one_is_an_error(tmp_path: Path) -> None:

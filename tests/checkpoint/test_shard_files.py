@@ -45,7 +45,6 @@ from trainwright.checkpoint.format import regions as module
 from trainwright.checkpoint.format.regions import copy_common, lengths_of, overlap
 from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.diff import diff_checkpoints
-from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
 
@@ -134,22 +133,6 @@ def test_whole_and_cut_checkpoints_of_one_state_do_not_differ(tmp_path: Path) ->
     other.optimizers[0]["state"]["embed.weight"]["exp_avg"] += 1
     found = diff_checkpoints(whole, write_in_pieces(tmp_path / "other", other, 2, spans))
     assert [item.path for item in found.tensors] == ["optimizer[0].state.embed.weight.exp_avg"]
-
-
-def _plain() -> Snapshot:
-    model = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.tensor([1 + 2j, 3 + 0j]), "c": torch.ones(2, 2).half()}
-    return Snapshot(model={**model, "tied": model["a"], "note": {"x": 1}}, kind="weights")
-
-
-@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"layout": "sharded", "max_shard_bytes": 20}])
-def test_an_export_of_pieces_is_that_of_the_whole(tmp_path: Path, options: dict[str, Any]) -> None:
-    found = []
-    for name, source in (
-        ("whole", write_checkpoint(tmp_path / "1", _plain())), ("cut", write_in_pieces(tmp_path / "2", _plain()))
-    ):  # fmt: skip
-        exported = export_weights(source, tmp_path / name, **options)
-        found.append((exported.tied, bool(exported.left_out), [file.read_bytes() for file in exported.files]))
-    assert found[0] == found[1]
 
 
 def _cut(path: Path) -> Path:
@@ -288,20 +271,3 @@ def test_a_rank_that_cannot_write_is_named_with_its_reason(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its files: OSError: .*No space left"):
         ranks.write(0)  # without waiting for rank 2
     assert not list(tmp_path.iterdir())
-
-
-def test_after_a_failure_rank_zero_does_not_wait_for_long(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    thread = _after(0.1, lambda: ranks.crews[0].hurry(0.1))
-    with pytest.raises(CheckpointError, match=r"rank 1, 2 of 3 did not report its files before the run failed"):
-        ranks.write(0)
-    thread.join()
-
-
-def test_a_file_that_rank_zero_does_not_see_is_named(tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    for rank in (1, 2):
-        ranks.write(rank)
-    (ranks.draft.folder / "model" / "rank-00002.json").unlink()
-    with pytest.raises(CheckpointError, match=r"rank 2 wrote model/rank-00002.json .* file system that all"):
-        ranks.write(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import pathlib
 import pickle
@@ -61,30 +60,10 @@ def test_tensors_of_every_dtype_have_the_same_bits(tmp_path: Path) -> None:
     assert same(read_torch_file(_saved(tmp_path / "x.pt", tensors))[0], tensors)
 
 
-def test_views_parameters_and_scalars_are_tensors_of_their_shape(tmp_path: Path) -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    tree = {
-        "view": base.t()[1:],
-        "parameter": torch.nn.Parameter(base.clone()),
-        "scalar": torch.tensor(3.0),
-        "expanded": torch.ones(1).expand(5),
-        "conjugated": torch.tensor([1 + 2j]).conj(),
-    }
-    read, _ = read_torch_file(_saved(tmp_path / "x.pt", tree))
-    for name, tensor in tree.items():
-        torch.testing.assert_close(read[name], tensor.detach())
-
-
 def test_tied_tensors_share_memory(tmp_path: Path) -> None:
     tensor = torch.ones(3)
     read, _ = read_torch_file(_saved(tmp_path / "x.pt", OrderedDict(a=tensor, b=tensor.view(3, 1))))
     assert read["a"].data_ptr() == read["b"].data_ptr()
-
-
-def test_a_namespace_is_read_as_a_dict(tmp_path: Path) -> None:
-    read, unknown = read_torch_file(_saved(tmp_path / "x.pt", {"args": argparse.Namespace(lr=0.1, tags=["a"])}))
-    assert read == {"args": {"lr": 0.1, "tags": ["a"]}}
-    assert unknown == []
 
 
 def test_what_is_outside_the_closed_list_is_named_and_never_run(tmp_path: Path) -> None:

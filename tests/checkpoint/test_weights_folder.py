@@ -118,11 +118,3 @@ def test_a_write_that_fails_at_any_point_leaves_a_whole_model(change: str, tmp_p
             assert number_of(read_checkpoint(folder)) == 1
             assert names_in(folder) == old
     pytest.fail("it never came to its end")
-
-
-def test_a_shard_without_its_index_is_not_taken_for_a_whole_model(tmp_path: Path) -> None:
-    write(tmp_path, 1, (HALVES, True))
-    (tmp_path / "model.safetensors.index.json").unlink()
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"one of 2 shards, .*, and no index"):
-        read_checkpoint(tmp_path)

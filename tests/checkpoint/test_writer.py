@@ -13,8 +13,6 @@ import torch
 from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
 from trainwright.checkpoint import (
     clean_stale,
-    load_named_optimizer_state,
-    named_optimizer_state,
     newest_valid,
     read_checkpoint,
     read_manifest,
@@ -51,14 +49,6 @@ def test_the_manifest_says_what_is_inside(tmp_path: Path) -> None:
     assert set(manifest.versions) == {"trainwright", "torch", "python"}
     listed = {file for part in manifest.parts.values() for file in part.files}
     assert listed == {str(file.relative_to(path)) for file in files_of(path)} - {"manifest.json"}
-
-
-def test_a_weights_checkpoint_leaves_optimizers_and_rng_out(tmp_path: Path) -> None:
-    path = write_small(tmp_path, kind="weights")
-    back = read_checkpoint(path)
-    assert (back.optimizers, back.rng, back.kind) == ([], [], "weights")
-    assert back.model is not None
-    assert not (path / "optimizer").exists()
 
 
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
@@ -182,17 +172,6 @@ def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Pat
     assert verify(path) == []
 
 
-def test_a_checkpoint_that_stepped_aside_for_one_that_came_is_stale(tmp_path: Path) -> None:
-    aside = hidden(tmp_path / "last", "old")
-    write_small(tmp_path, 9, "last").rename(aside)
-    write_small(tmp_path, 5, "last")
-    newest = newest_valid(tmp_path)
-    assert newest == tmp_path / "last"
-    clean_stale(tmp_path)
-    assert os.listdir(tmp_path) == ["last"]
-    assert read_manifest(newest).step == 5
-
-
 def test_folders_get_the_permissions_of_the_process_not_private_ones(tmp_path: Path) -> None:
     umask = os.umask(0o022)
     try:
@@ -214,22 +193,6 @@ def test_a_large_file_has_the_size_and_hash_of_its_bytes(tmp_path: Path, size: i
         file.write(memoryview(data)[LARGE // 3 :])
     assert (tmp_path / "a").read_bytes() == data
     assert file.entry == FileEntry(LARGE, hash_file(tmp_path / "a"))
-
-
-def test_an_optimizer_loaded_from_mapped_files_shares_nothing_with_them(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    saved = named_optimizer_state(optimizer, names)
-    path = write_checkpoint(tmp_path / "a", small_snapshot(optimizers=[saved]))
-    other = torch.optim.Adam(model.parameters())
-    mapped = read_checkpoint(path, copy_model=False)
-    load_named_optimizer_state(other, mapped.optimizers[0], names)
-    for file in path.glob("optimizer/*.safetensors"):
-        file.write_bytes(bytes(file.stat().st_size))  # in place: whatever is still mapped now reads as zeros
-    assert same(named_optimizer_state(other, names), saved)
 
 
 @pytest.mark.parametrize("block", [lock_folder, mark_in_use], ids=["alone", "held"])
