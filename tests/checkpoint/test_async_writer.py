@@ -7,16 +7,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.checkpoint.snapshots import same, small_snapshot
-from tests.checkpoint.test_overlapped_copy import Wide
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import regression_loader
-from trainwright import ModelCheckpoint
 from trainwright.checkpoint import (
     AsyncWriter,
     Snapshot,
@@ -28,8 +22,6 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.disk import host_buffers, low_priority_thread
-from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
 
 
@@ -203,20 +195,3 @@ def test_after_a_failed_write_its_further_names_are_left_out_and_named(
     with pytest.raises(CheckpointError, match=r"best could not be written.*Also not written: .*last"):
         writer.wait()
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-def test_copies_are_delayed_only_if_a_core_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    later: list[LaterCopy] = []
-
-    class Counted(LaterCopy):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            later.append(self)
-
-    monkeypatch.setattr(host_buffers, "LaterCopy", Counted)
-    monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
-    checkpoint = ModelCheckpoint(every_n_train_steps=2)
-    quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[checkpoint]).fit(Wide(), regression_loader(16, 4))
-    assert bool(later) is (cores > torch.get_num_threads())
-    assert verify(Path(checkpoint.last_model_path or checkpoint.best_model_path)) == []

@@ -23,10 +23,6 @@ from trainwright.core.rng import rng_state, set_rng_state
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
 
-class _Custom:
-    """Something of the user's own."""
-
-
 def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -174,13 +170,6 @@ def test_the_prefix_of_ddp_is_taken_away(tmp_path: Path) -> None:
     assert "schedulers once per process (2)" in _notes(done)
 
 
-def test_an_accelerate_folder_of_two_models_is_refused(tmp_path: Path) -> None:
-    source, model, _ = _accelerate(tmp_path, safe=False)
-    torch.save(model.state_dict(), source / "pytorch_model_1.bin")
-    with pytest.raises(CheckpointError, match="several models"):
-        convert_checkpoint(source, tmp_path / "out")
-
-
 @pytest.mark.parametrize(("suffix", "key"), [(".bin", None), (".pt", "state_dict"), (".pth", "model")])
 def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -> None:
     state = Net().state_dict()
@@ -196,13 +185,6 @@ def test_a_file_without_weights_is_an_error(tmp_path: Path) -> None:
     torch.save({"model": {"a": 1}}, tmp_path / "x.pt")
     with pytest.raises(CheckpointError, match="no state dict"):
         convert_checkpoint(tmp_path / "x.pt", tmp_path / "out")
-
-
-def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path, mine={"thing": _Custom(), "kept": 1})
-    done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(trust_pickle=True))
-    assert read_checkpoint(tmp_path / "out").trainer["task"] == {"mine": {"kept": 1}}
-    assert "Skipped: task.mine.thing" in _notes(done)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,6 @@ _OPTIMIZER, _NO_STATES = "optimizer/optimizer-00000.json", "optimizer 0 has no g
     ("name", "change", "message"),
     [
         (_OPTIMIZER, lambda tree: tree.update(state=None), _NO_STATES),
-        (_OPTIMIZER, lambda tree: tree.update(groups=[None]), _NO_STATES),
         (_OPTIMIZER, lambda tree: tree["groups"][0]["params"].append(None), _NO_STATES),
         ("rng/rank-00000.json", lambda tree: tree.update(dict.fromkeys(tree)), "invalid generator states"),
     ],

@@ -61,13 +61,6 @@ def test_tied_weights_are_stored_once_and_both_names_come_back(tmp_path: Path) -
     assert same(other.state_dict(), model.state_dict())
 
 
-def test_two_views_of_one_memory_that_differ_are_both_stored(tmp_path: Path) -> None:
-    base = torch.arange(4.0).reshape(2, 2)
-    state = {"whole": base, "row": base[0], "turned": base.t(), "as_ints": base.view(torch.int32)}
-    write_model(tmp_path, state)
-    assert same(read_model(tmp_path), state)
-
-
 @pytest.mark.parametrize("file", ["../other.safetensors", "out.safetensors"])
 def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, file: str) -> None:
     folder = tmp_path / "model"

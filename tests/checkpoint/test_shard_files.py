@@ -9,8 +9,6 @@ import math
 import pickle
 import random
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +117,6 @@ def test_what_hooks_do_with_tensors_works_on_those_that_lie_in_pieces(tmp_path: 
         torch.cat([saved]), saved.detach(), saved.double().float(), saved.contiguous(),
     ):  # fmt: skip
         assert torch.equal(found, whole)
-    assert type(saved.float()) is torch.Tensor or torch.equal(saved.float(), whole)
     assert "shape=(2, 3)" in repr(saved)
 
 
@@ -135,37 +132,24 @@ def test_whole_and_cut_checkpoints_of_one_state_do_not_differ(tmp_path: Path) ->
     assert [item.path for item in found.tensors] == ["optimizer[0].state.embed.weight.exp_avg"]
 
 
-def _cut(path: Path) -> Path:
-    return write_in_pieces(path, small_snapshot(1), 2, rows)
-
-
-def _edit(path: Path, file: str, change: Any) -> None:
-    index = path / file
-    value = json.loads(index.read_text())
-    change(value["pieces"][0])
-    index.write_text(json.dumps(value))
-    reseal(path)
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            lambda piece: piece.update(offsets=[0, 0]),
-            r"the shards of 'weight' have 6 elements, expected 6 without overlaps",
-        ),
+        (lambda piece: piece.update(offsets=[0, 0]), r"have 6 elements, expected 6 without overlaps"),
         (lambda piece: piece.update(tensor="other"), r"the shards of 'weight' have 3 elements, expected 6"),
-        (lambda piece: piece.update(lengths=[1, 2]), r"does not match .*rank-00001.safetensors"),
         (lambda piece: piece.update(dtype="F64"), r"does not match .*rank-00001.safetensors"),
         (lambda piece: piece.update(shape=[3, 3]), r"do not belong to a F32 tensor of shape \(2, 3\)"),
         (lambda piece: piece.update(stored="../weight"), r"is not an index of the shards"),
-        (lambda piece: piece.update(offsets=[-1, 0]), r"is not an index of the shards"),
         (lambda piece: piece.update(dtype="os.system"), r"not a dtype that a checkpoint can hold"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: Any, text: str) -> None:
-    path = _cut(tmp_path / "a")
-    _edit(path, "model/rank-00001.json", change)
+    path = write_in_pieces(tmp_path / "a", small_snapshot(1), 2, rows)
+    index = path / "model" / "rank-00001.json"
+    value = json.loads(index.read_text())
+    change(value["pieces"][0])
+    index.write_text(json.dumps(value))
+    reseal(path)
     assert verify(path) == []  # whoever made it, it is not damage
     with pytest.raises(CheckpointError, match=text):
         read_checkpoint(path)
@@ -228,22 +212,13 @@ class Ranks:
             self.crews[rank].write_share(self.draft.folder, self.shares[rank])
 
 
-def _after(seconds: float, work: Callable[[], None]) -> threading.Thread:
-    def run() -> None:
-        time.sleep(seconds)
-        work()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread
-
-
 def test_rank_zero_publishes_once_the_last_rank_has_reported(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     ranks.write(2)
-    thread = _after(0.2, lambda: ranks.write(1))
+    last = threading.Timer(0.2, ranks.write, [1])
+    last.start()
     ranks.write(0)
-    thread.join()
+    last.join()
     assert verify(tmp_path / "a") == []
     assert same(read_checkpoint(tmp_path / "a").optimizers, small_snapshot(1).optimizers)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
