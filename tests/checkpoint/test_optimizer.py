@@ -101,16 +101,6 @@ def test_the_optimizers_own_hooks_run() -> None:
     assert seen == ["version 7"]
 
 
-def test_state_that_belongs_to_no_parameter_is_kept() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    optimizer.state["rounds"] = 3  # type: ignore[index]  # torch allows it and some optimizers do it
-    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
-    other = torch.optim.SGD(module.parameters(), lr=0.1)
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert dict(other.state) == {"rounds": 3}
-
-
 def saved() -> dict[str, Any]:
     module = model()
     optimizer = OPTIMIZERS["Adam"](list(module.parameters()))

@@ -139,12 +139,6 @@ def _explode() -> None:
     raise AssertionError("a pickle was executed")
 
 
-def test_a_bare_safetensors_file_is_refused_with_the_way_to_load_it(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"safetensors\.torch\.load_file"):
-        read_checkpoint(tmp_path / "a.safetensors")
-
-
 @pytest.mark.parametrize("file", ["manifest.json", "trainer.json", "trainer.safetensors"])
 def test_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
     (checkpoint / file).write_bytes(pickle.dumps(Bomb()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import random
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.snapshots import write_small
-from trainwright.checkpoint import IndexEntry, RunIndex, read_manifest, verify
+from trainwright.checkpoint import IndexEntry, RunIndex, verify
 from trainwright.checkpoint.format.manifests import FoundCheckpoint
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
@@ -117,23 +116,3 @@ def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
         assert RunFolder(tmp_path).newest(accepts=refuse) is None
     with pytest.raises(CheckpointError, match="on_damaged='fall_back'"):
         RunFolder(tmp_path).newest(accepts=refuse, on_damaged="error")
-
-
-def test_a_link_moves_in_one_step_and_never_replaces_a_checkpoint(tmp_path: Path) -> None:
-    first, second = write_small(tmp_path, 1, "first"), write_small(tmp_path, 2, "second")
-    folder = RunFolder(tmp_path)
-    for target in (first, second):
-        folder.link("last", target.name)
-        assert (tmp_path / "last").resolve() == target
-    with pytest.raises(CheckpointError, match="is not replaced by a link"):
-        folder.link("first", "second")
-
-
-def test_a_checkpoint_from_the_end_of_time_stops_no_later_save(tmp_path: Path) -> None:
-    first = write_small(tmp_path, 1)
-    late = dataclasses.replace(read_manifest(first), created="9999-12-31T23:59:59.999999+00:00")
-    (first / "manifest.json").write_bytes(late.to_bytes())
-    RunFolder(tmp_path).prepare()
-    write_small(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="is not a time of writing"):
-        read_manifest(first)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,22 +61,6 @@ def test_a_folder_holds_the_new_model_and_nothing_of_the_former_one(change: str,
     assert number_of(read_checkpoint(tmp_path)) == 2
     assert names_in(tmp_path) == sorted(["adapter_model.safetensors", "config.json", *(path.name for path in written)])
     assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"an adapter"
-
-
-def test_without_hard_links_shards_keep_longer_names_until_the_next_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any) -> None:
-        raise PermissionError("no links here")
-
-    usual = write(tmp_path, 1, (HALVES, True))
-    monkeypatch.setattr(os, "link", refuse)
-    longer = write(tmp_path, 2, (HALVES, True))
-    assert not set(longer[:2]) & set(usual)
-    assert names_in(tmp_path) == sorted(path.name for path in longer)
-    assert number_of(read_checkpoint(tmp_path)) == 2
-    assert write(tmp_path, 1, (HALVES, True)) == usual
-    assert names_in(tmp_path) == sorted(path.name for path in usual)
 
 
 @pytest.mark.parametrize("change", ["nothing to shards", "one file to shards", "shards to shards of the same names"])
