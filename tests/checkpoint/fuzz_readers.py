@@ -11,28 +11,20 @@ import os
 import pickle
 import random
 import resource
-import shutil
 import signal
 import sys
 import tempfile
 import traceback
 import warnings
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.checkpoint.cutting import spans, write_in_pieces
 from tests.checkpoint.every_kind import every_kind
-from tests.checkpoint.foreign import Net, lightning_dict, trained
 from tests.checkpoint.resealing import reseal, resealed
 from tests.checkpoint.snapshots import files_of, same, write_small
-from trainwright.bigmodels.weights.stored_weights import read_checkpoint as read_weights
 from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify, write_checkpoint
-from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint
-from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 
 _MEMORY_BYTES = 3 * 2**30  # beyond what the process has when it begins
@@ -48,7 +40,6 @@ _STRANGE: tuple[Any, ...] = (
     {"$": "dict", "v": [[[1], 2]]}, {"$": "dtype", "v": "save"}, {"$": "duration", "v": [1, "eons"]}, {"$": []},
     {"$": "pieces", "v": "w", "shape": [2**62, 2**62], "dtype": "F32"},
 )  # fmt: skip
-_OPCODES = b"(.012FIJKLMNPQRSTUVXabcd}eghijl]opqrst)uGBC" + bytes([0x80, 0x81, 0x82, *range(0x85, 0x98)])
 
 Case = Callable[[random.Random], None]
 
@@ -64,7 +55,6 @@ def _mutated_bytes(data: bytes, numbers: random.Random) -> bytes:
             data[:place] + numbers.randbytes(end - place) + data[end:],
             data[:place] + data[place:end] * 50 + data[end:],
             data[:place] + numbers.choice([0, 1, 2**31, 2**63, 2**64 - 1]).to_bytes(8, "little") + data[place + 8 :],
-            data[:place] + bytes(numbers.choices(_OPCODES, k=numbers.choice([1, 2, 6]))) + data[place:],
         ])  # fmt: skip
         if new != data:
             return new
@@ -165,33 +155,7 @@ def forged(folder: Path) -> Case:
     return case
 
 
-def pickles(folder: Path) -> Case:
-    """Files of torch.save, in both formats: their bytes, and the pickles in them."""
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters())
-    trained(net, optimizer)
-    tree = lightning_dict(net, [optimizer], extra={"path": Path("a"), "sets": [{1, 2}, frozenset("a")]})
-    new, former, target = folder / "new.pt", folder / "former.pt", folder / "changed.pt"
-    torch.save(tree, new)
-    torch.save(tree, former, _use_new_zipfile_serialization=False)
-
-    def case(numbers: random.Random) -> None:
-        if numbers.random() < 0.5:
-            target.write_bytes(_mutated_bytes(numbers.choice([new, former]).read_bytes(), numbers))
-        else:
-            with zipfile.ZipFile(new) as archive, zipfile.ZipFile(target, "w") as changed:
-                for name in archive.namelist():
-                    data = archive.read(name)
-                    changed.writestr(name, _mutated_bytes(data, numbers) if name.endswith("data.pkl") else data)
-        noticed(lambda: read_torch_file(target, mapped=numbers.random() < 0.5))
-        noticed(lambda: read_weights(target))
-        noticed(lambda: convert_checkpoint(target, folder / "converted", ConvertOptions(drop_unknown=True)))
-        shutil.rmtree(folder / "converted", ignore_errors=True)
-
-    return case
-
-
-KINDS: dict[str, Callable[[Path], Case]] = {"damaged": damaged, "forged": forged, "pickles": pickles}
+KINDS: dict[str, Callable[[Path], Case]] = {"damaged": damaged, "forged": forged}
 
 
 def _end_on_calls(event: str, arguments: Any) -> None:

@@ -167,9 +167,3 @@ def test_everything_of_an_older_version_goes_through_all_upgrades_in_order() -> 
     assert "renamed.scale" in (back.model or {})
     assert newest_valid(folder) == folder / "step=12"
     assert [entry.name for entry in RunIndex(folder, run="another").entries()] == ["step=12"]
-
-
-def test_a_version_without_a_way_to_today_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "UPGRADES", {})
-    with pytest.raises(CheckpointError, match="format_version=1 is older than this Trainwright can read"):
-        read_manifest(DATA / "format-1" / "step=12")

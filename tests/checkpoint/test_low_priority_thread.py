@@ -29,15 +29,6 @@ def quiet() -> Iterator[LowPriorityThread]:
     quiet.end()
 
 
-@pytest.fixture
-def starved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the system give the quiet thread no time at all."""
-    fed = threading.Event()
-    monkeypatch.setattr(low_priority_thread, "run_at_lowest_priority", lambda: fed.wait(30))
-    yield
-    fed.set()
-
-
 def fail() -> None:
     raise OSError("broken")
 
@@ -56,19 +47,6 @@ def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: L
     assert found[1] == (os.SCHED_IDLE, 19)
     look()
     assert found[2] == found[0] != found[1]
-
-
-def test_whoever_waits_in_a_hurry_does_what_a_starved_thread_cannot(quiet: LowPriorityThread, starved: None) -> None:
-    found: list[tuple[int, threading.Thread]] = []
-    quiet.start()
-    for number in range(3):
-        quiet.put(lambda number=number: found.append((number, threading.current_thread())))  # type: ignore[misc]
-    assert found == []
-    timer = threading.Timer(0.05, quiet.hurry)
-    timer.start()
-    quiet.finish()
-    timer.join()
-    assert found == [(number, threading.current_thread()) for number in range(3)]
 
 
 def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet: LowPriorityThread) -> None:

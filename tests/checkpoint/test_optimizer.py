@@ -90,17 +90,6 @@ def test_groups_that_changed_places_find_their_own_hyper_parameters() -> None:
     assert same(named_optimizer_state(other, names_of(module))["state"]["0.bias"], tree["state"]["0.bias"])
 
 
-def test_the_optimizers_own_hooks_run() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    seen: list[str] = []
-    optimizer.register_state_dict_post_hook(lambda _optimizer, state: state.update(version=7))
-    optimizer.register_load_state_dict_pre_hook(lambda _optimizer, state: seen.append(f"version {state['version']}"))
-    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
-    load_named_optimizer_state(optimizer, tree, names_of(module))
-    assert seen == ["version 7"]
-
-
 def saved() -> dict[str, Any]:
     module = model()
     optimizer = OPTIMIZERS["Adam"](list(module.parameters()))

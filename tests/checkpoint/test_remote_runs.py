@@ -91,19 +91,6 @@ def test_another_machine_goes_on_exactly_and_keeps_the_folder_up(memory: str, tm
     assert folders(url) == ["epoch=3"]
 
 
-def test_a_download_that_is_damaged_is_fetched_anew(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/run"
-    fit(tmp_path / "a", url, 1)
-    for _ in range(2):
-        task = Task()
-        quiet_trainer(default_root_dir=tmp_path / "b").test(
-            task, regression_loader(4), ckpt_path=f"{url}/epoch=0", verbose=False
-        )
-        (copy,) = (tmp_path / "b" / "downloaded").glob("*/*/epoch=0")
-        with open(copy / "trainer.json", "a") as file:
-            file.write(" ")
-
-
 def test_what_others_have_there_is_neither_replaced_nor_deleted(memory: str, tmp_path: Path) -> None:
     url = f"{memory}/run"
     fit(tmp_path / "other", url, 1)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import math
-import pickle
 import random
 import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,23 +98,6 @@ def test_without_a_copy_tensors_are_read_when_they_are_used(tmp_path: Path) -> N
     assert torch.equal(torch.zeros(3, 2).copy_(weight), torch.arange(6.0).reshape(3, 2))
     assert same(map_tensors(loaded, model), dict(expected.model or {}))
     assert same(map_tensors(loaded, back.optimizers), expected.optimizers)
-
-
-def test_what_hooks_do_with_tensors_works_on_those_that_lie_in_pieces(tmp_path: Path) -> None:
-    whole = torch.arange(6.0).reshape(2, 3)
-    path = write_in_pieces(tmp_path / "a", Snapshot(model={"w": whole}, kind="weights"), 2, spans)
-    saved = (read_checkpoint(path, copy_model=False).model or {})["w"]
-    assert isinstance(saved, SavedTensor)
-    assert (saved.numel(), saved.dim(), saved.is_floating_point()) == (6, 2, True)
-    assert saved.tolist() == whole.tolist()
-    assert saved.sum().item() == 15
-    assert (saved.numpy() == np.asarray(saved)).all()
-    for found in (
-        saved.clone(), saved.to("cpu", copy=True), saved[:], copy.deepcopy(saved), pickle.loads(pickle.dumps(saved)),
-        torch.cat([saved]), saved.detach(), saved.double().float(), saved.contiguous(),
-    ):  # fmt: skip
-        assert torch.equal(found, whole)
-    assert "shape=(2, 3)" in repr(saved)
 
 
 def test_whole_and_cut_checkpoints_of_one_state_do_not_differ(tmp_path: Path) -> None:

@@ -170,16 +170,6 @@ def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Pat
     assert verify(path) == []
 
 
-def test_folders_get_the_permissions_of_the_process_not_private_ones(tmp_path: Path) -> None:
-    umask = os.umask(0o022)
-    try:
-        path = write_small(tmp_path)
-    finally:
-        os.umask(umask)
-    assert path.stat().st_mode & 0o777 == 0o755
-    assert all(file.stat().st_mode & 0o777 == 0o644 for file in files_of(path))
-
-
 LARGE = 40 * 2**20  # above what is hashed in a thread, and above what is handed to the disk early
 
 
