@@ -178,20 +178,3 @@ def test_one_snapshot_is_written_under_several_names_without_another_copy(
     for name in ("best", "last", "later"):
         assert verify(tmp_path / name) == []
         assert same(dict(read_checkpoint(tmp_path / name).model or {}), dict(snapshot.model or {}))
-
-
-def test_after_a_failed_write_its_further_names_are_left_out_and_named(
-    tmp_path: Path, writer: AsyncWriter, gate: Gate
-) -> None:
-    def fail(event: str, path: Path) -> None:
-        gate(event, path)
-        if event == "write":
-            raise OSError("broken")
-
-    set_fault_hook(fail)
-    writer.submit(tmp_path / "best", small_snapshot())
-    writer.submit_again(tmp_path / "last")
-    gate.opened.set()
-    with pytest.raises(CheckpointError, match=r"best could not be written.*Also not written: .*last"):
-        writer.wait()
-    assert os.listdir(tmp_path) == []

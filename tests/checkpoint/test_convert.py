@@ -160,16 +160,6 @@ def test_accelerates_random_generators_come_along(tmp_path: Path) -> None:
         set_rng_state(kept)
 
 
-def test_the_prefix_of_ddp_is_taken_away(tmp_path: Path) -> None:
-    source, model, _ = _accelerate(tmp_path, safe=False, num_processes=2)
-    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, source / "pytorch_model.bin")
-    done = convert_checkpoint(source, tmp_path / "out")
-    snapshot = read_checkpoint(tmp_path / "out")
-    assert list(snapshot.model or {}) == list(model.state_dict())
-    assert snapshot.world_size == 2
-    assert "schedulers once per process (2)" in _notes(done)
-
-
 @pytest.mark.parametrize(("suffix", "key"), [(".bin", None), (".pt", "state_dict"), (".pth", "model")])
 def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -> None:
     state = Net().state_dict()

@@ -14,7 +14,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint
 from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError
 from trainwright.trainer.checkpoints import step_end
 
 STEPS = 8  # of one epoch
@@ -100,14 +100,6 @@ def test_what_others_have_there_is_neither_replaced_nor_deleted(memory: str, tmp
     fit(tmp_path / "b", url, 1)
     assert folders(url) == ["epoch=0", "epoch=0-v1", "epoch=1"]
     assert min(item.manifest.created for item in find_remote(url)) == created
-
-
-def test_last_without_any_checkpoint_anywhere_says_so(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/run"
-    with pytest.warns(TrainwrightWarning, match="has no checkpoint"):
-        fit(tmp_path, url, 1, ckpt_path="last")
-    with pytest.raises(FileNotFoundError, match="no checkpoint"):
-        fit(tmp_path, url, 1, ckpt_path=f"{url}/epoch=9")
 
 
 class Breaks(Callback):

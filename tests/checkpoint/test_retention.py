@@ -59,13 +59,6 @@ def test_checkpoints_rank_by_a_metric_with_nan_last_and_the_earlier_of_equals_fi
     assert best.name == order[0]
 
 
-def test_checkpoints_without_the_metric_are_not_ranked_and_an_unknown_mode_is_an_error(tmp_path: Path) -> None:
-    assert index_with(tmp_path, [1.0]).ranked("accuracy") == []
-    mode: Any = "lowest"
-    with pytest.raises(CheckpointError, match="mode='lowest', expected 'min' or 'max'"):
-        index_with(tmp_path, [1.0]).best("loss", mode)
-
-
 def test_deleting_removes_the_folder_and_the_entry_and_nothing_else(tmp_path: Path) -> None:
     index = index_with(tmp_path, [1.0, 2.0])
     index.delete("s1")

@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoint.foreign import Evil
 from tests.checkpoint.snapshots import same
-from tests.checkpoint.test_reader import Bomb
 from trainwright.checkpoint import read_safetensors, write_safetensors
 from trainwright.core.errors import CheckpointError
 
@@ -69,6 +69,7 @@ def test_selected_names_alone_are_read_and_an_unknown_one_is_an_error(tmp_path: 
 
 def test_a_pickle_under_the_name_of_safetensors_is_refused_and_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    torch.save({"w": Bomb()}, path)
+    torch.save({"w": Evil(tmp_path / "ran")}, path)
     with pytest.raises(CheckpointError, match=r"not a safetensors file.*torch\.save"):
         read_safetensors(path)
+    assert not (tmp_path / "ran").exists()

@@ -147,16 +147,6 @@ def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> Non
         plan_share(Snapshot(model={"w": wrong}, kind="weights", in_shards=True), 1)
 
 
-def test_a_layout_of_shards_that_takes_too_long_to_compare_is_an_error() -> None:
-    # A lattice of crossing bars: every one shares an index of every dimension with another.
-    size = 1500
-    bars = [Box((index, 0), (1, size)) for index in range(size)] + [
-        Box((0, index), (size, 1)) for index in range(size)
-    ]  # fmt: skip
-    with pytest.raises(CheckpointError, match="sharding over ranks never produces their layout"):
-        overlap([*bars], (size, size))
-
-
 def test_the_result_equals_comparing_all_pairs() -> None:
     numbers = random.Random(3)
     for _ in range(300):
