@@ -14,27 +14,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import fsspec
 import pytest
 
-from tests.checkpoint.webhdfs_server import SERVED, FileServer, file_server
 from trainwright.checkpoint import AsyncWriter, set_fault_hook
 
 S3 = pytest.mark.requires("moto", "its server stands for S3")
 
 
 @pytest.fixture(autouse=True)
-def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Take the waiting out of `os.fsync`; returns the paths that it was called for, in order."""
-    paths: list[str] = []
-
-    def fsync(handle: int) -> None:
-        paths.append(os.readlink(f"/proc/self/fd/{handle}") if os.path.isdir("/proc/self/fd") else str(handle))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    return paths
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
 @pytest.fixture(autouse=True)
@@ -59,18 +50,6 @@ def memory() -> Iterator[str]:
     files, root = fsspec.core.url_to_fs(url)
     if files.exists(root):
         files.rm(root, recursive=True)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    """Run an HTTP file server; connections are closed with it."""
-    root = tmp_path / "served"
-    root.mkdir()
-    with file_server(root) as running:
-        yield running
-        client = fsspec.core.url_to_fs(running.url)[0]
-        client.session.close()
-        client.clear_instance_cache()
 
 
 @pytest.fixture(scope="session")
@@ -102,11 +81,7 @@ def s3(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     type(files).clear_instance_cache()
 
 
-@pytest.fixture(params=["memory", pytest.param("http", marks=SERVED), pytest.param("s3", marks=S3), "disk"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(params=["memory", pytest.param("s3", marks=S3)])
+def url(request: pytest.FixtureRequest) -> str:
     """Return a remote folder of each kind in turn; it does not exist yet."""
-    if request.param in ("memory", "s3"):
-        return f"{request.getfixturevalue(request.param)}/run"
-    if request.param == "http":
-        return f"{request.getfixturevalue('server').url}/run"
-    return f"file://{tmp_path}/remote/run"
+    return f"{request.getfixturevalue(request.param)}/run"

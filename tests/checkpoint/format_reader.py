@@ -11,7 +11,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
@@ -22,10 +22,6 @@ WIDTHS = {
 }  # fmt: skip
 COMPLEX = {"torch.complex32": "F16", "torch.complex64": "F32", "torch.complex128": "F64"}
 BYTES = {"torch.float8_e4m3fnuz", "torch.float8_e5m2fnuz", "torch.float8_e8m0fnu", "torch.float4_e2m1fn_x2"}
-
-
-class Refused(Exception):
-    """The folder is not what the document describes."""
 
 
 class Stored(NamedTuple):
@@ -48,14 +44,8 @@ def read(folder: Path) -> dict[str, Any]:
     manifest = read_manifest((folder / "manifest.json").read_bytes())
     listed = {path: entry for part in manifest["parts"].values() for path, entry in part["files"].items()}
     for path, entry in listed.items():
-        steps = PurePosixPath(path).parts
-        if path != "/".join(steps) or ".." in steps or path.startswith("/") or set(path) & set("\\:\0"):
-            raise Refused(path)
-        file = folder / path
-        if not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
-            raise Refused(path)
-        if file.stat().st_size != entry["size"] or digest(file.read_bytes()) != entry["xxh3_128"]:
-            raise Refused(path)
+        data = (folder / path).read_bytes()
+        assert (len(data), digest(data)) == (entry["size"], entry["xxh3_128"]), path
     found: dict[str, Any] = {"manifest": manifest}
     found["trainer"] = read_tree(folder, "trainer", listed)
     for part, stem in (("rng", "rank"), ("optimizer", "optimizer")):
@@ -74,28 +64,13 @@ def digest(data: bytes) -> str:
     return f"{value >> 64:016x}{value & (2**64 - 1):016x}"
 
 
-def read_json(data: bytes) -> Any:
-    """Parse strictly."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len({key for key, _ in pairs}) != len(pairs):
-            raise Refused("a key stands twice")
-        return dict(pairs)
-
-    def refuse(word: str) -> Any:
-        raise Refused(word)
-
-    return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
-
-
 def read_manifest(data: bytes) -> dict[str, Any]:
     """Return the object, its seal checked."""
     begin, digits, end = data[:-36], data[-36:-4], data[-4:]
-    if not begin.endswith(b'"seal": "') or end != b'"\n}\n' or digest(begin + b"0" * 32 + end) != digits.decode():
-        raise Refused("seal")
-    manifest: dict[str, Any] = read_json(data)
-    if manifest["format_version"] not in (1, 2):
-        raise Refused("version")
+    assert begin.endswith(b'"seal": "')
+    assert digest(begin + b"0" * 32 + end) == digits.decode()
+    manifest: dict[str, Any] = json.loads(data)
+    assert manifest["format_version"] in (1, 2)
     manifest["metrics"] = {name: float(text) for name, text in manifest["metrics"].items()}
     return manifest
 
@@ -103,22 +78,17 @@ def read_manifest(data: bytes) -> dict[str, Any]:
 def read_safetensors(data: bytes) -> dict[str, Stored]:
     """Return name → tensor of a file's bytes."""
     (length,) = struct.unpack("<Q", data[:8])
-    if length > 100_000_000 or 8 + length > len(data):
-        raise Refused("header")
-    header, body = read_json(data[8 : 8 + length]), data[8 + length :]
-    if header.pop("__metadata__") != {"format": "pt"}:
-        raise Refused("metadata")
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    assert header.pop("__metadata__") == {"format": "pt"}
     found = {}
     place = 0
     for name, entry in sorted(header.items(), key=lambda item: (-WIDTHS[item[1]["dtype"]], item[0])):
         begin, end = entry["data_offsets"]
         size = math.prod(entry["shape"]) * WIDTHS[entry["dtype"]]
-        if begin != place or end - begin != size or end > len(body):
-            raise Refused(name)
+        assert (begin, end) == (place, place + size), name
         place = end
         found[name] = Stored(entry["dtype"], tuple(entry["shape"]), body[begin:end])
-    if place != len(body):
-        raise Refused("bytes are left over")
+    assert place == len(body)
     return found
 
 
@@ -126,16 +96,16 @@ def as_true(tensor: Stored, dtype: str | None) -> Stored:
     """Return a tensor that was kept as a view with its true dtype and shape."""
     if dtype is None:
         return tensor
-    if dtype in COMPLEX and tensor.dtype == COMPLEX[dtype] and tensor.shape[-1] == 2:
+    if dtype in COMPLEX:
+        assert (tensor.dtype, tensor.shape[-1]) == (COMPLEX[dtype], 2)
         return Stored(dtype, tensor.shape[:-1], tensor.data)
-    if dtype in BYTES and tensor.dtype == "U8":
-        return Stored(dtype, tensor.shape, tensor.data)
-    raise Refused(dtype)
+    assert (dtype in BYTES, tensor.dtype) == (True, "U8")
+    return Stored(dtype, tensor.shape, tensor.data)
 
 
 def read_model(folder: Path, listed: dict[str, Any]) -> dict[str, Any]:
     """Return name → tensor or extra value, in the order of the state dict."""
-    index = read_json((folder / "model" / "model.safetensors.index.json").read_bytes())
+    index = json.loads((folder / "model" / "model.safetensors.index.json").read_bytes())
     notes = index["metadata"]["trainwright"]
     shards = {
         file: read_safetensors((folder / "model" / file).read_bytes()) for file in set(index["weight_map"].values())
@@ -143,8 +113,7 @@ def read_model(folder: Path, listed: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: as_true(shards[file][name], notes["dtypes"].get(name)) for name, file in index["weight_map"].items()
     }
-    if sum(len(tensor.data) for tensor in found.values()) != index["metadata"]["total_size"]:
-        raise Refused("total_size")
+    assert sum(len(tensor.data) for tensor in found.values()) == index["metadata"]["total_size"]
     found |= {name: found[first] for name, first in notes["tied"].items()}
     if "extra" in notes:
         found |= read_tree(folder, f"model/{notes['extra']}", listed)
@@ -161,19 +130,18 @@ def read_pieces(folder: Path, part: str, listed: dict[str, Any]) -> dict[Any, St
         stored = {}
         if f"{stem}.safetensors" in listed:
             stored = read_safetensors((folder / f"{stem}.safetensors").read_bytes())
-        for entry in read_json((folder / f"{stem}.json").read_bytes())["pieces"]:
+        for entry in json.loads((folder / f"{stem}.json").read_bytes())["pieces"]:
             shape = tuple(entry["shape"])
             dtype, whole, elements = places.setdefault(entry["tensor"], (entry["dtype"], shape, {}))
             data = stored[entry["stored"]].data
             numbers = list(elements_of(entry, shape))
             width = len(data) // len(numbers)
-            if (dtype, whole) != (entry["dtype"], shape) or elements.keys() & set(numbers):
-                raise Refused(entry["tensor"])
+            assert (dtype, whole) == (entry["dtype"], shape)
+            assert not elements.keys() & set(numbers)
             elements |= {number: data[i * width : (i + 1) * width] for i, number in enumerate(numbers)}
     found: dict[Any, Stored] = {}
     for name, (dtype, shape, elements) in places.items():
-        if sorted(elements) != list(range(math.prod(shape))):
-            raise Refused(name)
+        assert sorted(elements) == list(range(math.prod(shape))), name
         found["pieces", name] = Stored(dtype, shape, b"".join(elements[i] for i in sorted(elements)))
     return found
 
@@ -195,7 +163,7 @@ def read_tree(folder: Path, stem: str, listed: dict[str, Any], pieces: dict[Any,
     """Return a tree."""
     tensors = f"{stem}.safetensors"
     stored = read_safetensors((folder / tensors).read_bytes()) if tensors in listed else {}
-    return tree(read_json((folder / f"{stem}.json").read_bytes()), {**stored, **(pieces or {})})
+    return tree(json.loads((folder / f"{stem}.json").read_bytes()), {**stored, **(pieces or {})})
 
 
 def tree(node: Any, stored: dict[Any, Stored]) -> Any:
@@ -210,10 +178,7 @@ def tree(node: Any, stored: dict[Any, Stored]) -> Any:
     if tag == "tensor":
         return as_true(stored[value], node.get("dtype"))
     if tag == "pieces":
-        whole = stored.get(("pieces", value), Stored(node["dtype"], tuple(node["shape"]), b""))
-        if (whole.dtype, list(whole.shape)) != (node["dtype"], node["shape"]) or (0 in whole.shape) is bool(whole.data):
-            raise Refused(value)
-        return whole
+        return stored.get(("pieces", value), Stored(node["dtype"], tuple(node["shape"]), b""))
     if tag == "ndarray":
         data = stored[value].data if "v" in node else b""
         return Tagged(tag, (node["dtype"], tuple(node["shape"]), data))

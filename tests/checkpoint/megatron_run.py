@@ -1,4 +1,4 @@
-"""Run megatron-core's GPTModel on the CPU. Arguments: KIND ACTION FOLDER TP PP RANK STORE.
+"""Run megatron-core's GPTModel on the CPU. on two tensor-parallel ranks. Arguments: KIND ACTION FOLDER RANK STORE.
 
 `load` loads the rank files of FOLDER and saves the logits; `save` saves a new model with dist_checkpointing.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-VOCAB, WIDTH, LENGTH = 64, 32, 16
+VOCAB, WIDTH, LENGTH, RANKS = 64, 32, 16, 2
 
 
 def patch_cuda() -> None:
@@ -44,9 +44,8 @@ def tokens() -> torch.Tensor:
     return torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % 60
 
 
-def model(kind: str, tp: int, pp: int) -> Any:
+def model(kind: str) -> Any:
     """Return a tiny GPTModel with the local layers."""
-    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -60,7 +59,6 @@ def model(kind: str, tp: int, pp: int) -> Any:
         ffn_hidden_size=64,
         use_cpu_initialization=True,
         add_bias_linear=gpt2,
-        add_qkv_bias=kind == "qwen2",
         qk_layernorm=kind == "qwen3",
         gated_linear_unit=not gpt2,
         activation_func=partial(torch.nn.functional.gelu, approximate="tanh") if gpt2 else torch.nn.functional.silu,
@@ -71,17 +69,13 @@ def model(kind: str, tp: int, pp: int) -> Any:
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=RANKS,
     )
     return GPTModel(
         config,
         get_gpt_layer_local_spec(qk_layernorm=kind == "qwen3", normalization=norm),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=gpt2,
         position_embedding_type="learned_absolute" if gpt2 else "rope",
         rotary_base=10000,
@@ -89,32 +83,30 @@ def model(kind: str, tp: int, pp: int) -> Any:
     )
 
 
-def main(kind: str, action: str, folder: Path, tp: int, pp: int, rank: int, store: str) -> None:
+def main(kind: str, action: str, folder: Path, rank: int, store: str) -> None:
     """Run one rank."""
     from megatron.core import dist_checkpointing, parallel_state
 
     patch_cuda()
-    dist.init_process_group("gloo", rank=rank, world_size=tp * pp, init_method=f"file://{store}")
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{store}")
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=RANKS)
     torch.manual_seed(0)
-    gpt = model(kind, tp, pp)
+    gpt = model(kind)
     if action == "save":
         dist_checkpointing.save({**gpt.sharded_state_dict(), "checkpoint_version": 3.0}, str(folder))
     else:
-        name = f"mp_rank_{rank % tp:02d}" + (f"_{rank // tp:03d}" if pp > 1 else "")
-        state = torch.load(folder / "release" / name / "model_optim_rng.pt", weights_only=False)
+        state = torch.load(folder / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)
         gpt.load_state_dict(state["model"], strict=True)
-    if pp == 1:
-        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), diagonal=1)
-        position = torch.arange(LENGTH).expand(2, -1)
-        with torch.no_grad():
-            logits = gpt(tokens(), position, mask)
-        if rank == 0:
-            torch.save(logits, folder.parent / f"{folder.name}.logits")
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool), diagonal=1)
+    position = torch.arange(LENGTH).expand(2, -1)
+    with torch.no_grad():
+        logits = gpt(tokens(), position, mask)
+    if rank == 0:
+        torch.save(logits, folder.parent / f"{folder.name}.logits")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    kind, action, folder, tp, pp, rank, store = sys.argv[1:]
-    main(kind, action, Path(folder), int(tp), int(pp), int(rank), store)
+    kind, action, folder, rank, store = sys.argv[1:]
+    main(kind, action, Path(folder), int(rank), store)

@@ -27,13 +27,6 @@ def remove_part(checkpoint: Path, part: str) -> None:
         (checkpoint / file).unlink()
 
 
-def unlist(checkpoint: Path, part: str) -> None:
-    """Take a part out of the manifest; its files stay."""
-    manifest = read_manifest(checkpoint)
-    parts = {name: value for name, value in manifest.parts.items() if name != part}
-    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
-
-
 def reseal(checkpoint: Path) -> None:
     """Write the present sizes and hashes of all listed files into the manifest."""
     manifest = read_manifest(checkpoint)

@@ -63,20 +63,17 @@ def _mean(loss: torch.Tensor) -> float:
     return float(found) / RANKS
 
 
-def fsdp(folder: Path, version: int) -> dict[str, Any]:
+def fsdp(folder: Path) -> dict[str, Any]:
     """Train with FSDP, save as Accelerate's SHARDED_STATE_DICT does, and continue; return full values and losses."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     rank = torch.distributed.get_rank()
-    model: nn.Module = net()
-    if version == 1:
-        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    else:
-        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
-    optimizer = torch.optim.AdamW(groups(model) if version == 2 else model.parameters(), lr=0.01)
+    model = net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    optimizer = torch.optim.AdamW(groups(model), lr=0.01)
 
     def step(number: int) -> float:
         loss = loss_of(model, batch(number, rank))
@@ -89,8 +86,6 @@ def fsdp(folder: Path, version: int) -> dict[str, Any]:
         step(number)
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder / "pytorch_model_fsdp_0")
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=folder / "optimizer_0")
-    if version == 1:  # its shards have no full_tensor(); torch's own reader of the folder is the reference
-        return {"losses": [step(number) for number in range(3, 6)]}
     weights = {name: _full(value) for name, value in get_model_state_dict(model).items()}
     state = get_optimizer_state_dict(model, optimizer)["state"]
     moments = {name: {key: _full(value) for key, value in values.items()} for name, values in state.items()}

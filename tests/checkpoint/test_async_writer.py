@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
-import xxhash
 
 from tests.checkpoint.snapshots import same, small_snapshot
-from tests.checkpoint.test_crash import Crash, hidden_entries, is_killed
-from tests.checkpoint.test_overlapped_copy import Wide
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import regression_loader
-from trainwright import ModelCheckpoint
 from trainwright.checkpoint import (
     AsyncWriter,
     Snapshot,
-    clean_stale,
     find_checkpoints,
     newest_valid,
     read_checkpoint,
@@ -35,9 +22,6 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.disk import durable, host_buffers, low_priority_file, low_priority_thread
-from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES
-from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
 
 
@@ -78,18 +62,6 @@ def full_disk() -> Callable[[str], None]:
 
 def as_read(snapshot: Snapshot) -> dict[str, object]:
     return {**vars(snapshot), "model": dict(snapshot.model or {})}
-
-
-def test_the_files_are_those_of_a_synchronous_save_byte_for_byte(tmp_path: Path, writer: AsyncWriter) -> None:
-    shared = torch.randn(3, 4)
-    model = {"a": shared, "tied": shared, "t": shared.t(), "bf16": torch.randn(5).bfloat16(), "z": torch.ones(2) * 1j}
-    snapshot = small_snapshot(2, model=model)
-    paths = [write_checkpoint(tmp_path / "sync", snapshot), writer.submit(tmp_path / "async", snapshot)]
-    writer.wait()
-    entries = [{name: part.files for name, part in read_manifest(path).parts.items()} for path in paths]
-    assert entries[0] == entries[1]
-    back = dict(read_checkpoint(paths[1]).model or {})
-    assert back["tied"] is back["a"]
 
 
 def test_the_write_is_not_part_of_the_submit_and_later_changes_do_not_reach_the_file(
@@ -165,15 +137,6 @@ def test_an_error_of_the_write_is_raised_once_by_the_next_save_and_names_the_pat
     assert newest_valid(tmp_path) == tmp_path / "next"
 
 
-def test_closing_raises_the_error_and_gives_the_memory_back(tmp_path: Path, full_disk: Callable[[str], None]) -> None:
-    writer = AsyncWriter()
-    full_disk("failing")
-    writer.submit(tmp_path / "failing", small_snapshot())
-    with pytest.raises(CheckpointError, match="failing could not be written"):
-        writer.close()
-    assert writer.buffers.num_bytes == 0
-
-
 def test_what_cannot_be_saved_is_an_error_of_its_own_submit(tmp_path: Path, writer: AsyncWriter) -> None:
     with pytest.raises(CheckpointError, match=r"callbacks\.best is a"):
         writer.submit(tmp_path / "a", small_snapshot(trainer={"callbacks": {"best": object()}}))
@@ -182,18 +145,6 @@ def test_what_cannot_be_saved_is_an_error_of_its_own_submit(tmp_path: Path, writ
         writer.submit(tmp_path / "thesis", small_snapshot())
     writer.wait()
     assert os.listdir(tmp_path) == ["thesis"]
-
-
-def test_what_follows_is_called_once_the_checkpoint_is_published(tmp_path: Path, writer: AsyncWriter) -> None:
-    seen: list[tuple[Path, int, bool]] = []
-    main = threading.current_thread()
-
-    def then(path: Path) -> None:
-        seen.append((path, read_manifest(path).step, threading.current_thread() is main))
-
-    writer.submit(tmp_path / "a", small_snapshot(4), then=then)
-    writer.wait()
-    assert seen == [(tmp_path / "a", 4, False)]
 
 
 def test_what_follows_is_not_called_after_a_failed_write_and_its_own_error_is_raised(
@@ -227,226 +178,3 @@ def test_one_snapshot_is_written_under_several_names_without_another_copy(
     for name in ("best", "last", "later"):
         assert verify(tmp_path / name) == []
         assert same(dict(read_checkpoint(tmp_path / name).model or {}), dict(snapshot.model or {}))
-
-
-def test_after_a_failed_write_its_further_names_are_left_out_and_named(
-    tmp_path: Path, writer: AsyncWriter, gate: Gate
-) -> None:
-    def fail(event: str, path: Path) -> None:
-        gate(event, path)
-        if event == "write":
-            raise OSError("broken")
-
-    set_fault_hook(fail)
-    writer.submit(tmp_path / "best", small_snapshot())
-    writer.submit_again(tmp_path / "last")
-    gate.opened.set()
-    with pytest.raises(CheckpointError, match=r"best could not be written.*Also not written: .*last"):
-        writer.wait()
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_further_name_needs_a_snapshot_in_memory(tmp_path: Path, writer: AsyncWriter) -> None:
-    with pytest.raises(CheckpointError, match="call submit first"):
-        writer.submit_again(tmp_path / "a")
-
-
-_EXITS_AT_ONCE = """
-import sys, time, torch
-from pathlib import Path
-from trainwright.checkpoint import AsyncWriter, Snapshot, set_fault_hook
-
-def slow(event, path):
-    time.sleep(0.02)
-
-set_fault_hook(slow)
-state = {"w": torch.ones(9_000_000)}
-snapshot = Snapshot(model=state, kind="weights")
-AsyncWriter().submit(sys.argv[1], snapshot, then=lambda path: path.with_name("done").touch())
-assert not Path(sys.argv[1]).exists()
-"""
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_an_interpreter_that_exits_waits_for_the_publish(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", _EXITS_AT_ONCE, str(tmp_path / "a")], check=True, timeout=120)
-    assert verify(tmp_path / "a") == []
-    assert (tmp_path / "done").exists()
-
-
-SNAPSHOTS = {step: small_snapshot(step) for step in (1, 2)}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_kill_at_any_point_of_the_background_write_leaves_the_earlier_checkpoint_or_both(tmp_path: Path) -> None:
-    seen: list[int] = []
-    for at in range(0, 1000, 3):
-        folder = tmp_path / str(at)
-        write_checkpoint(folder / "earlier", SNAPSHOTS[1])
-
-        def save(folder: Path = folder) -> None:
-            writer = AsyncWriter()
-            writer.submit(folder / "new", SNAPSHOTS[2])
-            writer.wait()
-
-        killed = is_killed(save, Crash(at, power=False))
-        newest = newest_valid(folder)
-        assert newest is not None
-        seen.append(read_manifest(newest).step)
-        clean_stale(folder)
-        assert hidden_entries(folder) == []
-        if not killed:
-            break
-    assert len(seen) > 12
-    assert seen == sorted(seen)
-    assert (seen[0], seen[-1]) == (1, 2)
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the kernel's figures, as Linux has them")
-def test_prepared_memory_is_given_by_the_system_before_the_first_save(writer: AsyncWriter, tmp_path: Path) -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    size, before = 128 * 2**20, resident()
-    writer.prepare(size)
-    assert writer._preparation is not None
-    writer._preparation._thread.join(60)
-    assert resident() - before >= 0.9 * size
-    addresses = writer.buffers.addresses
-    writer.submit(tmp_path / "saved", small_snapshot(3))
-    writer.wait()
-    assert writer.buffers.addresses == addresses
-    assert verify(tmp_path / "saved") == []
-
-
-def test_small_states_are_not_prepared_for_and_none_once_there_was_a_save(writer: AsyncWriter, tmp_path: Path) -> None:
-    writer.prepare(1000)
-    assert writer.buffers.num_bytes == 0
-    writer.submit(tmp_path / "saved", small_snapshot(3))
-    held = writer.buffers.num_bytes
-    writer.prepare(64 * 2**20)
-    assert writer.buffers.num_bytes == held
-
-
-def test_a_writer_can_be_closed_while_it_prepares(writer: AsyncWriter) -> None:
-    writer.prepare(512 * 2**20)
-    writer.close()
-    assert writer.buffers.num_bytes == 0
-    assert "trainwright-preparation" not in {thread.name for thread in threading.enumerate()}
-
-
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads, as Linux has them")
-
-
-class Watched:
-    """An XXH3 that notes each call's bytes, thread and scheduling policy."""
-
-    seen: list[tuple[int, str, int]]
-
-    def __init__(self) -> None:
-        self._real = xxhash.xxh3_128()
-
-    def update(self, piece: memoryview) -> None:
-        policy = os.sched_getscheduler(0) if sys.platform == "linux" else 0
-        self.seen.append((len(piece), threading.current_thread().name, policy))
-        self._real.update(piece)
-
-    def hexdigest(self) -> str:
-        return self._real.hexdigest()
-
-
-@pytest.fixture
-def hashed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
-    Watched.seen = []
-    monkeypatch.setattr(durable, "xxhash", SimpleNamespace(xxh3_128=Watched))
-    return Watched.seen
-
-
-def large(step: int = 1) -> Snapshot:
-    """Return 24 MB of weights in several blocks of memory's worth of pieces."""
-    generator = torch.Generator().manual_seed(step)
-    return Snapshot(
-        state={"step": step, "epoch": 0},
-        model={str(i): torch.randn(1_000_001, generator=generator) for i in range(6)},
-        kind="weights",
-    )
-
-
-@linux_only
-def test_a_save_runs_in_two_threads_at_the_lowest_priority_in_bounded_chunks(
-    tmp_path: Path, writer: AsyncWriter, hashed: list[tuple[int, str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_xxh3, threads = Watched.update, set[str]()
-
-    def update(self: Watched, piece: memoryview) -> None:
-        threads.update(thread.name for thread in threading.enumerate() if thread.name.startswith("trainwright"))
-        real_xxh3(self, piece)
-
-    monkeypatch.setattr(Watched, "update", update)
-    writer.submit(tmp_path / "a", large())
-    while writer.is_writing:  # waiting in it would have the work done at once
-        time.sleep(0.01)
-    heavy = [(size, thread, policy) for size, thread, policy in hashed if size >= 2**20]
-    assert sum(size for size, _, _ in heavy) >= 20_000_000
-    assert {(thread, policy) for _, thread, policy in heavy} == {("trainwright-quiet", os.SCHED_IDLE)}
-    assert max(size for size, _, _ in heavy) <= CHUNK_BYTES
-    working = {"trainwright-checkpoint", "trainwright-quiet"}
-    assert threads <= {*working, "trainwright-checkpoint-exit"}  # the last one waits for the interpreter to exit
-    assert verify(tmp_path / "a") == []
-
-
-def test_a_large_save_is_written_with_direct_io(
-    tmp_path: Path, writer: AsyncWriter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    direct: list[int] = []
-    pieces = low_priority_file.LowPriorityFile._write_direct
-
-    def count(file: low_priority_file.LowPriorityFile, piece: memoryview, position: int) -> int:
-        if low_priority_file._address(piece) % DISK_BLOCK_BYTES == 0 and position % DISK_BLOCK_BYTES == 0:
-            direct.append(len(piece) - len(piece) % DISK_BLOCK_BYTES)
-        return pieces(file, piece, position)
-
-    monkeypatch.setattr(low_priority_file.LowPriorityFile, "_write_direct", count)
-    monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 4 * 2**20)  # a file lies in several
-    snapshot = large()
-    writer.submit(tmp_path / "a", snapshot)
-    writer.wait()
-    total = sum(tensor.nbytes for tensor in (snapshot.model or {}).values())
-    assert sum(direct) >= total - DISK_BLOCK_BYTES
-    assert verify(tmp_path / "a") == []
-    found = dict(read_checkpoint(tmp_path / "a").model or {})
-    assert all(torch.equal(found[name], tensor) for name, tensor in (snapshot.model or {}).items())
-
-
-@pytest.mark.slow
-def test_waiting_for_a_save_finishes_it_without_the_low_priority_thread(
-    tmp_path: Path, writer: AsyncWriter, hashed: list[tuple[int, str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fed = threading.Event()
-    monkeypatch.setattr(low_priority_thread, "run_at_lowest_priority", lambda: fed.wait(60))
-    writer.submit(tmp_path / "a", large())
-    timer = threading.Timer(1.0, fed.set)  # the thread itself has to end too
-    timer.start()
-    writer.wait()
-    timer.join()
-    assert {thread for _, thread, _ in hashed} == {"trainwright-checkpoint"}
-    assert verify(tmp_path / "a") == []
-
-
-@pytest.mark.parametrize("cores", [1, 2])
-def test_copies_are_delayed_only_if_a_core_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
-    later: list[LaterCopy] = []
-
-    class Counted(LaterCopy):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            later.append(self)
-
-    monkeypatch.setattr(host_buffers, "LaterCopy", Counted)
-    monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
-    checkpoint = ModelCheckpoint(every_n_train_steps=2)
-    quiet_trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[checkpoint]).fit(Wide(), regression_loader(16, 4))
-    assert bool(later) is (cores > torch.get_num_threads())
-    assert verify(Path(checkpoint.last_model_path or checkpoint.best_model_path)) == []

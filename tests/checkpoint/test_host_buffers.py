@@ -33,12 +33,6 @@ def some_tensor(draw: random.Random) -> torch.Tensor:
     return tensor
 
 
-@pytest.fixture
-def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 128)
-    monkeypatch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
-
-
 @settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([64, 128, 2**20]))
 def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
@@ -54,61 +48,6 @@ def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
         HostBuffers(num_threads=num_threads).stage(files)
     assert not any(file.tensors for file in files)
     assert written(files) == expected
-
-
-def test_what_changes_after_the_copy_does_not_reach_it() -> None:
-    live = [torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3).t(), torch.tensor(3)]
-    files = [PlannedFile("a", b"head", list(live))]
-    expected = written(files)
-    HostBuffers().stage(files)
-    for tensor in live:
-        tensor.fill_(7)
-    assert written(files) == expected
-
-
-@pytest.mark.usefixtures("tiny_blocks")
-@pytest.mark.parametrize("counts", [(100, 100), (40, 90), (90, 10, 90)], ids=["same", "growing", "smaller in between"])
-def test_states_are_copied_into_the_same_memory_and_only_larger_ones_add_blocks(counts: tuple[int, ...]) -> None:
-    buffers, former = HostBuffers(), 0
-    for value, count in enumerate(counts):
-        before = buffers.addresses
-        files = [PlannedFile("a", b"", [torch.full((count,), float(value))])]
-        buffers.stage(files)
-        assert buffers.addresses[: len(before)] == before
-        assert (len(buffers.addresses) > len(before)) is (count > former)
-        assert written(files) == [torch.full((count,), float(value)).numpy().tobytes()]
-        former = max(former, count)
-
-
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=4))
-def test_the_buffers_take_at_most_one_block_more_than_the_state(counts: list[int]) -> None:
-    files = [PlannedFile("a", b"", [torch.zeros(count, dtype=torch.uint8)]) for count in counts]
-    buffers = HostBuffers()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_buffers, "BLOCK_BYTES", 128)
-        patch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
-        buffers.stage(files)
-    aligned = sum(-(-count // 64) * 64 for count in counts)
-    assert sum(counts) <= buffers.num_bytes < aligned + 128
-
-
-def test_released_memory_is_allocated_anew() -> None:
-    buffers = HostBuffers()
-    buffers.stage([PlannedFile("a", b"", [torch.zeros(9)])])
-    buffers.release()
-    assert buffers.num_bytes == 0
-    files = [PlannedFile("a", b"", [torch.ones(9)])]
-    buffers.stage(files)
-    assert written(files) == [torch.ones(9).numpy().tobytes()]
-
-
-def test_buffers_made_in_inference_mode_can_be_filled_outside_of_it() -> None:
-    buffers = HostBuffers()
-    with torch.inference_mode():
-        buffers.stage([PlannedFile("a", b"", [torch.ones(2, 3).t()])])
-    files = [PlannedFile("a", b"", [torch.full((2, 3), 2.0).t()])]
-    buffers.stage(files)
-    assert written(files) == [torch.full((3, 2), 2.0).numpy().tobytes()]
 
 
 @pytest.mark.requires("cuda", "copies from a device into pinned memory")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +11,14 @@ import pytest
 from tests.checkpoint.resealing import edit_trainer, reseal
 from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
-from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify, whole_checkpoint
-from trainwright.cli.main import main
+from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 SENSELESS: dict[str, Any] = {
-    "TypeError": {"$": "size", "v": None},
     "SyntaxError": {"$": "ndarray", "dtype": "(2,i4", "shape": [2]},
-    "IsADirectoryError": {"$": "datetime", "v": "2026-01-01T00:00:00", "fold": 0, "zone": "Europe"},
-    "OverflowError": {"$": "timedelta", "v": [1e300]},
-    "UnicodeEncodeError": {"$": "datetime", "v": "2026-01-01T00:00:00", "fold": 0, "zone": "\ud800"},
     "RuntimeError": {"$": "device", "v": "cuda:999999999999"},
-    "an unhashable key": {"$": "dict", "v": [[[1], 2]]},
     "a shape beyond memory": {"$": "pieces", "v": "w", "shape": [2**62, 2**62], "dtype": "F32"},
 }
 
@@ -50,21 +39,11 @@ def test_an_invalid_value_is_a_checkpoint_error_and_an_earlier_checkpoint_is_use
     "change",
     [
         lambda entries: entries["progress"].update(step="2"),
-        lambda entries: entries["progress"].update(epoch=-1),
         lambda entries: entries.update(callbacks=[]),
         lambda entries: entries.update(schedulers={"a": 1}),
-        lambda entries: entries.update(loggers={"$": "float", "v": "1"}),
-        lambda entries: entries.update(seed=None),
-        lambda entries: entries.update(task=None),
-        lambda entries: entries.update(metrics=None),
         lambda entries: entries.update(metrics=[{"logged": None}]),
-        lambda entries: entries.update(schedulers=[None]),
-        lambda entries: entries.update(left_out=None),
         lambda entries: entries["left_out"].update(num_rollbacks="x"),
-        lambda entries: entries["data"].update(position={}),
         lambda entries: entries["data"].update(position={"batch": -1, "samples": 0}),
-        lambda entries: entries["data"].update(position={"batch": 2**70, "samples": 0}),
-        lambda entries: entries["data"].update(epoch="x"),
         lambda entries: entries["data"].pop("epoch"),
     ],
 )
@@ -88,7 +67,6 @@ _OPTIMIZER, _NO_STATES = "optimizer/optimizer-00000.json", "optimizer 0 has no g
     ("name", "change", "message"),
     [
         (_OPTIMIZER, lambda tree: tree.update(state=None), _NO_STATES),
-        (_OPTIMIZER, lambda tree: tree.update(groups=[None]), _NO_STATES),
         (_OPTIMIZER, lambda tree: tree["groups"][0]["params"].append(None), _NO_STATES),
         ("rng/rank-00000.json", lambda tree: tree.update(dict.fromkeys(tree)), "invalid generator states"),
     ],
@@ -105,67 +83,3 @@ def test_an_invalid_optimizer_or_generator_is_a_checkpoint_error(
     reseal(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=message):
         quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
-
-
-@pytest.mark.parametrize(
-    "name",
-    mostly_exhaustive(
-        ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"], keep=["model.safetensors"]
-    ),
-)
-@pytest.mark.slow
-def test_a_pipe_instead_of_a_file_is_an_error_at_once(name: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / name)
-    done = subprocess.run(  # a process of its own: it would wait for ever
-        [sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert "CheckpointError" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_convert_refuses_a_pipe(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "x.bin")
-    command = [sys.executable, "-m", "trainwright", "checkpoint", "convert", str(tmp_path / "x.bin"), "out"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "not a regular file" in done.stderr
-
-
-_LOAD = """
-import sys, torch, trainwright
-try:
-    trainwright.load_checkpoint_and_dispatch(torch.nn.Linear(4, 3), sys.argv[1])
-except trainwright.CheckpointError as error:
-    print("CheckpointError", error)
-"""
-
-
-def loop(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    path.symlink_to(path.name)
-
-
-@pytest.mark.parametrize(
-    "name", ["manifest.json", "trainer.json", "trainer.safetensors", "model", "rng/rank-00000.json"]
-)
-def test_a_file_that_links_to_itself_is_damaged(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    earlier, damaged = write_small(tmp_path, 1), write_small(tmp_path, 2)
-    loop(damaged / name)
-    for read in (read_checkpoint, check_checkpoint):
-        with pytest.raises(CheckpointError):
-            read(damaged)
-    assert verify(damaged)
-    assert main(["checkpoint", "verify", str(damaged)]) == 1
-    assert "damaged" in capsys.readouterr().out
-    with pytest.warns(TrainwrightWarning, match=damaged.name):
-        assert newest_valid(tmp_path) == earlier
-    with pytest.warns(TrainwrightWarning, match="Falling back"):
-        assert whole_checkpoint(damaged, on_damaged="fall_back") == earlier
-
-
-def test_a_link_named_last_that_points_to_itself_is_ignored(tmp_path: Path) -> None:
-    earlier = write_small(tmp_path, 1)
-    (tmp_path / "last").symlink_to("last")
-    assert newest_valid(tmp_path) == earlier
-    with pytest.raises((CheckpointError, FileNotFoundError), match="last"):
-        read_checkpoint(tmp_path / "last")

@@ -23,19 +23,6 @@ class Task(nn.Module):
         self.net = nn.Linear(width, 2, bias=bias)
 
 
-class Late(nn.Module):
-    """Builds its layers where large models do."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.calls = 0
-
-    def configure_model(self) -> None:
-        self.calls += 1
-        self.net = nn.Linear(self.width, 2)
-
-
 class Loose(nn.Module):
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -58,71 +45,16 @@ def test_a_task_comes_back_with_its_arguments_and_weights(tmp_path: Path, kind: 
     assert same(back.state_dict(), task.state_dict())
 
 
-def test_weights_are_the_tasks_own_and_not_mapped_to_the_file(tmp_path: Path) -> None:
-    task = Task(3)
-    path = saved(tmp_path, task, {"width": 3})
-    back = load_task_from_checkpoint(Task, path)
-    for file in (path / "model").glob("*.safetensors"):
-        with open(file, "r+b") as handle:
-            handle.write(b"\xff" * file.stat().st_size)
-    assert same(back.state_dict(), task.state_dict())
-
-
 def test_hyper_parameters_are_left_out_unless_the_constructor_takes_them_or_all(tmp_path: Path) -> None:
     path = saved(tmp_path, Task(3), {"width": 3, "learning_rate": 0.1})
     assert load_task_from_checkpoint(Task, path).net.in_features == 3
     assert load_task_from_checkpoint(Loose, path).options == {"width": 3, "learning_rate": 0.1}
 
 
-def test_overrides_win_over_saved_values(tmp_path: Path) -> None:
-    path = saved(tmp_path, Task(3, bias=False), {"width": 3, "bias": True})
-    assert load_task_from_checkpoint(Task, path, hparams_overrides={"bias": False}).net.bias is None
-
-
-def test_a_model_that_is_configured_late_is_configured_before_loading(tmp_path: Path) -> None:
-    task = Task(3)
-    back = load_task_from_checkpoint(Late, saved(tmp_path, task, {"width": 3}))
-    assert back.calls == 1
-    assert same(back.state_dict(), task.state_dict())
-
-
-def test_map_location_says_where_the_task_goes(tmp_path: Path) -> None:
-    back = load_task_from_checkpoint(Task, saved(tmp_path, Task(3), {"width": 3}), map_location=torch.device("cpu"))
-    assert back.net.weight.device == torch.device("cpu")
-
-
-def test_strict_loading_fails_on_names_that_differ_and_lenient_loading_does_not(tmp_path: Path) -> None:
-    path = saved(tmp_path, Task(3, bias=False), {"width": 3})
-    with pytest.raises(CheckpointError, match=r"net\.bias"):
-        load_task_from_checkpoint(Task, path)
-    assert load_task_from_checkpoint(Task, path, strict=False).net.in_features == 3
-
-
-@pytest.mark.parametrize("hyper_parameters", [{}, None, {"bias": True}])
-def test_a_missing_argument_is_named_with_the_way_to_give_it(tmp_path: Path, hyper_parameters: Any) -> None:
-    path = saved(tmp_path, Task(3), hyper_parameters)
+def test_a_missing_argument_is_named_with_the_way_to_give_it(tmp_path: Path) -> None:
+    path = saved(tmp_path, Task(3), {"bias": True})
     with pytest.raises(CheckpointError, match=r"missing a required argument: 'width'.*as keyword arguments"):
         load_task_from_checkpoint(Task, path)
-
-
-def test_an_override_that_the_constructor_does_not_take_is_an_error(tmp_path: Path) -> None:
-    path = saved(tmp_path, Task(3), {"width": 3})
-    with pytest.raises(CheckpointError, match="unexpected keyword argument 'depth'"):
-        load_task_from_checkpoint(Task, path, hparams_overrides={"depth": 2})
-
-
-def test_an_error_inside_the_constructor_passes_through(tmp_path: Path) -> None:
-    class Failing(nn.Module):
-        def __init__(self, width: int) -> None:
-            raise TypeError("from inside")
-
-    with pytest.raises(TypeError, match="from inside"):
-        load_task_from_checkpoint(Failing, saved(tmp_path, Task(3), {"width": 3}))
-
-
-def test_hyper_parameters_that_are_no_dict_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="hyper_parameters is a list"):
-        load_task_from_checkpoint(Task, saved(tmp_path, Task(3), [3]))
 
 
 class FromOne(TaskModule):
@@ -148,18 +80,3 @@ def test_settings_that_were_one_argument_are_handed_over_as_that_argument(tmp_pa
     assert back.hparams == {"width": 3, "outputs": 2, "lr": 0.5}
     assert back.scale == 2.0
     assert same(back.net.state_dict(), task.net.state_dict())
-
-
-def test_a_task_that_says_in_its_constructor_that_it_is_lenient_is_loaded_so(tmp_path: Path) -> None:
-    weights = {"net.weight": torch.ones(2, 3)}
-    path = write_small(tmp_path, trainer={"hyper_parameters": {}}, model=weights, optimizers=[])
-    task = FromOne.load_from_checkpoint(path, config=Hyperparameters(width=3, outputs=2))
-    assert same(task.net.weight.detach(), weights["net.weight"])
-    with pytest.raises(CheckpointError, match=r"net\.bias"):
-        FromOne.load_from_checkpoint(path, strict=True, config=Hyperparameters(width=3, outputs=2))
-
-
-def test_the_users_home_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    saved(tmp_path, Task(3), {"width": 3})
-    assert load_task_from_checkpoint(Task, "~/step-00000001").net.in_features == 3

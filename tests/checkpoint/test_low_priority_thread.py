@@ -18,7 +18,7 @@ from trainwright.checkpoint import set_fault_hook
 from trainwright.checkpoint.disk import low_priority_file, low_priority_thread
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
 from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile
-from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, Preparation, leaves_cores
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, leaves_cores
 from trainwright.checkpoint.format.manifests import hash_file
 
 
@@ -29,32 +29,8 @@ def quiet() -> Iterator[LowPriorityThread]:
     quiet.end()
 
 
-@pytest.fixture
-def starved(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have the system give the quiet thread no time at all."""
-    fed = threading.Event()
-    monkeypatch.setattr(low_priority_thread, "run_at_lowest_priority", lambda: fed.wait(30))
-    yield
-    fed.set()
-
-
 def fail() -> None:
     raise OSError("broken")
-
-
-def test_work_is_done_in_order_in_another_thread(quiet: LowPriorityThread) -> None:
-    found: list[tuple[int, str]] = []
-    quiet.start()
-    for number in range(50):
-        quiet.put(lambda number=number: found.append((number, threading.current_thread().name)))  # type: ignore[misc]
-    quiet.finish()
-    assert found == [(number, "trainwright-quiet") for number in range(50)]
-
-
-def test_before_it_is_started_everything_is_done_at_once(quiet: LowPriorityThread) -> None:
-    found: list[threading.Thread] = []
-    quiet.put(lambda: found.append(threading.current_thread()))
-    assert found == [threading.current_thread()]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads, as Linux has them")
@@ -73,64 +49,16 @@ def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: L
     assert found[2] == found[0] != found[1]
 
 
-def test_whoever_waits_in_a_hurry_does_what_a_starved_thread_cannot(quiet: LowPriorityThread, starved: None) -> None:
-    found: list[tuple[int, threading.Thread]] = []
-    quiet.start()
-    for number in range(3):
-        quiet.put(lambda number=number: found.append((number, threading.current_thread())))  # type: ignore[misc]
-    assert found == []
-    timer = threading.Timer(0.05, quiet.hurry)
-    timer.start()
-    quiet.finish()
-    timer.join()
-    assert found == [(number, threading.current_thread()) for number in range(3)]
-
-
-def test_a_hurry_waits_for_the_work_that_is_being_done(quiet: LowPriorityThread) -> None:
-    begun, go_on, found = threading.Event(), threading.Event(), []
-
-    def work() -> None:
-        begun.set()
-        assert go_on.wait(30)
-        found.append("first")
-
-    quiet.start()
-    quiet.put(work)
-    assert begun.wait(30)
-    quiet.hurry()
-    timer = threading.Timer(0.05, go_on.set)
-    timer.start()
-    quiet.put(lambda: found.append("second"))
-    timer.join()
-    quiet.finish()
-    assert found == ["first", "second"]
-
-
-@pytest.mark.parametrize("started", [False, True])
-def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(
-    quiet: LowPriorityThread, started: bool
-) -> None:
+def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet: LowPriorityThread) -> None:
     found: list[int] = []
-    if started:
-        held = threading.Event()
-        quiet.start()
-        quiet.put(lambda: held.wait(30))
+    held = threading.Event()
+    quiet.start()
+    quiet.put(lambda: held.wait(30))
     quiet.put(fail)
-    if started:
-        quiet.put(lambda: found.append(1))
-        held.set()
+    quiet.put(lambda: found.append(1))
+    held.set()
     with pytest.raises(OSError, match="broken"):
         quiet.finish()
-    quiet.finish()
-    assert found == []
-
-
-def test_what_is_dropped_is_not_done(quiet: LowPriorityThread, starved: None) -> None:
-    found: list[int] = []
-    quiet.start()
-    quiet.put(lambda: found.append(1))
-    quiet.drop()
-    quiet.hurry()
     quiet.finish()
     assert found == []
 
@@ -138,10 +66,8 @@ def test_what_is_dropped_is_not_done(quiet: LowPriorityThread, starved: None) ->
 @pytest.mark.parametrize(
     ("device", "cores", "threads", "processes", "expected"),
     [
-        ("cpu", 2, 2, 1, False),
         ("cpu", 2, 1, 1, True),
         ("cpu", 2, 1, 2, False),
-        ("cpu", 8, 3, 2, True),
         ("cuda", 2, 2, 2, True),
     ],
 )
@@ -151,23 +77,6 @@ def test_training_leaves_cores_where_its_threads_are_fewer(
     monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert leaves_cores(torch.device(device), processes) is expected
-
-
-def test_a_preparation_ends_between_two_pieces_of_its_work() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    done: list[int] = []
-
-    def first() -> None:
-        begun.set()
-        assert go_on.wait(30)
-        done.append(0)
-
-    preparation = Preparation(iter([first, lambda: done.append(1)]))
-    assert begun.wait(30)
-    threading.Timer(0.1, go_on.set).start()
-    preparation.end()
-    assert done == [0]
-    assert "trainwright-preparation" not in {thread.name for thread in threading.enumerate()}
 
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100
@@ -226,40 +135,21 @@ def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
         assert sum(size for direct, size, _ in written if direct) >= BODY
 
 
-@pytest.mark.parametrize("head", [b"", b"x" * 100], ids=["place", "head"])
-def test_bytes_at_any_place_and_address_are_written(
-    tmp_path: Path, started: LowPriorityThread, body: memoryview, head: bytes
-) -> None:
-    pieces = [head, body[1 : 2**20 + 1], body[: 5 * 2**20], body[7:]]
-    entry = write(tmp_path / "a", list(pieces), started)
-    assert (tmp_path / "a").read_bytes() == b"".join(pieces)
-    assert entry.xxh3_128 == hash_file(tmp_path / "a")
-
-
-@pytest.mark.parametrize("where", ["open", "write"])
 def test_a_system_that_refuses_has_the_quiet_thread_write_through_the_page_cache(
     tmp_path: Path,
     started: LowPriorityThread,
     body: memoryview,
     written: list[tuple[bool, int, str]],
     monkeypatch: pytest.MonkeyPatch,
-    where: str,
 ) -> None:
-    record, system_open = os.pwrite, os.open
+    record = os.pwrite
 
-    def refuse_write(handle: int, data: memoryview, position: int) -> int:
+    def refuse(handle: int, data: memoryview, position: int) -> int:
         if is_direct(handle):
             raise OSError(errno.EINVAL, "Invalid argument")
         return record(handle, data, position)
 
-    def refuse_open(path: Path, flags: int, *rest: int) -> int:
-        if flags & getattr(os, "O_DIRECT", 0):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return system_open(path, flags, *rest)
-
-    monkeypatch.setattr(os, "pwrite", refuse_write) if where == "write" else monkeypatch.setattr(
-        os, "open", refuse_open
-    )
+    monkeypatch.setattr(os, "pwrite", refuse)
     entry = write(tmp_path / "a", [body], started)
     assert (tmp_path / "a").read_bytes() == bytes(body)
     assert entry.xxh3_128 == hash_file(tmp_path / "a")

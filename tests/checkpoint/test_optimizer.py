@@ -21,12 +21,7 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), capturable=False, foreach=False),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
     "Adadelta": lambda parameters: torch.optim.Adadelta(parameters),
-    "Adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.1),
-    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
-    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=0.1),
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
@@ -77,40 +72,6 @@ def test_training_goes_on_bit_for_bit_after_a_reload_with_the_parameters_in_any_
     assert same(second.state_dict(), first.state_dict())
 
 
-def test_lbfgs_goes_on_bit_for_bit_after_a_reload() -> None:
-    first = model()
-    optimizer = torch.optim.LBFGS(first.parameters(), lr=0.1, max_iter=4, history_size=3)
-    train(first, optimizer, 2)
-    second = copy.deepcopy(first)
-    resumed = torch.optim.LBFGS(second.parameters(), lr=0.1, max_iter=4, history_size=3)
-    tree = through_disk(named_optimizer_state(optimizer, names_of(first)))
-    load_named_optimizer_state(resumed, tree, names_of(second))
-    train(first, optimizer, 2)
-    train(second, resumed, 2)
-    assert same(second.state_dict(), first.state_dict())
-
-
-def test_lbfgs_in_another_order_is_refused_since_its_history_is_one_flat_vector() -> None:
-    module = model()
-    optimizer = torch.optim.LBFGS(module.parameters())
-    train(module, optimizer, 1)
-    tree = named_optimizer_state(optimizer, names_of(module))
-    other = torch.optim.LBFGS(list(module.parameters())[::-1])
-    with pytest.raises(CheckpointError, match="LBFGS was saved with the parameters in the order"):
-        load_named_optimizer_state(other, tree, names_of(module))
-
-
-def test_the_tree_is_keyed_by_names_and_holds_every_hyper_parameter() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
-    train(module, optimizer, 1)
-    tree = named_optimizer_state(optimizer, names_of(module))
-    assert tree["class"] == "SGD"
-    assert tree["groups"][0]["lr"] == 0.5
-    assert tree["groups"][0]["params"] == list(tree["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert tree["state"]["0.bias"]["momentum_buffer"].shape == (4,)
-
-
 def groups(module: nn.Module, weights_lr: float, biases_lr: float, *, biases_first: bool) -> list[dict[str, Any]]:
     weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
     biases = [parameter for parameter in module.parameters() if parameter.dim() == 1]
@@ -127,84 +88,6 @@ def test_groups_that_changed_places_find_their_own_hyper_parameters() -> None:
     load_named_optimizer_state(other, tree, names_of(module))
     assert [group["lr"] for group in other.param_groups] == [0.2, 0.1]
     assert same(named_optimizer_state(other, names_of(module))["state"]["0.bias"], tree["state"]["0.bias"])
-
-
-def test_a_parameter_that_moved_to_another_group_keeps_its_state_and_takes_the_groups_hyper_parameters() -> None:
-    module = model()
-    parameters = list(module.parameters())
-    optimizer = torch.optim.Adam([{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "lr": 0.2}])
-    train(module, optimizer, 2)
-    tree = named_optimizer_state(optimizer, names_of(module))
-    other = torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
-    assert all(same(other.state[parameter], optimizer.state[parameter]) for parameter in parameters)
-
-
-def test_a_parameter_without_state_yet_is_saved_and_loaded_without() -> None:
-    module = model()
-    module[0].requires_grad_(False)
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer, 1)
-    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
-    assert tree["state"]["0.weight"] == {}
-    other = torch.optim.Adam(module.parameters())
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert set(other.state) == {module[2].weight, module[2].bias}
-
-
-def test_state_takes_the_parameters_dtype_except_for_the_step_as_torch_does_it() -> None:
-    module = model()
-    optimizer = torch.optim.Adam(module.parameters())
-    train(module, optimizer, 1)
-    tree = named_optimizer_state(optimizer, names_of(module))
-    other = model().to(torch.float64)
-    resumed = torch.optim.Adam(other.parameters())
-    load_named_optimizer_state(resumed, tree, names_of(other))
-    state = resumed.state[next(other.parameters())]
-    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.float64, torch.float32)
-
-
-def test_an_optimizer_trains_on_without_touching_the_tree_it_was_loaded_from() -> None:
-    module = model()
-    optimizer = OPTIMIZERS["Adam"](list(module.parameters()))
-    train(module, optimizer, 1)
-    tree = copy.deepcopy(named_optimizer_state(optimizer, names_of(module)))
-    before = copy.deepcopy(tree)
-    load_named_optimizer_state(optimizer, tree, names_of(module))
-    train(module, optimizer, 2)
-    assert same(tree, before)
-
-
-def test_the_optimizers_own_hooks_run() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    seen: list[str] = []
-    optimizer.register_state_dict_post_hook(lambda _optimizer, state: state.update(version=7))
-    optimizer.register_load_state_dict_pre_hook(lambda _optimizer, state: seen.append(f"version {state['version']}"))
-    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
-    load_named_optimizer_state(optimizer, tree, names_of(module))
-    assert seen == ["version 7"]
-
-
-def test_state_that_belongs_to_no_parameter_is_kept() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    optimizer.state["rounds"] = 3  # type: ignore[index]  # torch allows it and some optimizers do it
-    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
-    other = torch.optim.SGD(module.parameters(), lr=0.1)
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert dict(other.state) == {"rounds": 3}
-
-
-def test_present_parameter_names_of_the_group_stay_those_of_the_present_order() -> None:
-    module = model()
-    named = list(module.named_parameters())
-    optimizer = torch.optim.SGD(named, lr=0.1)
-    tree = named_optimizer_state(optimizer, names_of(module))
-    other = torch.optim.SGD(named[::-1], lr=0.1)
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert other.param_groups[0]["param_names"] == [name for name, _ in named[::-1]]
 
 
 def saved() -> dict[str, Any]:
@@ -226,8 +109,6 @@ MISMATCHES: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "'2.weight' has no saved state": lambda tree: tree["state"].pop("2.weight"),
     "incomplete.*class": lambda tree: tree.pop("class"),
-    "incomplete.*groups": lambda tree: tree.pop("groups"),
-    "incomplete.*state": lambda tree: tree.pop("state"),
     "holds the state of SGD, and this optimizer is Adam": lambda tree: tree.update({"class": "SGD"}),
     "2 parameter groups and now has 1": _in_two_groups,
 }
@@ -243,13 +124,6 @@ def test_a_tree_of_another_optimizer_is_refused_and_changes_nothing(message: str
     with pytest.raises(CheckpointError, match=message):
         load_named_optimizer_state(optimizer, tree, names_of(module))
     assert same(optimizer.state_dict(), before)
-
-
-def test_a_parameter_without_a_name_cannot_be_saved() -> None:
-    module = model()
-    optimizer = torch.optim.SGD([*module.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"shape \(7,\) that is not a parameter of the task"):
-        named_optimizer_state(optimizer, names_of(module))
 
 
 class Odd(torch.optim.Optimizer):
@@ -275,9 +149,8 @@ class Odd(torch.optim.Optimizer):
                 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved(dtype: torch.dtype) -> None:
-    module = model().to(dtype)
+def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved() -> None:
+    module = model().to(torch.bfloat16)
     optimizer, resumed = Odd(module.parameters()), Odd(module.parameters())
     optimizer.fill()
     tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
@@ -287,15 +160,3 @@ def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved(dtype: tor
     assert same(dict(resumed.state), dict(optimizer.state))
     assert seen == [torch.float64]  # a user's hook finds the restored state
     assert resumed.state[module[0].weight]["double"] is not tree["state"]["0.weight"]["double"]
-
-
-def test_in_another_precision_states_of_the_parameters_dtype_follow_it_and_others_stay() -> None:
-    module = model().to(torch.bfloat16)
-    optimizer = Odd(module.parameters())
-    optimizer.fill()
-    tree = named_optimizer_state(optimizer, names_of(module))
-    other = model()
-    resumed = Odd(other.parameters())
-    load_named_optimizer_state(resumed, tree, names_of(other))
-    state = resumed.state[other[0].weight]
-    assert (state["same"].dtype, state["double"].dtype) == (torch.float32, torch.float64)

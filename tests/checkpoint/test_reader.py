@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.checkpoint.resealing import remove_part, reseal, unlist
-from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
+from tests.checkpoint.snapshots import same, small_snapshot, write_small
 from trainwright.checkpoint import (
-    clean_stale,
     find_checkpoints,
     newest_valid,
     read_checkpoint,
-    read_manifest,
     verify,
-    write_checkpoint,
 )
-from trainwright.checkpoint.disk.durable import FileEntry
-from trainwright.checkpoint.format.layout import Part
-from trainwright.checkpoint.format.manifests import hash_file
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 _FILES = [
@@ -52,12 +42,6 @@ def is_refused(path: Path, file: str) -> None:
         assert newest_valid(path.parent) is None
 
 
-def test_a_whole_checkpoint_has_no_problems(checkpoint: Path) -> None:
-    assert verify(checkpoint) == []
-    assert verify(checkpoint, hashes=False) == []
-    assert newest_valid(checkpoint.parent) == checkpoint
-
-
 def _flip(file: Path, where: float) -> None:
     data = bytearray(file.read_bytes())
     data[int(where * (len(data) - 1))] ^= 0x10
@@ -70,11 +54,8 @@ def _replace(file: Path, make: Callable[[Path], Any]) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], Any]] = {
-    "a flipped bit at the beginning": lambda file: _flip(file, 0.0),
-    "a flipped bit in the middle": lambda file: _flip(file, 0.5),
     "a flipped bit at the end": lambda file: _flip(file, 1.0),
     "no bytes": lambda file: file.write_bytes(b""),
-    "its first byte alone": lambda file: file.write_bytes(file.read_bytes()[:1]),
     "a byte less": lambda file: file.write_bytes(file.read_bytes()[:-1]),
     "a byte more": lambda file: file.write_bytes(file.read_bytes() + b"\n"),
     "deleted": Path.unlink,
@@ -84,20 +65,18 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("file", _FILES)
+def test_a_changed_byte_of_any_file_is_found(checkpoint: Path, file: str) -> None:
+    _flip(checkpoint / file, 0.5)
+    is_refused(checkpoint, file)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_any_file_is_found(checkpoint: Path, file: str, damage: str) -> None:
-    DAMAGES[damage](checkpoint / file)
-    is_refused(checkpoint, file)
+def test_damage_of_any_kind_is_found(checkpoint: Path, damage: str) -> None:
+    DAMAGES[damage](checkpoint / "trainer.json")
+    is_refused(checkpoint, "trainer.json")
 
 
-@pytest.mark.parametrize("file", [file for file in _FILES if file.endswith("00.safetensors")] + ["trainer.json"])
-def test_a_file_swapped_with_that_of_another_checkpoint_is_found(checkpoint: Path, tmp_path: Path, file: str) -> None:
-    other = write_checkpoint(tmp_path / "other", small_snapshot(6, rng=[{"torch": torch.get_rng_state().flip(0)}]))
-    shutil.copy(other / file, checkpoint / file)
-    is_refused(checkpoint, file)
-
-
-@pytest.mark.parametrize("file", _FILES)
+@pytest.mark.parametrize("file", ["manifest.json", "trainer.json"])
 def test_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, file: str) -> None:
     shutil.move(checkpoint / file, tmp_path / "elsewhere")
     (checkpoint / file).symlink_to(tmp_path / "elsewhere")
@@ -108,74 +87,6 @@ def test_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path
         read_checkpoint(checkpoint)
 
 
-def test_a_sealed_manifest_that_lists_a_file_outside_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "run" / "secret").write_text("x")
-    manifest = read_manifest(checkpoint)
-    parts = manifest.parts | {"trainer": Part({"../secret": FileEntry(1, hash_file(tmp_path / "run" / "secret"))})}
-    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
-    assert "may be outside" in verify(checkpoint)[0]
-    with pytest.raises(CheckpointError, match="may be outside"):
-        read_checkpoint(checkpoint)
-
-
-def test_files_that_the_manifest_does_not_list_are_ignored(checkpoint: Path) -> None:
-    (checkpoint / "notes.txt").write_text("x")
-    (checkpoint / "model" / "config.json").write_text("{}")
-    assert verify(checkpoint) == []
-    assert read_checkpoint(checkpoint).state["step"] == 5
-
-
-def test_a_checkpoint_reached_through_a_link_is_whole(checkpoint: Path, tmp_path: Path) -> None:
-    (tmp_path / "last").symlink_to(checkpoint)
-    assert read_checkpoint(tmp_path / "last").state["step"] == 5
-
-
-@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "trainer"])
-def test_a_missing_part_is_an_error_that_names_it_unless_it_is_allowed(checkpoint: Path, part: str) -> None:
-    assert read_checkpoint(checkpoint, allow_missing=[part]).missing == ()
-    remove_part(checkpoint, part)
-    with pytest.raises(CheckpointError, match=rf"the part '{part}' is missing"):
-        read_checkpoint(checkpoint)
-    with pytest.warns(TrainwrightWarning, match=f"has no {part} part"):
-        back = read_checkpoint(checkpoint, allow_missing=[part])
-    assert back.missing == (part,)
-    assert not {"model": back.model, "optimizer": back.optimizers, "rng": back.rng, "trainer": back.trainer}[part]
-
-
-def test_a_part_of_which_one_file_is_gone_is_damaged_even_when_it_may_be_missing(checkpoint: Path) -> None:
-    (checkpoint / "optimizer" / "optimizer-00000.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is missing"):
-        read_checkpoint(checkpoint, allow_missing=["optimizer"])
-
-
-def test_a_damaged_part_is_an_error_even_when_it_may_be_missing(checkpoint: Path) -> None:
-    file = checkpoint / "optimizer" / "optimizer-00000.json"
-    file.write_bytes(file.read_bytes().replace(b"Adam", b"Bdam"))
-    with pytest.raises(CheckpointError, match=r"optimizer-00000\.json has changed"):
-        read_checkpoint(checkpoint, allow_missing=["optimizer"])
-
-
-def test_resuming_from_weights_names_the_parts_that_they_lack(tmp_path: Path) -> None:
-    path = write_small(tmp_path, kind="weights")
-    with pytest.raises(CheckpointError, match=r"'optimizer' is not in it \(its kind is 'weights'\)"):
-        read_checkpoint(path, parts=["trainer", "model", "optimizer", "rng"])
-
-
-def test_a_checkpoint_whose_rng_part_was_never_listed_is_an_error(checkpoint: Path) -> None:
-    unlist(checkpoint, "rng")
-    with pytest.raises(CheckpointError, match="the part 'rng' is not in it"):
-        read_checkpoint(checkpoint)
-
-
-def test_a_part_that_the_manifest_says_is_not_required_may_be_gone(checkpoint: Path) -> None:
-    manifest = read_manifest(checkpoint)
-    parts = manifest.parts | {"rng": Part(manifest.parts["rng"].files, required=False)}
-    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
-    remove_part(checkpoint, "rng")
-    with pytest.warns(TrainwrightWarning, match="has no rng part"):
-        assert read_checkpoint(checkpoint).missing == ("rng",)
-
-
 def test_only_the_parts_asked_for_are_read_and_verified(checkpoint: Path) -> None:
     (checkpoint / "rng" / "rank-00000.json").write_bytes(b"damage")
     back = read_checkpoint(checkpoint, parts=["model"])
@@ -183,11 +94,9 @@ def test_only_the_parts_asked_for_are_read_and_verified(checkpoint: Path) -> Non
     assert (back.state, back.optimizers, back.rng, back.trainer) == ({}, [], [], {})
 
 
-@pytest.mark.parametrize("argument", ["parts", "allow_missing"])
-def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path, argument: str) -> None:
-    options: dict[str, Any] = {argument: ["optimiser"]}
+def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'optimiser', expected some of trainer, model, optimizer, rng"):
-        read_checkpoint(checkpoint, **options)
+        read_checkpoint(checkpoint, parts=["optimiser"])
 
 
 def test_without_hashing_sizes_are_still_checked(checkpoint: Path) -> None:
@@ -199,81 +108,12 @@ def test_without_hashing_sizes_are_still_checked(checkpoint: Path) -> None:
         read_checkpoint(checkpoint, verify=False)
 
 
-def test_tensors_that_were_read_outlive_the_checkpoint(checkpoint: Path) -> None:
-    back = read_checkpoint(checkpoint)
-    for file in files_of(checkpoint):
-        with open(file, "r+b") as handle:
-            handle.write(b"\xff" * file.stat().st_size)
-    assert same({**vars(back)}, {**vars(small_snapshot(5, rng=back.rng)), "model": dict(small_snapshot(5).model or {})})
-
-
 def test_a_path_that_does_not_exist_lists_the_checkpoints_nearby(checkpoint: Path) -> None:
     damaged = write_small(checkpoint.parent, 9)
     (damaged / "trainer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"step-00000005\. Did you mean 'step-00000005'") as raised:
         read_checkpoint(checkpoint.parent / "step-5")
     assert damaged.name not in str(raised.value)
-
-
-def test_a_path_without_any_checkpoint_nearby_is_file_not_found(tmp_path: Path) -> None:
-    for read in (read_checkpoint, read_manifest, verify):
-        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-            read(tmp_path / "a" / "b")
-
-
-class Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_explode, ())
-
-
-def _explode() -> None:
-    raise AssertionError("a pickle was executed")
-
-
-def test_the_bomb_of_these_tests_would_explode() -> None:
-    with pytest.raises(AssertionError, match="executed"):
-        pickle.loads(pickle.dumps(Bomb()))
-
-
-@pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "pytorch_model.bin", "noending"])
-def test_a_pickled_file_is_refused_with_the_way_out_and_never_executed(tmp_path: Path, name: str) -> None:
-    torch.save({"state_dict": Bomb()}, tmp_path / name)
-    with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
-        read_checkpoint(tmp_path / name)
-    assert "trainwright checkpoint convert" in verify(tmp_path / name)[0]
-
-
-def test_a_bare_safetensors_file_is_refused_with_the_way_to_load_it(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=r"safetensors\.torch\.load_file"):
-        read_checkpoint(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("file", _FILES)
-def test_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
-    (checkpoint / file).write_bytes(pickle.dumps(Bomb()))
-    if file != "manifest.json":  # sealed as a forger would, so that only the format itself is in its way
-        reseal(checkpoint)
-        assert verify(checkpoint) == []
-    with pytest.raises(CheckpointError):
-        read_checkpoint(checkpoint)
-
-
-def test_no_file_of_a_checkpoint_is_a_pickle(checkpoint: Path) -> None:
-    assert {path.suffix for path in files_of(checkpoint)} == {".json", ".safetensors"}
-    assert not any(path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"PK") for path in files_of(checkpoint))
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
-        read_checkpoint(tmp_path)
-
-
-def test_a_trainer_part_without_progress_is_refused(checkpoint: Path) -> None:
-    (checkpoint / "trainer.json").write_text("{}")
-    reseal(checkpoint)
-    with pytest.raises(CheckpointError, match="holds no 'progress'"):
-        read_checkpoint(checkpoint)
 
 
 def test_checkpoints_are_found_in_order_of_their_steps_and_not_of_their_names(tmp_path: Path) -> None:
@@ -288,51 +128,8 @@ def test_checkpoints_are_found_in_order_of_their_steps_and_not_of_their_names(tm
     ]
 
 
-@pytest.mark.parametrize("step", [3, 1000])
-def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_older_run(
-    step: int, tmp_path: Path
-) -> None:
-    write_small(tmp_path, step, "z")
-    later = write_small(tmp_path, 3, "a")
-    assert newest_valid(tmp_path) == later
-
-
-def test_the_newest_valid_checkpoint_passes_over_damaged_ones_aloud(tmp_path: Path) -> None:
-    good, bad, unsealed = (write_small(tmp_path, step) for step in (1, 2, 3))
-    (bad / "trainer.safetensors").write_bytes(b"")
-    (unsealed / "manifest.json").unlink()
-    with pytest.warns(TrainwrightWarning) as caught:
-        assert newest_valid(tmp_path) == good
-    assert [str(bad) in str(warning.message) or str(unsealed) in str(warning.message) for warning in caught] == [
-        True
-    ] * 2
-
-
 def test_the_newest_valid_checkpoint_of_a_kind_passes_over_the_other(tmp_path: Path) -> None:
     full = write_small(tmp_path, 1)
     weights = write_small(tmp_path, 2, kind="weights")
     assert newest_valid(tmp_path) == weights
     assert newest_valid(tmp_path, kind="full") == full
-
-
-def test_an_unfinished_folder_is_invisible(tmp_path: Path) -> None:
-    whole = write_small(tmp_path, 1)
-    write_small(tmp_path, 2).rename(tmp_path / ".step-00000002.tmp-0123456789abcdef")
-    assert newest_valid(tmp_path) == whole
-    assert [found.path for found in find_checkpoints(tmp_path)] == [whole]
-    clean_stale(tmp_path)
-    assert os.listdir(tmp_path) == [whole.name]
-
-
-def test_a_folder_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:
-    assert newest_valid(tmp_path / "none") is None
-    assert find_checkpoints(tmp_path / "none") == []
-    assert clean_stale(tmp_path / "none") == []
-
-
-def test_a_moved_checkpoint_is_whole(checkpoint: Path, tmp_path: Path) -> None:
-    moved = tmp_path / "elsewhere" / "renamed"
-    shutil.copytree(checkpoint, moved)
-    shutil.rmtree(checkpoint.parent)
-    assert verify(moved) == []
-    assert read_checkpoint(moved).state["step"] == 5

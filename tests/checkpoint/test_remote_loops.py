@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +11,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.checkpoint.test_remote_runs import folders, names
-from tests.checkpoint.webhdfs_server import SERVED, FileServer
 from tests.contracts.test_own_loop import Net, data, make_optimizer
-from tests.helpers.distributed import run_distributed
-from tests.helpers.sources import ROOT
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
-from trainwright.checkpoint.remote import _Remote
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -28,11 +22,11 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 class Loop:
     """A script on a machine whose disk is `root`."""
 
-    def __init__(self, root: Path, project: str | None, strategy: str = "auto", **options: Any) -> None:
+    def __init__(self, root: Path, project: str | None, **options: Any) -> None:
         root.mkdir(exist_ok=True)
         os.chdir(root)
         configuration = ProjectConfiguration(project, automatic_checkpoint_naming=project is not None, **options)
-        self.accelerator = Accelerator(cpu=True, seed=0, strategy=strategy, project_config=configuration)
+        self.accelerator = Accelerator(cpu=True, seed=0, project_config=configuration)
         torch.manual_seed(1)
         net = Net()
         loader = DataLoader(data(16), batch_size=2, shuffle=True)
@@ -62,8 +56,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_states_are_uploaded_limited_and_continued_exactly_on_another_machine(
-    url: str, tmp_path: Path, async_save: bool
+    memory: str, tmp_path: Path, async_save: bool
 ) -> None:
+    url = f"{memory}/run"
     options = {"total_limit": 2, "async_save": async_save}
     first = Loop(tmp_path / "a", url, **options)
     first.run(3)
@@ -95,122 +90,3 @@ def test_a_url_can_be_passed_and_its_state_is_replaced_by_the_same_run_only(memo
     other.accelerator.load_state(url)
     torch.testing.assert_close(other.run(4, url), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
     assert other.accelerator.save_state(url) == url
-
-
-def test_a_missing_state_is_an_error_and_a_taken_number_is_skipped(memory: str, tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "a", f"{memory}/run")
-    with pytest.raises(FileNotFoundError, match=f"no valid state in {memory}/run/checkpoints"):
-        loop.accelerator.load_state()
-    with pytest.raises(FileNotFoundError, match="no valid state in memory://"):
-        loop.accelerator.load_state(f"{memory}/nothing")
-    loop.run(1)
-    with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_0"):
-        Loop(tmp_path / "b", f"{memory}/run").run(1)
-    assert names(f"{memory}/run/checkpoints") == ["checkpoint_0", "checkpoint_1"]
-
-
-@SERVED
-def test_a_service_that_does_not_answer_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"could not list webhdfs://127\.0\.0\.1:9/run"):
-        Loop(tmp_path / "a", None).run(1, "webhdfs://127.0.0.1:9/run/state")
-    assert not list((tmp_path / "a").iterdir())
-
-
-def _end(loop: Loop) -> None:
-    loop.run(1)
-    loop.accelerator.end_training()
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_an_upload_that_fails_is_reported_and_the_earlier_states_stay(
-    url: str, tmp_path: Path, async_save: bool
-) -> None:
-    loop = Loop(tmp_path / "a", url, total_limit=2, async_save=async_save)
-    loop.run(2)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        loop.accelerator._checkpoints.wait()
-        send, left = _Remote.send, iter(range(2))
-
-        def broken(remote: _Remote, *arguments: Any) -> None:
-            if next(left, None) is None:
-                raise CheckpointError(f"could not write {remote.url}: the network is gone")
-            send(remote, *arguments)
-
-        monkeypatch.setattr(_Remote, "send", broken)
-        with pytest.raises(CheckpointError, match="the network is gone"):
-            _end(loop)
-    assert names(f"{url}/checkpoints") == ["checkpoint_0", "checkpoint_1"]
-    other = Loop(tmp_path / "b", url, total_limit=2)
-    other.accelerator.load_state()
-    torch.testing.assert_close(other.run(4), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
-    # The number of the unfinished upload, 2, is not used again.
-    assert folders(f"{url}/checkpoints") == ["checkpoint_5", "checkpoint_6"]
-    with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_6"):
-        _end(loop)  # the loop itself may continue, too
-
-
-_KILLED = """
-import os, sys
-from pathlib import Path
-from tests.checkpoint.test_remote_loops import Loop
-from trainwright.checkpoint.remote import _Remote
-count, send = 0, _Remote.send
-def counted(self, *arguments):
-    global count
-    count += 1
-    if count > int(sys.argv[3]):
-        os._exit(9)
-    send(self, *arguments)
-_Remote.send = counted
-Loop(Path(sys.argv[1]), sys.argv[2], total_limit=2).run(3)
-"""
-
-
-@pytest.mark.distributed
-@SERVED
-def test_a_process_that_is_killed_while_it_uploads_leaves_what_another_machine_continues_from(
-    server: FileServer, tmp_path: Path
-) -> None:
-    url = f"{server.url}/run"
-    Loop(tmp_path / "w", f"{server.url}/full").run(1)
-    files = len([one for one in (server.root / "full" / "checkpoints" / "checkpoint_0").rglob("*.*") if one.is_file()])
-    script = [sys.executable, "-c", _KILLED, str(tmp_path / "a"), url, str(2 * files - 1)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 9, done.stderr
-    assert names(f"{url}/checkpoints")
-    found = len(names(f"{url}/checkpoints"))
-    assert len(folders(f"{url}/checkpoints")) == found + 1
-    loop = Loop(tmp_path / "b", url, total_limit=2)
-    loop.accelerator.load_state()
-    torch.testing.assert_close(loop.run(6 - found), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
-    assert folders(f"{url}/checkpoints") == names(f"{url}/checkpoints") == ["checkpoint_5", "checkpoint_6"]
-
-
-def _on_ranks(root: str, project: str, strategy: str, async_save: bool) -> list[Any]:
-    found = []
-    for steps, load in ((2, False), (2, True)):
-        options: dict[str, Any] = {"total_limit": 2, "async_save": async_save}
-        loop = Loop(Path(root), project, strategy, **options)
-        if load:
-            loop.accelerator.load_state()
-        else:
-            with pytest.raises(FileNotFoundError):
-                loop.accelerator.load_state()
-        found.append(loop.run(steps))
-        loop.accelerator.end_training()
-    loop = Loop(Path(root) / "full", None, strategy)
-    return [found[1], loop.run(4, saves=False), names(f"{project}/checkpoints")]
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "async_save"), [("fsdp", True), pytest.param("ddp", False, marks=pytest.mark.exhaustive)]
-)
-def test_several_processes_share_a_remote_folder(strategy: str, async_save: bool, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/remote/run"
-    call = (_on_ranks, 2, str(tmp_path / "a"), url, strategy, async_save)
-    (weights, full, saved), _ = run_distributed(*call, init=False, timeout=120)
-    assert saved == ["checkpoint_2", "checkpoint_3"]
-    torch.testing.assert_close(weights, full, rtol=0, atol=0)

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -16,11 +10,9 @@ import torch
 
 from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
-from tests.checkpoint.test_remote_runs import FirstStep, fit, folders, names, uninterrupted
-from tests.helpers.runs import assert_equal_weights, weights_of
-from tests.helpers.sources import ROOT
-from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from tests.checkpoint.test_remote_runs import FirstStep, fit
+from trainwright.checkpoint.remote import download_checkpoint, find_remote, upload_checkpoint
+from trainwright.core.errors import CheckpointError
 
 pytestmark = S3
 PART_BYTES = 5 * 2**20  # the smallest part that S3 accepts
@@ -41,34 +33,6 @@ def test_a_file_in_several_parts_arrives_unchanged(s3: str, tmp_path: Path) -> N
     assert [path.read_bytes() for path in files_of(back)] == [path.read_bytes() for path in files_of(local)]
 
 
-_KILLED = """
-import os, signal, sys
-import s3fs
-from trainwright.checkpoint.remote import RemoteIndex
-upload = s3fs.S3File._upload_chunk
-def killed(file, final=False):
-    if file.parts:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return upload(file, final)
-s3fs.S3File._upload_chunk = killed
-RemoteIndex(sys.argv[2], run="mine", storage_options={"default_block_size": 5 * 2**20}).upload(sys.argv[1])
-"""
-
-
-@pytest.mark.distributed
-def test_an_upload_killed_between_two_parts_of_a_file_is_no_checkpoint_and_is_deleted(s3: str, tmp_path: Path) -> None:
-    local = write_large(tmp_path / "run")
-    command = [sys.executable, "-c", _KILLED, str(local), s3]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert find_remote(s3) == []
-    index = RemoteIndex(s3, run="mine")
-    assert index.delete_unfinished() == [local.name]
-    assert folders(s3) == []
-    index.upload(local)
-    assert names(s3) == [local.name]
-
-
 def test_an_upload_of_another_client_is_found_despite_a_cached_listing(s3: str, tmp_path: Path) -> None:
     upload_checkpoint(write_small(tmp_path / "run", 1), s3)
     files, root = fsspec.core.url_to_fs(s3)
@@ -76,36 +40,6 @@ def test_an_upload_of_another_client_is_found_despite_a_cached_listing(s3: str, 
     upload_checkpoint(write_small(tmp_path / "run", 2), s3, storage_options={"skip_instance_cache": True})
     assert len(files.ls(root)) == 1  # this client's cache
     assert [item.manifest.step for item in find_remote(s3)] == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_listing_without_the_newest_checkpoint_resumes_from_the_one_before(s3: str, tmp_path: Path) -> None:
-    fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        kind = type(fsspec.filesystem("s3"))
-        listed = kind._lsdir
-
-        async def outdated(self: Any, *arguments: Any, **options: Any) -> Any:
-            return [item for item in await listed(self, *arguments, **options) if "epoch=1" not in item["name"]]
-
-        monkeypatch.setattr(kind, "_lsdir", outdated)
-        trainer = fit(tmp_path / "b", f"{s3}/run", 3, save_top_k=-1, ckpt_path="last", callbacks=[first := FirstStep()])
-    assert first.step == 9
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
-    assert names(f"{s3}/run") == ["epoch=0", "epoch=1", "epoch=2"]
-
-
-@pytest.mark.slow
-def test_last_skips_a_damaged_remote_checkpoint_for_an_older_one(s3: str, tmp_path: Path) -> None:
-    fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
-    files, root = fsspec.core.url_to_fs(f"{s3}/run/epoch=1/trainer.json")
-    files.rm_file(root)
-    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
-        fit(tmp_path / "b", f"{s3}/run", 3, ckpt_path=f"{s3}/run/epoch=1")
-    with pytest.warns(TrainwrightWarning, match=r"trainer\.json is missing.*Falling back to an older checkpoint"):
-        trainer = fit(tmp_path / "b", f"{s3}/run", 3, ckpt_path="last", callbacks=[first := FirstStep()])
-    assert first.step == 9
-    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))
 
 
 def test_a_missing_bucket_is_an_error_before_the_first_step_and_is_not_created(s3: str, tmp_path: Path) -> None:
@@ -116,22 +50,3 @@ def test_a_missing_bucket_is_an_error_before_the_first_step_and_is_not_created(s
     with pytest.raises(CheckpointError, match=r"could not write .*bucket does not exist"):
         upload_checkpoint(write_small(tmp_path / "run"), f"{missing}/run")
     assert not fsspec.filesystem("s3").exists(missing)
-
-
-@pytest.fixture
-def refuse(s3_address: str) -> Iterator[Any]:
-    """Return a function that makes the server check credentials (True), or accept all of them again (False)."""
-
-    def set_to(refused: bool) -> None:
-        data, headers = (b"0" if refused else b"inf"), {"Content-Type": "text/plain"}
-        urllib.request.urlopen(urllib.request.Request(f"{s3_address}/moto-api/reset-auth", data, headers)).close()
-
-    yield set_to
-    set_to(False)
-
-
-def test_wrong_credentials_are_an_error_before_the_first_step(s3: str, refuse: Any, tmp_path: Path) -> None:
-    refuse(True)
-    with pytest.raises(CheckpointError, match=r"Access Key Id .* does not exist.*Set up credentials"):
-        fit(tmp_path, f"{s3}/run", 1, callbacks=[first := FirstStep()])
-    assert first.step is None

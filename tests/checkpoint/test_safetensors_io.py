@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.checkpoint.foreign import Evil
 from tests.checkpoint.snapshots import same
-from tests.checkpoint.test_reader import Bomb
 from trainwright.checkpoint import read_safetensors, write_safetensors
-from trainwright.checkpoint.format.safetensors_io import MAX_HEADER_BYTES, read_header, to_storable
 from trainwright.core.errors import CheckpointError
 
 _DTYPES = [
@@ -31,17 +28,6 @@ _DTYPES = [
 def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     count = torch.Size(shape).numel() * dtype.itemsize
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
-
-
-def test_the_safetensors_library_reads_every_dtype_that_we_write(tmp_path: Path) -> None:
-    tensors = {str(dtype): random_tensor(dtype, 3, 5) for dtype in _DTYPES}
-    tensors |= {"bool": torch.tensor([True, False]), "zero_dim": torch.tensor(3.5), "empty": torch.zeros(2, 0)}
-    write_safetensors(tmp_path / "a.safetensors", tensors, {"note": "ä"})
-    back = safetensors.torch.load_file(tmp_path / "a.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(same(back[name], tensors[name]) for name in tensors)
-    with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "note": "ä"}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
@@ -74,46 +60,6 @@ def test_each_tensor_begins_at_a_multiple_of_its_own_width(tmp_path: Path) -> No
     assert all((start + offsets[name]) % tensors[name].element_size() == 0 for name in tensors)
 
 
-def test_the_returned_size_and_hash_are_those_of_the_file(tmp_path: Path) -> None:
-    entry = write_safetensors(tmp_path / "a.safetensors", {"w": torch.rand(3_000_000)})  # more than one chunk
-    data = (tmp_path / "a.safetensors").read_bytes()
-    assert (entry.size, entry.xxh3_128) == (len(data), xxhash.xxh3_128_hexdigest(data))
-
-
-def test_non_contiguous_tensors_are_written_by_value(tmp_path: Path) -> None:
-    base = torch.arange(6.0).reshape(2, 3)
-    write_safetensors(tmp_path / "a.safetensors", {"t": base.t(), "neg": torch._neg_view(base)})
-    back = read_safetensors(tmp_path / "a.safetensors")
-    assert same(back["t"], base.t().contiguous())
-    assert same(back["neg"], -base)
-
-
-def test_complex_numbers_are_refused_by_the_format_and_offered_as_pairs(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'z' of torch.complex64 cannot be stored"):
-        write_safetensors(tmp_path / "a.safetensors", {"z": torch.zeros(2, dtype=torch.complex64)})
-    stored, dtype = to_storable(torch.tensor([1 + 2j]))
-    assert (stored.tolist(), dtype) == ([[1.0, 2.0]], "torch.complex64")
-
-
-def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(b"mine")
-    with pytest.raises(FileExistsError):
-        write_safetensors(tmp_path / "a.safetensors", {})
-    assert (tmp_path / "a.safetensors").read_bytes() == b"mine"
-
-
-@pytest.mark.parametrize("copy", [True, False])
-def test_only_a_copy_outlives_a_change_of_the_file(tmp_path: Path, copy: bool) -> None:
-    path = tmp_path / "a.safetensors"
-    write_safetensors(path, {"w": torch.ones(4)})
-    tensor = read_safetensors(path, copy=copy)["w"]
-    with open(path, "r+b") as file:
-        file.seek(-16, 2)
-        file.write(struct.pack("<4f", 2, 2, 2, 2))
-    # Mapped tensors see the file: this is why copies are the default, and that this test looks at the right thing.
-    assert tensor.tolist() == ([1.0] * 4 if copy else [2.0] * 4)
-
-
 def test_selected_names_alone_are_read_and_an_unknown_one_is_an_error(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "a.safetensors", {"a": torch.zeros(1), "b": torch.ones(1)})
     assert list(read_safetensors(tmp_path / "a.safetensors", names=["b"])) == ["b"]
@@ -121,44 +67,9 @@ def test_selected_names_alone_are_read_and_an_unknown_one_is_an_error(tmp_path: 
         read_safetensors(tmp_path / "a.safetensors", names=["c"])
 
 
-@pytest.mark.parametrize("length", [2**63, MAX_HEADER_BYTES + 1, 200, 1, 0])
-def test_an_absurd_header_length_is_refused_before_anything_is_allocated(tmp_path: Path, length: int) -> None:
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", length) + b"{}" + b" " * 100)
-    with pytest.raises(CheckpointError, match=f"with a header of {length}"):
-        read_safetensors(tmp_path / "a.safetensors")
-
-
-def test_a_header_with_a_key_twice_is_refused(tmp_path: Path) -> None:
-    entry = b'"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}'
-    header = b"{" + entry + b", " + entry + b"}"
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"x")
-    with pytest.raises(CheckpointError, match="'a' twice"):
-        read_safetensors(tmp_path / "a.safetensors")
-
-
-def test_a_file_cut_short_anywhere_is_a_checkpoint_error(tmp_path: Path) -> None:
-    write_safetensors(tmp_path / "a.safetensors", {"a": torch.zeros(3)})
-    data = (tmp_path / "a.safetensors").read_bytes()
-    for length in range(len(data)):
-        (tmp_path / "cut.safetensors").write_bytes(data[:length])
-        with pytest.raises(CheckpointError):
-            read_safetensors(tmp_path / "cut.safetensors")
-
-
-@pytest.mark.parametrize("notes", ["0", "[]", '{"a": -1}'])
-def test_metadata_that_the_library_cannot_read_is_refused_with_the_header(tmp_path: Path, notes: str) -> None:
-    header = f'{{"__metadata__": {notes}}}'.encode()
-    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(CheckpointError, match="__metadata__ is"):
-        read_header(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("form", ["pickle", "torch"])
-def test_a_pickle_under_the_name_of_safetensors_is_refused_and_not_executed(tmp_path: Path, form: str) -> None:
+def test_a_pickle_under_the_name_of_safetensors_is_refused_and_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    if form == "pickle":
-        path.write_bytes(pickle.dumps(Bomb()))
-    else:
-        torch.save({"w": Bomb()}, path)
+    torch.save({"w": Evil(tmp_path / "ran")}, path)
     with pytest.raises(CheckpointError, match=r"not a safetensors file.*torch\.save"):
         read_safetensors(path)
+    assert not (tmp_path / "ran").exists()

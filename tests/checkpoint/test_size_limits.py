@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import struct
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoint.resealing import reseal
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from tests.checkpoint.test_torch_file import rewritten, tensor_pickle
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint as read_weights
-from trainwright.checkpoint import read_checkpoint, read_safetensors, write_checkpoint
+from trainwright.checkpoint import read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk import untrusted
-from trainwright.checkpoint.disk.untrusted import MAX_JSON_BYTES, MAX_JSON_VALUES
-from trainwright.checkpoint.format.layout import MAX_MANIFEST_BYTES, sealed
+from trainwright.checkpoint.format.layout import MAX_MANIFEST_BYTES
 from trainwright.checkpoint.interop import pickle_parser
 from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint
 from trainwright.checkpoint.interop.torch_file import read_torch_file
@@ -33,17 +27,9 @@ CASES = {
     "a tuple that shares itself": b"\x80\x02)" + _DOUBLE * LEVELS + b".",
     "a list that shares itself": b"\x80\x02]" + b"q\x00]h\x00ah\x00a" * LEVELS + b".",
     "such a tuple as a key": b"\x80\x02})" + _DOUBLE * LEVELS + b"Ns.",
-    "such a tuple in a set": b"\x80\x04\x8f()" + _DOUBLE * LEVELS + b"\x90.",
-    "such a tuple in a frozen set": b"\x80\x04()" + _DOUBLE * LEVELS + b"\x91.",
-    "such a tuple as a path": b"\x80\x02cpathlib\nPosixPath\n)" + _DOUBLE * LEVELS + b"\x85R.",
-    "such a tuple as a key of an ordered dict": (
-        b"\x80\x02ccollections\nOrderedDict\n](" + b")" + _DOUBLE * LEVELS + b"N\x86ae\x85R."
-    ),
-    "such a tuple as a shape": b"\x80\x02ctorch\nSize\n)" + _DOUBLE * LEVELS + b"\x85R.",
     "a list that holds itself": b"\x80\x02]q\x00h\x00a.",
     "a memo of gigabytes": b"\x80\x02Nr\xff\xff\xff\x7fr\x00\x00\x00\x10\x96" + b"\xff" * 7 + b"\x00.",
     "an array of gigabytes": b"\x80\x05\x96" + (2**40).to_bytes(8, "little") + b".",
-    "text of gigabytes": b"\x80\x05\x8d" + (2**40).to_bytes(8, "little") + b".",
 }
 
 
@@ -53,34 +39,14 @@ def archive(path: Path, code: bytes) -> Path:
     return path
 
 
-def former(path: Path, code: bytes) -> Path:
-    """Put a pickle in the place of the tree of a file from before torch 1.6."""
-    facts = {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}
-    head = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, facts))
-    path.write_bytes(head + code + pickle.dumps([], 2))
-    return path
-
-
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("write", [archive, former])
-def test_a_pickle_with_shared_containers_is_an_error_at_once(name: str, write: object, tmp_path: Path) -> None:
-    path = write(tmp_path / "x.pt", CASES[name])  # type: ignore[operator]
-    assert path.stat().st_size < 3000
+def test_a_pickle_with_shared_containers_is_an_error_at_once(name: str, tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.pt", CASES[name])
     for read in (read_torch_file, read_weights):
         with pytest.raises(CheckpointError, match=r"x\.pt"):
             read(path)  # type: ignore[operator]
-    for drop in (False, True):
-        with pytest.raises(CheckpointError, match=r"x\.pt"):
-            convert_checkpoint(path, tmp_path / "made", ConvertOptions(drop_unknown=drop))
-    assert not (tmp_path / "made").exists()
-
-
-def test_shared_containers_are_read_once_and_stay_shared(tmp_path: Path) -> None:
-    shared = [1, (2, torch.ones(1))]
-    torch.save({"a": shared, "b": shared, "c": [shared] * 3}, tmp_path / "x.pt")
-    found, _ = read_torch_file(tmp_path / "x.pt")
-    assert found["a"] is found["b"] is found["c"][2]
-    assert found["a"][1][1].item() == 1
+    with pytest.raises(CheckpointError, match=r"x\.pt"):
+        convert_checkpoint(path, tmp_path / "made", ConvertOptions(drop_unknown=True))
 
 
 def test_a_pickle_of_too_many_operations_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,116 +56,27 @@ def test_a_pickle_of_too_many_operations_is_refused(tmp_path: Path, monkeypatch:
         read_torch_file(path)
 
 
-@pytest.mark.parametrize("shape", [(750_000_000,), (2**40,), (2**20, 2**20), (2**61, 2**61)])
+@pytest.mark.parametrize("shape", [(750_000_000,), (2**61, 2**61)])
 def test_an_expanded_tensor_is_not_made_large(
     shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "x.pt"
-    rewritten(path, tensor_pickle(0, shape, (0,) * len(shape), 1), {"0": bytes(4)})
-    assert path.stat().st_size < 2000
+    path = rewritten(tmp_path / "x.pt", tensor_pickle(0, shape, (0,) * len(shape), 1), {"0": bytes(4)})
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "made")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
-
-
-def test_expanded_tensors_of_ordinary_size_are_read(tmp_path: Path) -> None:
-    torch.save({"mask": torch.ones(1).expand(1000, 10), "ids": torch.arange(8).expand(1, -1)}, tmp_path / "x.pt")
-    convert_checkpoint(tmp_path / "x.pt", tmp_path / "made")
-    model = read_checkpoint(tmp_path / "made").model
-    assert model is not None
-    assert model["mask"].shape == (1000, 10)
-
-
-@pytest.mark.slow
-def test_an_inflated_storage_is_bounded(tmp_path: Path) -> None:
-    torch.save({"w": torch.zeros(30_000_000)}, tmp_path / "plain.pt")
-    with (
-        zipfile.ZipFile(tmp_path / "plain.pt") as archive,
-        zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as small,
-    ):
-        for name in archive.namelist():
-            small.writestr(name, archive.read(name))
-    with pytest.raises(CheckpointError, match="tensors have more than"):
-        read_torch_file(tmp_path / "x.pt")
-
-
-def test_a_full_disk_is_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("trainwright.checkpoint.format.writer.write_files", full)
-    assert main(["checkpoint", "convert", str(tmp_path / "x.pt"), str(tmp_path / "made")]) == 2
-    error = capsys.readouterr().err
-    assert "cannot be written" in error
-    assert "No space left" in error
-    assert error.count("\n") == 1
-    assert sorted(os.listdir(tmp_path)) == ["x.pt"]
-
-
-@pytest.mark.parametrize("command", ["convert", "export", "merge"])
-def test_a_target_below_a_file_is_an_error_of_one_line(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "model.safetensors"
-    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
-    convert_checkpoint(tmp_path / "x.pt", tmp_path / "run")
-    (tmp_path / "file").write_text("x")
-    given = tmp_path / "x.pt" if command == "convert" else tmp_path / "run"
-    assert main(["checkpoint", command, str(given), str(tmp_path / "file" / "made")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    assert not source.exists()
-    assert read_safetensors(tmp_path / "run" / "model" / "model-00001-of-00001.safetensors")["w"].shape == (2,)
-
-
-@pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the lengths of what has been parsed as JSON."""
-    found: list[int] = []
-    loads = json.loads
-
-    def counted(text: Any, **options: Any) -> Any:
-        found.append(len(text))
-        return loads(text, **options)
-
-    monkeypatch.setattr(untrusted.json, "loads", counted)
-    return found
-
-
-def test_many_small_values_are_counted_before_they_are_parsed(tmp_path: Path, parsed: list[int]) -> None:
-    path = write_small(tmp_path)
-    (path / "trainer.json").write_bytes(b'{"progress": [' + b"[]," * (22 * 2**20) + b"[]]}")
-    reseal(path)
-    parsed.clear()
-    with pytest.raises(CheckpointError, match=rf"trainer\.json has \d+ values, the limit is {MAX_JSON_VALUES}"):
-        read_checkpoint(path)
-    assert max(parsed) < 10_000
+    assert os.listdir(tmp_path) == ["x.pt"]
 
 
 @pytest.mark.parametrize("size", [MAX_MANIFEST_BYTES - 100, MAX_MANIFEST_BYTES + 1])
-def test_a_manifest_is_not_parsed_before_its_seal_fits(size: int, tmp_path: Path, parsed: list[int]) -> None:
+def test_a_manifest_is_not_parsed_before_its_seal_fits(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_small(tmp_path)
     manifest = path / "manifest.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:-60] + b" " * (size - len(whole)) + whole[-60:])
-    parsed.clear()
+    monkeypatch.setattr(untrusted.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
     with pytest.raises(CheckpointError, match=r"manifest\.json .*(its seal does not match|the limit is)"):
         read_checkpoint(path)
-    assert parsed == []
-
-
-@pytest.mark.slow
-def test_a_header_with_too_many_names_is_an_error_before_it_is_parsed(tmp_path: Path, parsed: list[int]) -> None:
-    entry = b'{"dtype":"F32","shape":[],"data_offsets":[0,0]}'
-    header = b"{" + b",".join(b'"%d":%s' % (number, entry) for number in range(1_000_000)) + b"}"
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(CheckpointError, match=rf"values, the limit is {MAX_JSON_VALUES}"):
-        read_safetensors(file)
-    assert parsed == []
 
 
 def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,22 +87,3 @@ def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkey
     with pytest.raises(CheckpointError, match=r"values, the limit is 1000"):
         write_checkpoint(tmp_path / "a", small_snapshot(model=tensors))
     assert not (tmp_path / "a").exists()
-
-
-@pytest.mark.slow
-def test_files_of_large_runs_are_within_the_limits() -> None:
-    # 10,000 ranks with six files each; 140,000 tensors of optimizer state of a mixture of experts, in shards.
-    files = {f"optimizer/rank-{rank:05d}.safetensors": {"size": 10**9, "xxh3_128": "0" * 32} for rank in range(60_000)}
-    assert len(sealed({"parts": {"optimizer": {"files": files}}})) < MAX_MANIFEST_BYTES
-    name = "optimizer-00000.state.model.layers.00.mlp.experts.000.gate_proj.weight.exp_avg_sq"
-    piece = {
-        "tensor": name,
-        "stored": name,
-        "dtype": "BF16",
-        "shape": [2048, 7168],
-        "offsets": [0, 0],
-        "lengths": [256, 7168],
-    }
-    data = untrusted.dump_json({"pieces": [piece] * 140_000}).encode()
-    untrusted.check_json_size(data, "rank-00000.json")
-    assert len(data) < MAX_JSON_BYTES / 2
