@@ -39,11 +39,6 @@ def test_each_name_means_its_formats(spec: Any, name: str, param_dtype: Any, aut
     assert dataclasses.astuple(found) == (name, param_dtype, autocast_dtype, scaled)
 
 
-def test_a_precision_is_taken_as_it_is() -> None:
-    own = Precision("mine", autocast_dtype=torch.bfloat16)
-    assert Precision.parse(own) is own
-
-
 _TE_OF_LIGHTNING = "transformer-engine-float16"
 
 

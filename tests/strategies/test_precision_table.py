@@ -264,55 +264,6 @@ class Layers(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def _batches() -> list[list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(4, 16, generator=generator) for _ in range(2)] for _ in range(2)]
-
-
-def _train(column: str) -> list[tuple[Any, str, list[float], set[torch.dtype], bool]]:
-    """Train one step with every precision that runs on the CPU; return what was noted, and if weights changed."""
-    found = []
-    for strategy in _OF_COLUMN.get(column, [column]):
-        for precision, (cell, _) in CELLS[column].items():
-            if cell == "runs":
-                task, before = Layers(), Layers().model[1].weight
-                devices = 1 if column in _ALONE else "auto"
-                quiet_trainer(strategy=strategy, precision=precision, devices=devices, max_steps=1).fit(
-                    task, _batches()
-                )
-                changed = not torch.equal(task.model[1].weight, before.to(task.model[1].weight.dtype))
-                found.append((repr(strategy), precision, task.losses, task.dtypes, changed))
-    return found
-
-
-_RUN = [column for column, row in CELLS.items() if any(cell == "runs" for cell, _ in row.values())]
-
-
-@pytest.mark.requires("torchao", reason="fp8 converts layers")
-@pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")
-@pytest.mark.parametrize(
-    "column",
-    [
-        *[column for column in _RUN if column in _ALONE],
-        *[pytest.param(column, marks=pytest.mark.distributed) for column in _RUN if column not in _ALONE],
-    ],
-)
-def test_what_runs_on_the_cpu_trains_a_step_in_the_stated_dtype(column: str) -> None:
-    if column in _ALONE:
-        by_rank = [_train(column)]
-    else:
-        by_rank = run_distributed(lambda: _train(column), 2, init=False, timeout=240)
-    expected = [name for name, (cell, _) in CELLS[column].items() if cell == "runs"]
-    for found in by_rank:
-        assert [precision for _, precision, *_ in found] == expected * len(_OF_COLUMN.get(column, [column]))
-        for strategy, precision, losses, dtypes, changed in found:
-            narrow = column == "deepspeed" and precision.startswith("bf16")  # beside copies in float32
-            assert dtypes == {torch.bfloat16 if narrow else DTYPES[precision]}, (strategy, precision)
-            assert len(losses) == 1
-            assert torch.tensor(losses).isfinite().all(), (strategy, precision)
-            assert changed, (strategy, precision)
-
-
 @pytest.mark.parametrize(("column", "precision", "cell"), [one for one in _cells(0) if one[2] != "runs"])
 def test_what_is_refused_on_the_cpu_says_why(
     column: str, precision: str, cell: str, monkeypatch: pytest.MonkeyPatch

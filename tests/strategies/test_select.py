@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
-from trainwright.processes.devices import device_indices, device_type, kernel_choice
+from trainwright.processes.devices import device_indices, kernel_choice
 from trainwright.processes.process_group import Processes
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
-from trainwright.strategies.mesh import MeshShape, data_axes, data_group
+from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -100,11 +99,6 @@ def test_an_option_that_cannot_be_read_is_an_error(text: str, says: str) -> None
         choose(strategy=text, devices=4)
 
 
-def test_a_strategy_object_is_used_itself() -> None:
-    own = DDPStrategy(find_unused_parameters=True)
-    assert choose(strategy=own, devices=2).strategy is own
-
-
 def test_the_settings_reach_the_strategy() -> None:
     precision = Precision.parse("bf16-mixed")
     settings = choose(devices=2, precision=precision, compile="reduce-overhead").settings
@@ -158,12 +152,6 @@ def test_arguments_that_contradict_the_launcher_are_an_error_that_quotes_it(
 def test_an_accelerator_that_is_not_there_is_an_error(accelerator: str) -> None:
     with pytest.raises(ConfigurationError, match=f"accelerator='{accelerator}'.*no accelerator"):
         choose(accelerator=accelerator)
-
-
-@no_accelerator
-def test_auto_falls_back_to_the_cpu() -> None:
-    assert device_type("auto") == "cpu"
-    assert choose(accelerator="auto").settings.device_type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -225,20 +213,3 @@ def test_ranks_along_the_data_axes_see_different_data(
     ]
     assert [ranks.rank for ranks in found] == of_ranks
     assert all(list(ranks.members) == members for ranks in found)
-
-
-def _groups() -> tuple[tuple[str, ...], list[int], list[int]]:
-    import torch.distributed as dist
-
-    shape = MeshShape(pp=2, dp_replicate=2)
-    mesh = shape.device_mesh("cpu")
-    return mesh.mesh_dim_names or (), dist.get_process_group_ranks(data_group(mesh)), list(data_axes(mesh).shape)
-
-
-@pytest.mark.distributed
-def test_torchs_mesh_has_the_same_ranks() -> None:
-    found = run_distributed(_groups, 4)
-    for rank, (names, group, lengths) in enumerate(found):
-        assert names == ("pp", "dp_replicate", "dp_shard")
-        assert group == ([0, 1] if rank < 2 else [2, 3])
-        assert lengths == [2, 1]

@@ -51,13 +51,6 @@ def test_a_strategy_does_not_change() -> None:
     assert strategy == DDPStrategy()
 
 
-def test_a_strategy_without_options_takes_none() -> None:
-    with pytest.raises(TypeError, match="takes 1 positional argument"):
-        SingleDeviceStrategy(3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'precision'"):
-        SingleDeviceStrategy(precision="bf16-mixed")  # type: ignore[call-arg]
-
-
 def test_a_method_of_lightnings_strategies_is_an_error_when_the_class_is_defined() -> None:
     with pytest.raises(ConfigurationError, match=r"Mine\.setup is never called.*Engine"):
         type("Mine", (DDPStrategy,), {"setup": lambda self, trainer: None})

@@ -186,15 +186,6 @@ def test_a_batch_that_cannot_be_split_is_an_error(split: SplitSequences) -> None
         split.batch({"input_ids": ids[:, 1:]})
 
 
-def test_a_forward_without_attention_is_an_error(split: SplitSequences) -> None:
-    with (
-        split.models(nn.Linear(2, 2)),
-        pytest.raises(ConfigurationError, match=r"has not called torch.nn.functional.scaled_dot"),
-        split.attention.over_ranks(),
-    ):
-        pass
-
-
 @pytest.mark.requires("transformers", reason="its models say how they attend")
 @pytest.mark.parametrize(
     ("changes", "message"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tests.helpers.tasks import RegressionTask, regression_data, regression_load
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import DDPCommunicationHookType, DDPStrategy, DistributedDataParallelKwargs
-from trainwright.strategies.ddp.comm_hooks import CommHook
 
 _FULL_RANK = {"matrix_approximation_rank": 8, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
 _RANK_ONE = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
@@ -233,10 +231,3 @@ def test_the_options_of_an_accelerate_script_are_understood() -> None:
     assert strategy.ddp_options == DDPStrategy(**ours).ddp_options
     with pytest.raises(ConfigurationError, match="check_reduction"):
         DDPStrategy.from_kwargs(DistributedDataParallelKwargs(check_reduction=True))
-
-
-def test_without_a_hook_torch_averages() -> None:
-    assert CommHook().is_plain
-    assert CommHook("no", "no").is_plain
-    assert not CommHook("fp16").is_plain
-    assert copy.deepcopy(CommHook("bf16")).hook == "bf16"

@@ -133,10 +133,3 @@ def test_holding_back_in_automatic_optimization_is_refused() -> None:
 
     with pytest.raises(TaskError, match="accumulate_grad_batches"):
         quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
-
-
-def test_one_process_has_nothing_to_hold_back() -> None:
-    task, other = ByHand(True), ByHand(False)
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(6))
-    quiet_trainer(max_epochs=1).fit(other, regression_loader(6))
-    torch.testing.assert_close(weights_of(task), weights_of(other), rtol=0, atol=0)

@@ -82,15 +82,6 @@ def trained() -> list[dict[str, Any]]:
     return run_distributed(_train_with_all, 2, timeout=290, init=False)
 
 
-@pytest.mark.parametrize("name", _OPTIONS)
-@pytest.mark.exhaustive
-def test_whatever_is_cut_a_task_trains_as_in_one_process(name: str, trained: list[dict[str, Any]]) -> None:
-    alone = train("single", 1)
-    assert max(alone["reported"]) > 0.5  # something is clipped
-    assert_trained_alike([found[name] for found in trained], alone)
-    assert trained[0][name]["reported"] == pytest.approx(alone["reported"], abs=1e-6)
-
-
 def test_each_rank_holds_its_pieces_only(trained: list[dict[str, Any]]) -> None:
     total = sum(p.numel() for p in Blocks().parameters() if p.requires_grad)
     for stage in ("states", "gradients"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +12,8 @@ from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES
 from trainwright.strategies.deepspeed import checks
-from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_building, for_engine
-from trainwright.strategies.deepspeed.options import NAMES, ZeroOptions
+from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
+from trainwright.strategies.deepspeed.options import ZeroOptions
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.deepspeed.zero_model import connect_schedule
@@ -56,10 +55,6 @@ def test_names_mean_what_they_say(name: str, stage: int, optimizer: str, paramet
     assert found == (stage, optimizer, parameters)
 
 
-def test_zero_optimization_false_is_stage_0() -> None:
-    assert DeepSpeedStrategy(zero_optimization=False).stage == 0
-
-
 def test_an_offload_takes_lightnings_buffers() -> None:
     zero = _config(stage=3, offload_parameters=True, pin_memory=True).content["zero_optimization"]
     assert zero["offload_param"] == {
@@ -67,10 +62,6 @@ def test_an_offload_takes_lightnings_buffers() -> None:
         "max_in_cpu": 10**9,
     }  # fmt: skip
     assert "offload_optimizer" not in zero
-
-
-def test_what_is_said_of_disks_stands_under_aio() -> None:
-    assert _config(queue_depth=4).content["aio"] == {"queue_depth": 4}
 
 
 def test_an_engine_gets_no_groups_and_no_clipping() -> None:
@@ -104,20 +95,6 @@ def test_a_model_is_built_without_what_is_still_open() -> None:
 def test_what_there_is_not_is_refused_at_construction(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         DeepSpeedStrategy(**arguments)
-
-
-def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "zero.json"
-    for text, complaint in (("{", "not valid JSON"), ("[]", "Write a JSON object")):
-        path.write_text(text)
-        with pytest.raises(ConfigurationError, match=complaint):
-            DeepSpeedStrategy(path)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_frozen_modules_with_an_engine_of_their_own_are_for_stages_1_and_2(stage: int) -> None:
-    with pytest.raises(ConfigurationError, match="no effect at stage"):
-        DeepSpeedStrategy(stage=stage, frozen_modules=("Teacher",))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +149,6 @@ def test_other_names_say_where_they_belong(config: dict[str, Any], complaint: st
         DeepSpeedStrategy.from_config(config)
 
 
-def test_every_option_is_documented() -> None:
-    documented = (ZeroOptions.__doc__ or "").replace(",", " ").replace(":", " ").split()
-    assert set(NAMES) <= set(documented)
-
-
 def test_stand_ins_say_what_they_stand_for() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = DummyOptim([{"params": [weight], "weight_decay": 0.1}], lr=0.5)
@@ -188,28 +160,10 @@ def test_stand_ins_say_what_they_stand_for() -> None:
         DummyScheduler(optimizer).step()
 
 
-def test_a_configuration_with_an_optimizer_can_be_evaluated_without_one() -> None:
-    content = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    facts = RunFacts(
-        world_size=1, micro_batch_size=None, accumulate=1, hidden_size=None, hyperparameters=None,
-        total_steps=float("inf"), warmup_steps=0,
-    )  # fmt: skip
-    assert "optimizer" not in EngineConfig(content, ZeroOptions(), {}).resolved(facts, trains=False)
-
-
 def _take(scheduler: Any) -> None:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
     run: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler, interval="epoch")])
     connect_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
-
-
-def test_a_torch_schedule_over_dummy_optim_is_an_error() -> None:
-    dummy = DummyOptim([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    schedules = torch.optim.lr_scheduler
-    for schedule in (schedules.LambdaLR(dummy, lambda step: 0.5), schedules.ReduceLROnPlateau(dummy)):
-        text = rf"{type(schedule).__name__} was created with a DummyOptim.*DummyScheduler"
-        with pytest.raises(ConfigurationError, match=text):
-            _take(schedule)
 
 
 def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:

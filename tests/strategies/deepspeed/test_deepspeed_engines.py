@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Block, Blocks, assert_trained_alike, batches, train
@@ -102,39 +101,6 @@ def _assert_named(by_rank: list[dict[int, Any]], folder: Path, atol: float) -> N
 @pytest.mark.exhaustive
 def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp_path: Path) -> None:
     _assert_named(run_distributed(_named, 2, tmp_path, False, timeout=280, init=False), tmp_path, 1e-5)
-
-
-@pytest.mark.slow
-@needs_operation("CPUAdamBuilder")
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_optimizer_and_parameters_on_the_host_train_and_continue(tmp_path: Path) -> None:
-    _assert_named(run_distributed(_named, 2, tmp_path, True, timeout=280, init=False), tmp_path, 2e-3)
-
-
-class _Decayed(Blocks):
-    """AdamW with a schedule for every step."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def _on_host(folder: Path) -> Any:
-    strategy = DeepSpeedStrategy(stage=2, offload_optimizer=True)
-    whole = train(strategy, 2, _Decayed(), save_to=folder)
-    return whole["weights"], whole["rates"]
-
-
-@pytest.mark.slow
-@needs_operation("CPUAdamBuilder")
-def test_offloaded_states_of_torchs_adamw_are_stepped_on_the_host(tmp_path: Path) -> None:
-    found = run_distributed(_on_host, 2, tmp_path, timeout=280, init=False)
-    alone = train("single", 1, _Decayed())
-    for weights, rates in found:
-        torch.testing.assert_close(weights, alone["weights"], rtol=0, atol=2e-3)
-        assert rates == alone["rates"]
-    assert read_checkpoint(tmp_path).optimizers[0]["class"] == "AdamW"
 
 
 # Number formats, building, evaluation
@@ -261,17 +227,6 @@ def _other_ways(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_other_ways, 2, tmp_path_factory.mktemp("others"), timeout=290, init=False)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.exhaustive
-def test_bfloat16_comes_close_to_one_process_in_it(precision: str, stage: int, others: list[dict[str, Any]]) -> None:
-    alone = train("single", 1, precision=precision)
-    for found in others:
-        weights = found[precision, stage]["weights"]
-        torch.testing.assert_close(weights, alone["weights"], rtol=0, atol=0.06)
-        assert {k: v.dtype for k, v in weights.items()} == {k: v.dtype for k, v in alone["weights"].items()}
 
 
 def test_autocast_keeps_float32_parameters(others: list[dict[str, Any]]) -> None:

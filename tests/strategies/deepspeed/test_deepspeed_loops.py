@@ -14,11 +14,9 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.contracts.test_own_loop import Net, data, make_optimizer
-from tests.contracts.test_strategy import run
 from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy, DummyOptim, DummyScheduler
-from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -201,31 +199,10 @@ def test_models_compute_in_bf16_beside_float32_weights(stage: int, trained: list
     _check_narrow(trained[0]["bf16", stage])
 
 
-def test_one_process_computes_in_bf16_beside_float32_weights() -> None:
-    for found in run_distributed(lambda: [_narrow(stage) for stage in (1, 2, 3)], 1, init=False, timeout=240)[0]:
-        _check_narrow(found)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_grad_without_a_step_drops_gradients(stage: int, trained: list[dict[Any, Any]]) -> None:
     dropped, plain = trained[0]["dropped", stage]
     torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
-
-
-def _offload_with_amsgrad() -> str:
-    accelerator = Accelerator(strategy="deepspeed_stage_2_offload")
-    net = _net(1)
-    with pytest.raises(ConfigurationError) as error:
-        accelerator.prepare(net, torch.optim.AdamW(net.parameters(), amsgrad=True))
-    accelerator.end_training()
-    return str(error.value)
-
-
-def test_errors_about_an_optimizer_name_prepare() -> None:
-    for text in run_distributed(_offload_with_amsgrad, 2, init=False):
-        assert "prepare() received AdamW" in text
-        assert "configure_optimizers" not in text
-        assert "Use torch's Adam or AdamW without amsgrad and maximize" in text
 
 
 def _grouped(net: nn.Module, kind: type[torch.optim.Adam]) -> tuple[torch.optim.Optimizer, Any]:
@@ -407,15 +384,3 @@ def test_what_an_engine_cannot_train_is_refused() -> None:
         assert "holds parameters of Net and of other models" in shared
         assert "after the forwards of 2 models" in joint
         assert "To sum losses, add them and call backward once" in twice
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_pieces_are_put_together_in_float32_and_saved_in_16_bits(name: str, tmp_path: Path) -> None:
-    [(_, _, weights)] = run(name, {"epochs": 1, "save_to": tmp_path / "checkpoint"})
-    assert len(list((tmp_path / "checkpoint").rglob("*.safetensors"))) > 2  # each rank has written its own
-    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        export_weights(tmp_path / "checkpoint", tmp_path / f"{dtype}.safetensors", dtype=dtype)
-        whole = load_file(tmp_path / f"{dtype}.safetensors")
-        for key in ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"):
-            assert whole[key].dtype == kind
-            assert torch.equal(whole[key], weights[key].to(kind))

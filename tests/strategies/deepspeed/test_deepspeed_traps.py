@@ -12,7 +12,7 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
-from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
+from tests.strategies.fsdp.sharded import Blocks, batches, train
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -112,16 +112,6 @@ def tried() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.exhaustive
-def test_adagrad_keeps_its_groups_and_its_schedule(stage: int, tried: list[dict[str, Any]]) -> None:
-    alone = train("single", 1, Accumulating())
-    losses = torch.stack([found[f"adagrad {stage}"]["losses"] for found in tried]).mean(0)
-    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=1e-6)
-    for found in tried:
-        torch.testing.assert_close(found[f"adagrad {stage}"]["weights"], alone["weights"], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
 def test_an_optimizer_that_looks_at_whole_matrices_is_refused(stage: int, tried: list[dict[str, Any]]) -> None:
     for found in tried:
         assert "Adafactor needs full matrices" in found[f"adafactor {stage}"]
@@ -140,7 +130,3 @@ def test_what_is_frozen_or_thawed_later_is_an_error_before_the_step(
 
 def test_a_step_without_a_loss_is_an_error(tried: list[dict[str, Any]]) -> None:
     assert all("Return a zero loss" in found["none"] for found in tried)
-
-
-def test_stage_0_takes_what_is_thawed_later(tried: list[dict[str, Any]]) -> None:
-    assert_trained_alike([found["stage 0"] for found in tried], train("single", 1, Thawing(begins=False)))

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -65,16 +64,6 @@ def test_however_it_is_cut_a_model_trains_as_in_one_process() -> None:
         assert by_rank[0][name]["reported"] == pytest.approx(alone["norms"].tolist(), abs=1e-6), name
 
 
-def _train_on_a_grid() -> dict[str, Any]:
-    return train(FSDPStrategy(device_mesh=(2, 2)), 4)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_two_replicas_of_two_pieces_train_as_in_one_process() -> None:
-    assert_trained_alike(run_distributed(_train_on_a_grid, 4, timeout=300), train("single", 1))
-
-
 _OTHERS: dict[str, dict[str, Any]] = {
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     **{name: {"precision": name} for name in ("bf16-mixed", "16-mixed", "bf16-true", "64-true")},
@@ -110,42 +99,6 @@ def test_other_clipping_and_precisions_come_close_to_one_process(name: str, othe
 def test_units_that_are_compiled_train_as_in_one_process(strategy: str, compile: Any) -> None:
     found = run_distributed(lambda: train(strategy, 2, compile=compile), 2, timeout=800)
     assert_trained_alike(found, train("single", 1), atol=1e-5 if compile is True else 1e-6)
-
-
-class EncoderTask(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3))
-        self.net, self.head = nn.Identity(), nn.Linear(4, 1)
-
-    def forward(self, x: Any) -> Any:
-        x = x.unsqueeze(1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x.squeeze(1))
-
-    def shard_units(self) -> Any:
-        return list(self.layers)
-
-
-def _count_graphs(strategy: str, compile: Any) -> int:
-    from torch._dynamo.testing import CompileCounter  # imports much of torch
-
-    counter = CompileCounter()  # type: ignore[no-untyped-call]  # torch has no types here
-    options = {"compile": {"backend": counter, **compile}}
-    quiet_trainer(strategy=strategy, devices="auto", max_steps=2, **options).fit(
-        EncoderTask(), regression_loader(16, 2)
-    )
-    return int(counter.frame_count)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("ddp", {"regional": True})])
-def test_layers_of_torch_are_compiled_as_units(strategy: str, options: Any) -> None:
-    for graphs in run_distributed(_count_graphs, 2, strategy, options, timeout=300):
-        assert 1 <= graphs <= 3  # one for all layers, and again when shapes or the training mode differ
 
 
 # After a stage
@@ -200,29 +153,6 @@ def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_use
         torch.testing.assert_close(first["predictions"], [task(batch) for batch in batches(3)])
     assert first["validated"] == second["validated"]
     assert not torch.equal(first["moved"]["outputs.weight"], first["weights"]["outputs.weight"])
-
-
-class _Fails(Blocks):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            raise OSError("the disk is gone")
-
-
-def _fit_again_after_a_failure(strategy: str) -> str:
-    task = _Fails()
-    with pytest.raises(OSError, match="disk"):
-        quiet_trainer(devices="auto", strategy=strategy, max_epochs=1).fit(task, batches())
-    assert type(task.blocks[0]) is Block
-    with pytest.raises(ConfigurationError) as raised:
-        quiet_trainer(devices="auto", strategy=strategy, max_epochs=1).fit(task, batches())
-    return str(raised.value)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["fsdp", "deepspeed_stage_3"])
-def test_a_task_whose_stage_failed_says_that_it_holds_shards(strategy: str) -> None:
-    (text,) = run_distributed(_fit_again_after_a_failure, 1, strategy, init=False)
-    assert "still holds shards of a run that failed" in text
 
 
 # Steps that do not end
@@ -285,39 +215,6 @@ def test_ranks_agree_on_a_gradient_that_is_not_finite_in_one_ranks_piece(strateg
 # Building
 
 
-class OnMeta(RegressionTask):
-    """Its layers have no memory before a strategy gives it to them; on other ranks than 0, or everywhere."""
-
-    def __init__(self, everywhere: bool) -> None:
-        super().__init__(momentum=0.9)
-        self.everywhere = everywhere
-
-    def configure_model(self) -> None:
-        if self.everywhere or self.global_rank > 0:
-            self.net.to("meta")
-
-    def shard_units(self) -> Any:
-        return [self.net[0]]
-
-
-def _fit_from_meta(everywhere: bool) -> dict[str, torch.Tensor]:
-    torch.manual_seed(9)
-    task = OnMeta(everywhere)
-    quiet_trainer(devices="auto", strategy="fsdp", max_steps=2, num_sanity_val_steps=0).fit(task, regression_loader(8))
-    return weights_of(task)
-
-
-@pytest.mark.distributed
-def test_a_model_on_meta_begins_with_rank_zeros_weights_or_as_its_layers_reset_themselves() -> None:
-    (reset, first), (second_reset, second) = run_distributed(lambda: [_fit_from_meta(True), _fit_from_meta(False)], 2)
-    assert_equal_weights(reset, second_reset)
-    assert all(tensor.isfinite().all() and tensor.abs().max() < 3 for tensor in reset.values())
-    assert_equal_weights(first, second)
-    task = RegressionTask(momentum=0.9)
-    quiet_trainer(max_steps=2, accumulate_grad_batches=2, num_sanity_val_steps=0).fit(task, regression_loader(8))
-    torch.testing.assert_close(first, weights_of(task))
-
-
 # Checkpoints
 
 
@@ -361,20 +258,6 @@ def test_a_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_into_one
     torch.testing.assert_close(continued["weights"], train("single", 1)["weights"], rtol=0, atol=1e-5)
 
 
-def _resume_in_other_ways(path: Path) -> list[dict[str, torch.Tensor]]:
-    ways = {"activation_checkpointing": True}, {"device_mesh": (2, 1)}, {"cpu_offload": True, "min_num_params": 9}
-    return [train(FSDPStrategy(**options), 2, Blocks(), ckpt_path=path)["weights"] for options in ways]
-
-
-@pytest.mark.distributed
-def test_a_checkpoint_of_one_process_is_cut_in_whatever_way_it_is_loaded(tmp_path: Path) -> None:
-    train("single", 1, max_epochs=1, save_to=tmp_path / "one")
-    whole = train("single", 1)["weights"]
-    for of_rank in run_distributed(_resume_in_other_ways, 2, tmp_path / "one", timeout=120):
-        for weights in of_rank:
-            torch.testing.assert_close(weights, whole, rtol=0, atol=1e-5)
-
-
 def _save_in_failure(folder: Path) -> list[str]:
     trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1, callbacks=[OnExceptionCheckpoint(folder)])
     with warnings.catch_warnings(record=True) as caught:
@@ -398,41 +281,6 @@ def test_a_rank_that_fails_says_that_it_cannot_collect_the_pieces(tmp_path: Path
 
 
 # Evaluation
-
-
-class CountsRows(Blocks):
-    """Counts what it evaluates with a metric object, in a hook, and in what it logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = SumMetric()
-        self.hooks = 0
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch)
-        self.rows.update(len(batch))
-        self.log("rows", self.rows)
-        self.log("rows_too", float(len(batch)), reduce_fx="sum")
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self.hooks += 1
-
-
-def _count_rows(num: int) -> tuple[dict[str, float], int]:
-    task = CountsRows()
-    (found,) = quiet_trainer(devices="auto", strategy="fsdp").validate(task, batches(num), verbose=False)
-    return found, task.hooks
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("num", [1, 3, 4])
-def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) -> None:
-    by_rank = run_distributed(_count_rows, 2, num)
-    rows = sum(len(batch) for batch in batches(num))
-    for found, _ in by_rank:
-        assert found["rows_too"] == rows
-        assert found["rows"] == rows  # also if a rank has no batch
-    assert [hooks for _, hooks in by_rank] == [(num + 1) // 2, num // 2]
 
 
 _num_steps = 0
@@ -502,21 +350,6 @@ def test_a_step_of_an_evaluation_runs_once_for_each_batch() -> None:
         # The step itself runs again where it computes gradients or the rank has no batch; its attributes are restored.
         assert computes_gradients[1:] == (mine, sum(mine), sum(mine))
         assert has_one[1:] == ((rows[:1], rows[0], rows[0]) if rank == 0 else ([], 0, 0))
-
-
-def _count_rows_twice() -> list[float]:
-    task = CountsRows()
-    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=2)
-    trainer.fit(task, batches(4), batches(3))
-    during = float(trainer.callback_metrics["rows"])
-    (after,) = trainer.validate(task, batches(4), verbose=False)
-    return [during, after["rows"]]
-
-
-@pytest.mark.distributed
-def test_a_metric_object_counts_in_one_evaluation_after_the_other() -> None:
-    rows = [float(sum(len(batch) for batch in batches(num))) for num in (3, 4)]
-    assert run_distributed(_count_rows_twice, 2) == [rows] * 2
 
 
 # What is refused

@@ -81,17 +81,6 @@ def sharded(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ema", "swa", "two", "stopped"])
-@pytest.mark.exhaustive
-def test_it_comes_to_what_one_process_comes_to(name: str, alone: dict[str, Any], sharded: list[dict[str, Any]]) -> None:
-    for of_rank in sharded:
-        torch.testing.assert_close(of_rank[name]["weights"], alone[name]["weights"], rtol=0, atol=1e-5)
-        assert of_rank[name]["val"] == pytest.approx(alone[name]["val"], abs=1e-5)
-        assert of_rank[name]["step"] == alone[name]["step"]
-    assert alone["stopped"]["step"] == 4  # two of three epochs
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["ema", "swa", "two"])
 def test_a_resume_goes_on_exactly_and_so_does_one_from_a_single_process(
     name: str, sharded: list[dict[str, Any]]

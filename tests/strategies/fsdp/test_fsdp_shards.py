@@ -19,7 +19,6 @@ from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches,
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.shards import _split, local_shard
-from trainwright.strategies.units import find_units
 
 
 class Adapted(nn.Module):
@@ -193,36 +192,6 @@ def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_shards: int
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ddp", "local_sgd"])
-def test_a_replica_takes_sixteen_bytes_for_each_trained_parameter_with_adam(
-    name: str, seen: list[dict[str, Any]]
-) -> None:
-    for rank in seen:
-        _check_whole(rank[name])
-
-
-def test_one_process_takes_sixteen_bytes_for_each_trained_parameter_with_adam() -> None:
-    _check_whole(_watch("single", Blocks(), Watcher()).sizes)
-
-
-def _check_whole(sizes: dict[str, int]) -> None:
-    parameters = list(Blocks().parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    everything = sum(parameter.numel() for parameter in parameters)
-    assert sizes == {"parameters": 4 * everything, "gradients": 4 * trained, "states": 8 * trained}
-
-
-def test_a_module_within_two_units_is_left_to_what_surrounds_both_unless_it_has_no_parameters() -> None:
-    task = AdaptedBlocks()
-    activation = nn.GELU()
-    for block in task.blocks:
-        block.activation = activation
-    assert find_units(task, None, None) == [task.blocks[0], task.blocks[1]]
-    units = find_units(task, (nn.Linear, Adapted), None)
-    assert [unit for unit in units if isinstance(unit, Adapted)] == [*task.blocks]  # what they share is a unit itself
-
-
-@pytest.mark.distributed
 def test_units_are_gathered_as_far_ahead_as_was_asked_for(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         for ahead in (0, 1, 2):
@@ -231,13 +200,6 @@ def test_units_are_gathered_as_far_ahead_as_was_asked_for(seen: list[dict[str, A
                 before_call = forward[: forward.index(f"call blocks.{i}")]
                 gathered = [event for event in before_call if event.startswith("gather blocks")]
                 assert gathered == [f"gather blocks.{k}" for k in range(min(3, i + 1 + ahead))]
-
-
-@pytest.mark.distributed
-def test_backward_gathers_the_unit_before_while_one_is_at_work(seen: list[dict[str, Any]]) -> None:
-    events = seen[0]["order", 0]
-    backward = [event for event in events[events.index("backward") :] if event.startswith("gather blocks")]
-    assert backward == ["gather blocks.2", "gather blocks.1", "gather blocks.0"]
 
 
 @pytest.mark.distributed
@@ -301,8 +263,3 @@ def test_what_ranks_hold_of_blocks_is_cut_as_torch_cuts_and_covers_the_whole_onc
             assert held == chunk(expected, shards, shard)
             seen += held
     assert sorted(seen) == whole
-
-
-@given(st.integers(0, 20), _RANKS)
-def test_runs_of_an_uneven_cut_cover_the_whole_once(size: int, ranks: int) -> None:
-    assert [i for rank in range(ranks) for i in indices(_split([(0, size)], 1, ranks, rank))] == list(range(size))

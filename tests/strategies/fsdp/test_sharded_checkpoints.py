@@ -84,19 +84,6 @@ def test_a_task_is_loaded_out_of_pieces(folder: Path, trained: dict[str, torch.T
     assert_equal_weights(weights_of(Blocks.load_from_checkpoint(folder / "last")), trained)
 
 
-def test_a_plain_process_begins_from_the_weights_in_pieces(folder: Path, trained: dict[str, torch.Tensor]) -> None:
-    begun: list[dict[str, torch.Tensor]] = []
-
-    class Begin(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            begun.append(weights_of(task))
-            trainer.should_stop = True
-
-    trainer = quiet_trainer(max_steps=1, callbacks=[Begin()])
-    trainer.fit(Blocks(), batches(), ckpt_path=folder / "last", load_weights_only=True)
-    assert_equal_weights(begun[0], trained)
-
-
 def _save_weights(path: Path) -> None:
     train(FSDPStrategy(device_mesh=(2, 1)), 2, max_epochs=1, callbacks=[SaveAtEnd(path, weights_only=True)])
 
@@ -155,44 +142,6 @@ def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(state_d
     (tree,), (whole,) = (read_checkpoint(tmp_path / name).optimizers for name in ("second", "whole"))
     assert tree["state"]["blocks.0.mix.weight"]["sum"].dtype == torch.float64
     assert same(tree, whole)
-
-
-class LocalBlocks(Blocks):
-    """Blocks with an optimizer that keeps a state of this rank's shard alone."""
-
-    def on_train_epoch_end(self) -> None:
-        optimizer: Any = self.optimizers()
-        parameter: Any = self.blocks[0].mix.weight  # type: ignore[union-attr]
-        optimizer.state[parameter]["mine"] = parameter.to_local().detach().clone()
-
-
-def _save_local_state(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        train("fsdp", 2, LocalBlocks(), max_epochs=1, callbacks=[SaveAtEnd(path)])
-    return str(caught.value)
-
-
-def test_a_state_of_one_ranks_shard_alone_is_refused_at_the_save(tmp_path: Path) -> None:
-    messages = run_distributed(lambda: _save_local_state(tmp_path / "a"), 2, init=False, timeout=300)
-    assert all("keeps 'mine'" in message and "only rank 0 would save it" in message for message in messages)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_four_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
-    expected = train("single", 1, max_epochs=4)["weights"]
-    mesh = FSDPStrategy(device_mesh=(2, 2))
-    steps: list[tuple[int, Any, int]] = [(2, "fsdp", 1), (4, mesh, 2), (1, "single", 3), (4, "fsdp", 4)]
-    path: Path | None = None
-    for processes, strategy, epochs in steps:
-        target = tmp_path / str(epochs)
-
-        options = {"max_epochs": epochs, "callbacks": [SaveAtEnd(target)], "ckpt_path": path}
-        work = functools.partial(train, strategy, processes, **options)
-        by_rank = run_distributed(work, processes, init=False, timeout=400) if processes > 1 else [work()]
-        path = target
-    for weights in by_rank:
-        torch.testing.assert_close(weights["weights"], expected, rtol=0, atol=1e-5)
 
 
 # A rank that cannot

@@ -12,7 +12,6 @@ from tests.helpers.distributed import run_distributed
 from tests.strategies.fsdp.test_fsdp_shards import Sizes
 from tests.strategies.fsdp.test_tensor_parallel import _PLAN, Gpt, train
 from trainwright.callbacks import EMAWeightAveraging
-from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 
 
@@ -84,33 +83,7 @@ def test_an_embedding_that_shares_no_weight_is_trained_as_in_one_process(two: li
 
 
 @pytest.mark.distributed
-def test_split_weights_are_averaged_as_whole_ones_are(two: list[dict[str, Any]]) -> None:
-    alone = train("single", callbacks=[EMAWeightAveraging(decay=0.5)])["weights"]
-    plain = train("single")["weights"]
-    assert (alone["head.weight"] - plain["head.weight"]).abs().max() > 1e-3
-    for found in two:
-        torch.testing.assert_close(found["averaged"], alone, rtol=0, atol=1e-4)
-
-
-@pytest.mark.distributed
 def test_layers_that_rank_zero_alone_has_built_are_split(two: list[dict[str, Any]]) -> None:
     alone = train("single")["losses"]
     for found in two:
         torch.testing.assert_close(found["on one host"], alone, rtol=0, atol=1e-5)
-
-
-@pytest.mark.distributed
-def test_split_blocks_can_be_computed_anew_in_backward(two: list[dict[str, Any]]) -> None:
-    alone = train("single")["weights"]
-    for found in two:
-        torch.testing.assert_close(found["checkpointed"], alone, rtol=0, atol=1e-4)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_with_shards_a_rank_holds_a_share_of_everything() -> None:
-    split, rest = split_and_whole()
-    held = 4 * (split // 4 + rest // 2)  # every first dimension of this model is even after the split
-    by_rank = run_distributed(lambda: _measure(FSDPStrategy(tp=2), 2)[0], 4, init=False, timeout=300)
-    assert by_rank == [{"parameters": held, "gradients": held, "states": 2 * held}] * 4

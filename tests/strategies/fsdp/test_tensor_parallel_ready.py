@@ -55,38 +55,6 @@ def train(strategy: str, task: Hf) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_CASES: dict[str, tuple[str, dict[str, bool] | None]] = {
-    "llama": ("llama", None),
-    "llama, sequence and loss": ("llama", {"sequence_parallel": True, "loss_parallel": True}),
-    "gpt2": ("gpt2", None),
-    "gpt2, loss": ("gpt2", {"loss_parallel": True}),
-    "qwen3": ("qwen3", None),
-    "qwen3, sequence and loss": ("qwen3", {"sequence_parallel": True, "loss_parallel": True}),
-    "bert": ("bert", None),
-    "bert, loss": ("bert", {"loss_parallel": True}),
-    "t5": ("t5", None),
-    "t5, loss": ("t5", {"loss_parallel": True}),
-    "mt5": ("mt5", None),
-    "phi, as proposed": ("phi", None),
-}
-
-
-def _train_all() -> dict[str, Any]:
-    return {name: train("tp", Hf(kind, options)) for name, (kind, options) in _CASES.items()}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models are split")
-@pytest.mark.exhaustive
-def test_models_of_transformers_train_split_as_they_do_in_one_process() -> None:
-    by_rank = run_distributed(_train_all, 2, init=False, timeout=300)
-    for name, (kind, _) in _CASES.items():
-        alone = train("single", Hf(kind))
-        for found in by_rank:
-            torch.testing.assert_close(found[name], alone, rtol=0, atol=1e-5)
-
-
 def _train_odd(folder: Path, strategy: Any, *, kind: str = "gpt2", rows: int, resume: Any = None) -> dict[str, Any]:
     """Train two steps with a vocabulary of 25, with a checkpoint of the first, or resume from one."""
     savers = [] if resume else [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)]

@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests.helpers.distributed import RankError, run_distributed
+from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.parity_tape import GRADIENT, LOSS, NORM, PARAMETER, StepTape, Tape, Tolerance, compare
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.core.process import detect
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.megatron.runner import SCHEDULES
 from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.megatron.stages import find_stages
@@ -289,26 +286,6 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: An
         quiet_trainer(strategy=MegatronStrategy(**arguments), devices=devices, max_steps=1).fit(Speaker(), batches())
 
 
-def test_a_torch_whose_schedules_do_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self: None)
-    engine = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2).run.engine
-    with pytest.raises(ConfigurationError, match="pp=2 needs a newer torch than"):
-        engine.start(detect())
-
-
-class SplitLayers(Speaker):
-    """Has a plan that needs a number of heads that tp divides."""
-
-    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        need_divisible(mesh["tp"].size(), num_heads=4)
-        return {"model.blocks.*.mix": "colwise_gathered"}
-
-
-def test_heads_that_tp_does_not_divide_are_refused_before_a_process_starts() -> None:
-    with pytest.raises(ConfigurationError, match="num_heads=4"):
-        quiet_trainer(strategy=MegatronStrategy(pp=2, tp=3), devices=6, max_steps=1).fit(SplitLayers(), batches())
-
-
 class Twice(Speaker):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch) + self.loss(batch)
@@ -344,17 +321,6 @@ class Recomputing(Speaker):
             x = checkpoint(block, 0.9 * x, mask, use_reentrant=False)
         logits: torch.Tensor = model.head(model.norm(x))
         return logits
-
-
-@pytest.mark.distributed
-def test_a_model_may_recompute_its_layers_and_compute_between_them(folder: Path) -> None:
-    def run(name: str, strategy: Any) -> dict[str, Any]:
-        return train(folder / name, strategy, task=Recomputing())
-
-    one = run("recomputing-one", "single")
-    for found in run_distributed(lambda: run("recomputing", MegatronStrategy(pp=2)), 2, init=False, timeout=120):
-        assert_same(found, one)
-        torch.testing.assert_close(found["predictions"], one["predictions"], rtol=1e-5, atol=1e-5)
 
 
 class Reading(Leaky):
@@ -393,24 +359,6 @@ def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: A
     found = run_distributed(run, 2, init=False, timeout=60)
     with pytest.raises(TaskError, match=message):
         raise TaskError(" ".join(found))
-
-
-class Norms(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for parameter in pl_module.parameters():
-            parameter.norm().item()
-
-
-@pytest.mark.distributed
-def test_a_callback_that_reads_weights_of_other_stages_is_told_so() -> None:
-    def run() -> None:
-        trainer = quiet_trainer(devices="auto", strategy=MegatronStrategy(pp=2), max_steps=1, callbacks=[Norms()])
-        trainer.fit(Speaker(), batches())
-
-    with pytest.raises(
-        RankError, match=r"(?s)are in stages of other ranks.*skip parameters whose is_meta.*has 1 micro-batch"
-    ):
-        run_distributed(run, 2, init=False, timeout=60)
 
 
 def test_the_pipeline_leaves_no_trace_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

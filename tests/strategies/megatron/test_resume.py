@@ -155,35 +155,3 @@ def test_ranks_of_a_pipeline_with_other_seeds_draw_as_its_first_rank(tmp_path: P
     for equal, different in run_distributed(run, 2, 77, init=False, timeout=120):
         assert different["losses"] == equal["losses"]
         assert different["seen"] == equal["seen"]
-
-
-_ELSEWHERE = {"pp2": 2, "pp2 x tp2": 4}
-
-
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_a_pipeline_continues_in_one_process_and_on_other_meshes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
-    alone = train("single", tmp_path / "alone", random=False)
-
-    def mesh(name: str) -> MegatronStrategy:
-        return MegatronStrategy(pp=2, tp=2 if "tp" in name else 1)
-
-    def run(name: str, folder: Path, ckpt_path: Path | None) -> dict[str, Any]:
-        return train(mesh(name), folder, ckpt_path, random=False)
-
-    starts = {"alone": tmp_path / "alone"}
-    for name, world in _ELSEWHERE.items():
-        for rank in run_distributed(run, world, name, tmp_path / name, None, init=False, timeout=120):
-            assert rank["losses"] == pytest.approx(alone["losses"], abs=1e-5, rel=0)
-        starts[name] = tmp_path / name
-    for writer, folder in starts.items():
-        start = folder / f"step={_MIDDLE}"
-        if writer != "alone":
-            later = train("single", tmp_path / f"{writer} in one", start, random=False)
-            assert later["losses"] == pytest.approx(alone["losses"][_MIDDLE:], abs=1e-5, rel=0), writer
-            assert later["seen"] == alone["seen"][_MIDDLE:]
-        for reader, world in _ELSEWHERE.items():
-            if reader != writer:
-                there = tmp_path / f"{writer} in {reader}"
-                later = run_distributed(run, world, reader, there, start, init=False, timeout=120)[0]
-                assert later["losses"] == pytest.approx(alone["losses"][_MIDDLE:], abs=1e-5, rel=0), (writer, reader)

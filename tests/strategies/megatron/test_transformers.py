@@ -93,20 +93,6 @@ def test_two_stages_train_as_one_process(name: str, two: Any, tmp_path: Path) ->
         assert_same(found[name], one)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=["tp", "dp_shard"])
-def test_four_ranks_train_as_one_process(sizes: Any, tmp_path: Path) -> None:
-    def runs() -> dict[str, Any]:
-        return {
-            kind: train(tmp_path / kind, Hf(kind), MegatronStrategy(pp=2, weights_after_stage="all", **sizes))
-            for kind in ("gpt2", "qwen3", "bert")
-        }
-
-    by_rank = run_distributed(runs, 4, init=False, timeout=300)
-    for kind in ("gpt2", "qwen3", "bert"):
-        assert_same(by_rank[0][kind], train(tmp_path / f"{kind}-one", Hf(kind)))
-
-
 @pytest.mark.parametrize(("kind", "name"), [("t5", "T5ForConditionalGeneration"), ("bart", "BartModel")])
 def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts(kind: str, name: str) -> None:
     trainer = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2, max_steps=1)

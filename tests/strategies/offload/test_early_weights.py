@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.offload.overlapped import Losses, assert_same, train, writer, writes
-from tests.strategies.offload.test_training import Tiny, batches
-from trainwright import ConfigurationError, OffloadStrategy
+from tests.strategies.offload.test_training import Tiny
+from trainwright import OffloadStrategy
 from trainwright.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Throughput, Timer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
@@ -60,15 +58,6 @@ def test_what_is_assigned_is_used_and_may_be_put_back(parameters: Any, state: An
     assert_same(train(OffloadStrategy(parameters, state, stream=True), Assigning()), wanted)
 
 
-def test_values_of_another_shape_are_refused() -> None:
-    class Growing(Callback):
-        def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
-            task.blocks[0].down.bias.data = torch.zeros(3)
-
-    with pytest.raises(ConfigurationError, match=r"float32 \(16,\) was assigned a value of torch.float32 \(3,\)"):
-        train(OffloadStrategy(stream=True), Growing())
-
-
 def test_what_a_task_writes_is_what_is_trained_on() -> None:
     class Writing(Tiny):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -87,48 +76,6 @@ def test_what_a_task_writes_is_what_is_trained_on() -> None:
 
     for kind in (Writing, Scheduling, Moving):
         assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
-
-
-@pytest.mark.parametrize("parameters", ["cpu", "device"])
-def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters: Any) -> None:
-    class Taught(Tiny):
-        """The last block is a running average of the first one, and its teacher."""
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = self.blocks[0](self.embed(tokens))
-            with torch.no_grad():
-                wanted = self.blocks[-1](hidden)
-            scores: torch.Tensor = self.head(hidden - wanted)
-            return scores
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            for old, new in zip(self.blocks[-1].parameters(), self.blocks[0].parameters(), strict=True):
-                old.data.lerp_(new.data, 0.5)
-            return loss
-
-    def task() -> Taught:
-        made = Taught()
-        made.blocks[-1].requires_grad_(False)
-        return made
-
-    strategy = OffloadStrategy(parameters, stream=True, prefetch=0)
-    assert_same(train(strategy, task=task(), limit_val_batches=0), train(task=task(), limit_val_batches=0))
-
-
-def test_what_is_done_at_a_safe_point_is_what_is_trained_on() -> None:
-    class Later(Callback):
-        def on_before_zero_grad(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            trainer.at_step_end(functools.partial(writes, trainer, task))
-
-    assert_same(train(OffloadStrategy("device", stream=True), Later()), train("single", Later()))
-
-
-def test_weights_that_were_copied_early_are_used() -> None:
-    """Who says that he only reads, and writes, writes in vain: what holds him off is that he says nothing."""
-    told = writer("on_train_step_end", reads_only=True)
-    found = train(OffloadStrategy("device", stream=True), told, limit_val_batches=0)
-    assert found[0] != train("single", writer("on_train_step_end"), limit_val_batches=0)[0]
 
 
 def test_what_torch_sees_written_is_copied_again() -> None:
@@ -180,18 +127,3 @@ def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:
     run = train(strategy, Look(), *callbacks, default_root_dir=tmp_path, **options)
     assert found == [(step, True) for step in range(1, 11)]
     assert_same(run, train())
-
-
-def test_a_run_goes_on_from_a_checkpoint_with_its_weights(tmp_path: Path) -> None:
-    wanted = train()
-
-    def part(epochs: int, path: Path | None) -> Any:
-        task = Tiny()
-        trainer = quiet_trainer(strategy=OffloadStrategy("device", stream=True), max_epochs=epochs)
-        torch.manual_seed(3)
-        trainer.fit(task, batches(5), batches(2), ckpt_path=path)
-        trainer.save_checkpoint(tmp_path / f"after-{epochs}")
-        return weights_of(task)
-
-    part(1, None)
-    assert_equal_weights(part(2, tmp_path / "after-1"), wanted[1])

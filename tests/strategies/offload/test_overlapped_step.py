@@ -136,47 +136,6 @@ def test_a_unit_steps_before_the_gradients_of_the_next_one_are_waited_for(trace:
     assert on_their_way[-1] == 0
 
 
-def test_gradients_of_the_last_micro_batch_are_added_when_their_unit_steps(trace: Any) -> None:
-    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0, accumulate_grad_batches=5)
-    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
-    assert [entry[1] for entry in steps if entry[0] == "step"] == IN_ORDER
-    assert [entry[2] > 0 for entry in steps if entry[0] == "step"] == [unit != ROOT for unit in IN_ORDER]
-
-
-def test_the_host_holds_the_gradients_of_two_units_that_are_to_be_added(late: None) -> None:
-    task = Tiny()
-    found: list[int] = []
-
-    def count(*_: Any) -> None:
-        found.append(sum(bool(unit._to_add) for unit in task.trainer.strategy.weight_stream.units))
-
-    for block in task.blocks:
-        block.norm.weight.register_hook(count)
-    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0, accumulate_grad_batches=5)
-    assert max(found) == 2
-
-
-def test_the_weights_of_a_unit_are_on_their_way_when_the_next_one_steps(trace: Any) -> None:
-    train(OffloadStrategy("device", stream=True), limit_val_batches=0)
-    found = [entry[:2] for entry in last_step(trace) if entry[0] != "wait"]
-    assert found == [(what, unit) for unit in IN_ORDER for what in ("step", "copy")]
-
-
-def test_as_many_units_go_to_the_device_early_as_it_has_room_for(trace: Any) -> None:
-    train(OffloadStrategy(stream=True, prefetch=2), limit_val_batches=0)
-    copied = [unit for what, unit, _ in last_step(trace) if what == "copy"]
-    assert copied == [1, 0, ROOT]
-
-
-def test_clipping_waits_for_gradients_and_not_for_weights(trace: Any) -> None:
-    train(OffloadStrategy("device", stream=True), limit_val_batches=0, gradient_clip_val=0.5)
-    found = last_step(trace)
-    assert {on_their_way for _, _, on_their_way in found} == {0}
-    assert [entry[:2] for entry in found if entry[0] != "wait"] == [
-        (what, unit) for unit in IN_ORDER for what in ("step", "copy")
-    ]
-
-
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"])
 def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
@@ -231,22 +190,6 @@ def test_a_gradient_that_comes_in_two_parts_is_their_sum() -> None:
     found = train(OffloadStrategy(stream=True), task=Recomputing(), limit_val_batches=0)
     torch.manual_seed(0)
     assert_same(found, train(task=Recomputing(), limit_val_batches=0))
-
-
-@pytest.mark.usefixtures("late")
-def test_without_the_waits_other_weights_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming.Unit, "wait_for_gradients", lambda unit: None)
-    found = train(OffloadStrategy(stream=True), limit_val_batches=0)
-    assert found[0] != train(limit_val_batches=0)[0]
-
-
-@pytest.mark.usefixtures("late")
-def test_the_device_keeps_the_gradients_of_one_unit() -> None:
-    task = Tiny()
-    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0)
-    of_root = task.embed.weight.nbytes + sum(parameter.nbytes for parameter in task.head.parameters())
-    of_unit = sum(parameter.nbytes for parameter in task.blocks[0].parameters())
-    assert 0 < LateStream.all[1].most_kept <= of_unit + of_root
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -363,22 +306,3 @@ def test_torchs_optimizers_are_split_unless_somebody_would_notice() -> None:
         assert not can_be_split(torch.optim.SGD(parameters()))
     finally:
         handle.remove()
-
-
-@pytest.mark.requires("cuda", "copies that are made beside a device's computation")
-@pytest.mark.parametrize(("parameters", "state"), PLACES)
-def test_on_a_device_every_bit_is_that_of_waiting(parameters: Any, state: Any, tmp_path: Path) -> None:
-    class Waiting(Callback):
-        def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            """Might look at gradients."""
-
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            """Might write weights."""
-
-    for accumulate in (1, 3):
-        options: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
-        found = [
-            train(OffloadStrategy(parameters, state, offload_folder=tmp_path), *callbacks, **options)
-            for callbacks in ([], [Waiting()])
-        ]
-        assert_same(*found)

@@ -129,9 +129,3 @@ def test_every_bit_is_that_of_training_in_one_place(name: str, place: Any, strea
     found = train(Odd(unit, body), OffloadStrategy(place, place, stream=stream))
     assert_equal_weights(found, wanted)
     assert {key: value.stride() for key, value in found.items()} == {key: v.stride() for key, v in wanted.items()}
-
-
-def test_nothing_is_left_on_a_parameter_that_is_an_input() -> None:
-    task = Odd(HalfFrozen, prompted)
-    train(task, OffloadStrategy(stream=True))
-    assert not task.prompt._backward_hooks

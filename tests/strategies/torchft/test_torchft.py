@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -22,8 +20,7 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer
 from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.torchft.replica_run import Task, train
-from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
@@ -165,26 +162,6 @@ def test_a_replica_that_hangs_catches_up_without_training(start: Any) -> None:
     assert replicas.steps(2)[-140:] == replicas.steps(0)[-140:]  # each step once, at the same position in the data
 
 
-@_NEEDS
-@pytest.mark.exhaustive
-def test_a_run_survives_ten_kills(start: Any) -> None:
-    replicas, draw = start(num=3, num_steps=900, step_s=0.05), random.Random(0)
-    replicas.wait_for_step(0, 5)
-    for _ in range(10):
-        number = draw.randrange(3)
-        replicas.wait_for_step(number, 1)
-        time.sleep(draw.random())
-        replicas.kill(number)
-        time.sleep(draw.random())
-        replicas.restart(number)
-    first, second, third = replicas.weights()
-    assert_equal_weights(first, second)
-    assert_equal_weights(first, third)
-    for number in range(3):
-        numbers = replicas.step_numbers(number)
-        assert numbers == list(range(numbers[0], 901))
-
-
 @pytest.mark.parametrize(
     ("options", "arguments", "problem"),
     [
@@ -203,13 +180,6 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], arguments
     given = {"replica": 0, "max_replicas": 3, "lighthouse": "http://nowhere:1", **options}
     with pytest.raises(ConfigurationError, match=problem):
         quiet_trainer(strategy=TorchFTStrategy(**given), **arguments).fit(RegressionTask(), regression_loader())
-
-
-def test_the_package_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    strategy = TorchFTStrategy(replica=0, max_replicas=3, lighthouse="http://nowhere:1")
-    with pytest.raises(MissingPackageError, match="pip install torchft"):
-        quiet_trainer(strategy=strategy).fit(RegressionTask(), regression_loader())
 
 
 @_NEEDS
@@ -233,12 +203,3 @@ def test_collectives_of_a_sharded_replica_take_its_values_for_the_others(monkeyp
     assert gathered.shape == (2, 1)
     assert own.grad is not None
     assert own.grad.item() == 2
-
-
-@_NEEDS
-def test_a_user_written_loop_is_refused() -> None:
-    accelerator = Accelerator(
-        cpu=True, strategy=TorchFTStrategy(replica=0, max_replicas=3, lighthouse="http://nowhere:1")
-    )
-    with pytest.raises(ConfigurationError, match="not supported in user-written training loops"):
-        accelerator.prepare(torch.nn.Linear(1, 1))

@@ -22,11 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers.calls import calls_of
-from trainwright import Accelerator, ModelCheckpoint, TaskModule, Trainer, seed_everything
-from trainwright.callbacks import EMAWeightAveraging
+from trainwright import Accelerator, TaskModule, Trainer, seed_everything
 from trainwright.state import AcceleratorState
 
 WIDTH, SAMPLES = 8, 64
@@ -100,60 +97,6 @@ def equal_losses(folder: str, **options: Any) -> dict[str, Any]:
         "tied": task.first.weight is task.second.weight,
         "devices": sorted({parameter.device.type for parameter in task.parameters()}),
     }
-
-
-class Language(TaskModule):
-    """A language model of one block with tied embeddings, weighed by tokens, with a metric of torchmetrics."""
-
-    def __init__(self, words: int = 16, width: int = 16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
-        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, words, bias=False)
-        self.head.weight = self.embedding.weight
-        self.accuracy = MulticlassAccuracy(words)
-
-    def num_items(self, batch: Any) -> torch.Tensor:
-        return (batch[0][:, 1:] != 0).sum()
-
-    def predictions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens `(batch, time)` to logits `(batch × (time - 1), words)`."""
-        x = self.embedding(tokens[:, :-1])
-        query, key, value = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
-        x = x + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
-        return self.head(x).flatten(0, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(self.predictions(batch[0]), batch[0][:, 1:].flatten(), ignore_index=0)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.accuracy(self.predictions(batch[0]), batch[0][:, 1:].flatten())
-        self.log("accuracy", self.accuracy)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def language_model(folder: str, **options: Any) -> list[dict[str, float]]:
-    """Train a language model with callbacks under XLA and on the CPU; the metrics of both, and of a test."""
-    tokens = torch.randint(0, 16, (32, 12), generator=torch.Generator().manual_seed(0))
-    batches = DataLoader(TensorDataset(tokens), batch_size=8)
-    found = []
-    for chosen in (options, {"accelerator": "cpu"}):
-        task = Language()
-        run = trainer(
-            folder,
-            accumulate_grad_batches=2,
-            gradient_clip_val=1.0,
-            callbacks=[ModelCheckpoint(monitor="accuracy", mode="max"), EMAWeightAveraging()],
-            **({"enable_checkpointing": True} | chosen),
-        )
-        run.fit(task, batches, batches)
-        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
-        found.append(metrics | {"score": run.validate(task, batches, verbose=False)[0]["accuracy"]})
-    return found
 
 
 def counters() -> dict[str, int]:
@@ -266,19 +209,6 @@ def ragged(folder: str) -> list[str]:
     return _warnings(Regression(), trainer(folder, strategy="xla", max_epochs=2), samples=70)
 
 
-def changing(folder: str) -> list[str]:
-    """Train with a step that computes something else for each batch; the warnings."""
-
-    class Changing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            for _ in range(self.trainer.global_step):
-                loss = loss + self.head.weight.square().mean()
-            return loss
-
-    return _warnings(Changing(), trainer(folder, strategy="xla", max_epochs=3))
-
-
 def _error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     try:
         function(*args, **options)
@@ -291,77 +221,6 @@ def too_late(folder: str) -> str:
     """Train on the CPU first, which torch_xla does not allow; the error."""
     fit(folder, accelerator="cpu")
     return _error_of(fit, folder, strategy="xla")
-
-
-def too_many_devices(folder: str) -> str:
-    """Train in processes with more devices than processes; the error."""
-    import torch_xla.runtime as runtime
-
-    runtime.world_size = lambda: int(os.environ["WORLD_SIZE"]) + 1
-    return _error_of(fit, folder, strategy="xla")
-
-
-def launched(folder: str) -> str:
-    """Train in the replicas that torch_xla starts; the error."""
-    import torch_xla
-
-    return _error_of(torch_xla.launch, _train_replica, args=(folder,))
-
-
-def _train_replica(index: int, folder: str) -> None:
-    fit(f"{folder}/{index}", strategy="xla")
-
-
-def calls(folder: str) -> dict[str, float]:
-    """Return the Python calls of a step of a Trainer and of a loop by hand."""
-    import torch_xla
-
-    def counted(function: Callable[[], None]) -> int:
-        return len(calls_of(function)[0])
-
-    def by_hand(steps: int) -> Callable[[], None]:
-        def loop() -> None:
-            device, task = torch_xla.device(), Regression()
-            task.to(device)
-            optimizer = torch.optim.AdamW(task.parameters(), lr=1e-2)
-            for x, y in loader(samples=16 * steps):
-                loss = nn.functional.mse_loss(task(x.to(device)), y.to(device))
-                loss.backward()
-                nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                torch_xla.sync()
-
-        return loop
-
-    class Plain(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return nn.functional.mse_loss(self(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def ours(steps: int) -> Callable[[], None]:
-        run = trainer(folder, max_epochs=1, strategy="xla", gradient_clip_val=1.0, log_every_n_steps=1000)
-        return lambda: run.fit(Plain(), loader(samples=16 * steps))
-
-    found = {}
-    for name, make in (("by hand", by_hand), ("ours", ours)):
-        make(4)()
-        found[name] = (counted(make(40)) - counted(make(20))) / 20
-    return found
-
-
-def downcast(folder: str) -> list[str]:
-    """Return the dtypes of a weight on the device and in a checkpoint with `downcast_bf16`."""
-    from trainwright.strategies import XLAStrategy
-
-    run = trainer(folder, strategy=XLAStrategy(downcast_bf16=True), max_epochs=1)
-    task = Regression()
-    run.fit(task, loader())
-    import torch_xla
-
-    return [str(task.head.weight.dtype), torch_xla._XLAC._get_xla_tensor_debug_info(torch.ones(1, device="xla"))]
 
 
 def connect_on_the_host() -> None:
