@@ -110,7 +110,6 @@ def train(folder: Path, task: Any, data: list[Any], strategy: Any = "single") ->
 _STRATEGIES: dict[str, Any] = {
     "cp": lambda: FSDPStrategy(cp=2),
     "sp": lambda: FSDPStrategy(sp=2),
-    "recomputed": lambda: FSDPStrategy(cp=2, activation_checkpointing=True),
     "replicas": lambda: FSDPStrategy(cp=2, device_mesh=(2, 1)),
     "cp_ep": lambda: FSDPStrategy(cp=2, ep=2),
     "cp_tp": lambda: FSDPStrategy(cp=2, tp=2),
@@ -135,7 +134,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["cp", "sp", "recomputed"])
+@pytest.mark.parametrize("kind", ["cp", "sp"])
 def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
     found = run_distributed(_split, 2, tmp_path / "run", kind)[0]
     assert_same(found, expected(), _EXACT)
@@ -144,7 +143,7 @@ def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path)
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["cp", "replicas", "pp_cp", "pp_sp"])
+@pytest.mark.parametrize("kind", ["replicas", "pp_sp"])
 def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
     assert_same(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected(), _EXACT)
 
@@ -155,9 +154,7 @@ def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, t
 @pytest.mark.parametrize(
     ("kind", "model", "world"),
     [
-        ("cp", "llama", 2), ("cp", "gpt2", 2), ("sp", "qwen2", 2), ("cp_ep", "mixtral", 2),
-        ("cp_tp", "llama", 4),
-        ("pp_cp", "llama", 4),
+        ("cp", "gpt2", 2), ("sp", "qwen2", 2), ("cp_ep", "mixtral", 2), ("cp_tp", "llama", 4), ("pp_cp", "llama", 4),
     ],
 )  # fmt: skip
 def test_models_of_transformers_equal_one_process(
@@ -177,8 +174,6 @@ def split(tmp_path: Path) -> Iterator[SplitSequences]:
 def test_a_batch_that_cannot_be_split_is_an_error(split: SplitSequences) -> None:
     with pytest.raises(ConfigurationError, match=r"type Tensor, not a dict with 'input_ids'.*Define split_seq"):
         split.batch(torch.zeros(2, 8))
-    with pytest.raises(ConfigurationError, match="a dict with 'tokens', 'mask', not"):
-        split.batch({"tokens": torch.zeros(2, 8), "mask": None})
     ids = torch.ones(2, 8, dtype=torch.long)
     with pytest.raises(RuntimeError, match="pad them at the end"):
         split.batch({"input_ids": ids, "attention_mask": torch.tensor([[0] * 4 + [1] * 4] * 2)})

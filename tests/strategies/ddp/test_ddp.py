@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
@@ -40,13 +40,9 @@ def fit(
 
 _SAME = [
     DDPStrategy,
-    lambda: DDPStrategy(find_unused_parameters=True),
     lambda: DDPStrategy(static_graph=True),
-    lambda: DDPStrategy(bucket_cap_mb=0.0001),
-    lambda: DDPStrategy(gradient_as_bucket_view=False),
-    lambda: DDPStrategy(broadcast_buffers=False),
-    lambda: DDPStrategy(timeout="1 min"),
-    lambda: DDPStrategy(process_group_backend="gloo"),
+    lambda: DDPStrategy(bucket_cap_mb=0.0001, gradient_as_bucket_view=False, broadcast_buffers=False),
+    lambda: DDPStrategy(timeout="1 min", process_group_backend="gloo"),
 ]
 
 
@@ -82,7 +78,7 @@ def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "seconds"),
-    [(90, 90), ("30 min", 1800), (datetime.timedelta(hours=1), 3600), (Duration("2 h"), 7200), (1.5, 1.5)],
+    [(90, 90), ("30 min", 1800), (datetime.timedelta(hours=1), 3600), (Duration("2 h"), 7200)],
 )
 def test_a_timeout_is_any_length_of_time(timeout: Any, seconds: float) -> None:
     assert DDPStrategy(timeout=timeout).timeout == datetime.timedelta(seconds=seconds)
@@ -175,7 +171,7 @@ class GroupWatcher(Callback):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_3"])
 def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector(strategy: str) -> None:
     # The collector may run in a loader's forked worker, where freeing a gloo group waits for threads that are not
     # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
@@ -285,8 +281,3 @@ def trained() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", list(_TASKS))
 def test_replicas_average_what_is_unfrozen_during_a_fit(name: str, trained: list[dict[str, Any]]) -> None:
     assert_trained_alike([found[name] for found in trained], train("single", 1, _TASKS[name]()))
-
-
-@pytest.mark.distributed
-def test_local_sgd_averages_what_was_frozen_since_the_last_average(trained: list[dict[str, Any]]) -> None:
-    assert_equal_weights(trained[0]["local_sgd"], trained[1]["local_sgd"])

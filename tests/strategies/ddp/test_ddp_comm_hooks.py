@@ -88,14 +88,10 @@ _STRATEGIES: dict[str, Any] = {
     "plain": DDPStrategy,
     "fp16": lambda: DDPStrategy(ddp_comm_hook="fp16"),
     "bf16": lambda: DDPStrategy(ddp_comm_hook=DDPCommunicationHookType.BF16),
-    "stock bf16": lambda: DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
     "cast averages": lambda: DDPStrategy(ddp_comm_wrapper="bf16"),
     "full rank": lambda: DDPStrategy(ddp_comm_hook="power_sgd", ddp_comm_state=_FULL_RANK),
     "rank one": lambda: DDPStrategy(ddp_comm_hook="power_sgd", ddp_comm_state=_RANK_ONE),
     "late": lambda: DDPStrategy(ddp_comm_hook="power_sgd"),
-    "batched": lambda: DDPStrategy(
-        ddp_comm_hook="batched_power_sgd", ddp_comm_state={"start_powerSGD_iter": 2, "matrix_approximation_rank": 8}
-    ),
     "batched rank one": lambda: DDPStrategy(
         ddp_comm_hook=powerSGD_hook.batched_powerSGD_hook, ddp_comm_state={"start_powerSGD_iter": 2}
     ),
@@ -128,9 +124,7 @@ def runs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("stock bf16", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_gradients_are_cast_before_they_are_averaged(name: str, dtype: torch.dtype, runs: list[dict[str, Any]]) -> None:
     for of_rank in runs:
         torch.testing.assert_close(of_rank[name]["first"], of_rank["by hand"][dtype], rtol=0, atol=0)
@@ -145,16 +139,9 @@ def test_replicas_stay_equal_under_every_hook(runs: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "atol"), [("full rank", 1e-5), ("batched", 1e-5), ("late", 1e-6)])
+@pytest.mark.parametrize(("name", "atol"), [("full rank", 1e-5), ("late", 1e-6)])
 def test_power_sgd_of_full_rank_or_before_it_starts_is_an_average(name: str, atol: float, runs: list[Any]) -> None:
     torch.testing.assert_close(runs[0][name]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=atol)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ["rank one", "batched rank one"])
-def test_power_sgd_of_rank_one_compresses(name: str, runs: list[dict[str, Any]]) -> None:
-    difference = (runs[0][name]["weights"]["net.0.weight"] - runs[0]["plain"]["weights"]["net.0.weight"]).abs()
-    assert difference.max() > 1e-4
 
 
 @pytest.mark.distributed
@@ -200,11 +187,8 @@ def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
     [
         ({"start_method": "auto"}, "in one way, which works in scripts"),
         ({"model_averaging_period": "auto"}, "LocalSGDStrategy"),
-        ({"find_unused_parameter": "auto"}, "Did you mean 'find_unused_parameters'"),
         ({"ddp_comm_hook": "pf16"}, "Did you mean 'fp16'"),
-        ({"ddp_comm_hook": 16}, "or a function"),
         ({"ddp_comm_wrapper": "power_sgd"}, "Known: no, fp16, bf16"),
-        ({"ddp_comm_hook": "fp16", "ddp_comm_state": {"a": 1}}, "has no state"),
         ({"ddp_comm_state": {"a": 1}}, "has no state"),
         ({"ddp_comm_hook": "power_sgd", "ddp_comm_state": 4}, "by name"),
         ({"ddp_comm_hook": "power_sgd", "ddp_comm_state": {"rank": 4}}, "no option 'rank'"),

@@ -22,10 +22,7 @@ pytestmark = pytest.mark.distributed
 _OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {"stage": 0},
     "states": {"stage": 1},
-    "states, without overlap": {"stage": 1, "overlap_comm": False, "contiguous_gradients": False},
-    "gradients": {"stage": 2},
     "gradients, in small buckets": {"stage": 2, "reduce_bucket_size": 20, "allgather_bucket_size": 20},
-    "parameters": {"stage": 3},
     "parameters, group by group": {"stage": 3, "sub_group_size": 40, "overlap_comm": False},
     "every parameter": {
         "config": {
@@ -84,10 +81,8 @@ def trained() -> list[dict[str, Any]]:
 
 def test_each_rank_holds_its_pieces_only(trained: list[dict[str, Any]]) -> None:
     total = sum(p.numel() for p in Blocks().parameters() if p.requires_grad)
-    for stage in ("states", "gradients"):
-        assert max(found[stage]["held"] for found in trained) < 1.2 * total  # values and one state, of one half
+    assert max(found["states"]["held"] for found in trained) < 1.2 * total  # values and one state, of one half
     assert trained[0]["every parameter"]["empty"] > 5
-    assert trained[0]["gradients"]["empty"] == 0
 
 
 @pytest.mark.parametrize("name", _OPTIONS)
@@ -115,7 +110,7 @@ def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behin
 # Checkpoints
 
 
-_SAVES = [(1, "sharded"), (2, "sharded"), (2, "full"), (3, "sharded"), (3, "full")]
+_SAVES = [(2, "full"), (3, "sharded"), (3, "full")]
 
 
 def _save(folder: Path) -> list[set[str]]:
@@ -128,7 +123,6 @@ def _save(folder: Path) -> list[set[str]]:
     return seen
 
 
-@pytest.mark.exhaustive
 def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_one_process(tmp_path: Path) -> None:
     first, second = run_distributed(_save, 2, tmp_path, timeout=280, init=False)
     for (stage, kind), on_main, on_other in zip(_SAVES, first, second, strict=True):

@@ -11,16 +11,10 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES
-from trainwright.strategies.deepspeed import checks
-from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
-from trainwright.strategies.deepspeed.options import ZeroOptions
+from trainwright.strategies.deepspeed.config import for_building, for_engine
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.deepspeed.zero_model import connect_schedule
-
-
-def _config(**given: Any) -> EngineConfig:
-    return EngineConfig(None, ZeroOptions(**given), given)
 
 
 def test_defaults_are_lightnings() -> None:
@@ -53,15 +47,6 @@ def test_names_mean_what_they_say(name: str, stage: int, optimizer: str, paramet
     config = STRATEGIES.get(name)().config
     found = (config.stage, config.offload("offload_optimizer"), config.offload("offload_param"))
     assert found == (stage, optimizer, parameters)
-
-
-def test_an_offload_takes_lightnings_buffers() -> None:
-    zero = _config(stage=3, offload_parameters=True, pin_memory=True).content["zero_optimization"]
-    assert zero["offload_param"] == {
-        "device": "cpu", "nvme_path": "/local_nvme", "pin_memory": True, "buffer_count": 5, "buffer_size": 10**8,
-        "max_in_cpu": 10**9,
-    }  # fmt: skip
-    assert "offload_optimizer" not in zero
 
 
 def test_an_engine_gets_no_groups_and_no_clipping() -> None:
@@ -171,20 +156,3 @@ def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
     _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
     with pytest.raises(ConfigurationError, match="needs a 'scheduler'"):
         _take(DummyScheduler(optimizer))
-
-
-def test_a_converted_optimizer_has_the_groups_and_hooks_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The class of DeepSpeed is compiled at its first use. torch's has the same groups.
-    monkeypatch.setattr(checks, "cpu_adam", lambda groups, adamw_mode: torch.optim.AdamW(groups))
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
-    given = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second]}], lr=0.2)
-    called: list[str] = []
-    given.register_step_pre_hook(lambda *_: called.append("before"))
-    found = checks.on_host(given, EngineConfig(config, ZeroOptions(), {}))
-    given.register_step_post_hook(lambda *_: called.append("after"))
-    torch.optim.lr_scheduler.ConstantLR(given, factor=0.5)
-    assert found is not given
-    assert [group["lr"] for group in found.param_groups] == [0.05, 0.1]
-    found.step()
-    assert called == ["before", "after"]

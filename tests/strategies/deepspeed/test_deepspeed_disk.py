@@ -21,7 +21,6 @@ from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive, needs_operation("AsyncIOBuilder")]
 
 WIDTH = 1500  # no multiple of a disk's block: see `keep_unaligned_gradients`
-NUM_PARAMETERS = 4 * (WIDTH + 1) * WIDTH + WIDTH + 1
 
 
 class Wide(TaskModule):
@@ -41,9 +40,6 @@ class Wide(TaskModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         output: torch.Tensor = self.net(batch)
         return output.square().mean() + output.mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch).square().mean())
 
     def configure_optimizers(self) -> Any:
         if self.named:
@@ -72,42 +68,32 @@ def strategy(disk: Path) -> DeepSpeedStrategy:
 
 
 class Halfway(Callback):
-    """Saves after the first epoch, and counts the bytes of swap files at the end."""
+    """Saves after the first epoch."""
 
-    def __init__(self, checkpoint: Path, disk: Path) -> None:
+    def __init__(self, checkpoint: Path) -> None:
         self.checkpoint = checkpoint
-        self.disk = disk
-        self.num_bytes: dict[str, int] = {}
 
     def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
         if trainer.current_epoch == 0:
             trainer.save_checkpoint(self.checkpoint)
 
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        for kind in ("optimizer", "parameters"):
-            files = [file for file in self.disk.rglob("*.swp") if ("optimizer" in file.parts) == (kind == "optimizer")]
-            self.num_bytes[kind] = sum(file.stat().st_size for file in files)
-
 
 def run(folder: Path) -> dict[str, Any]:
-    """Train, continue from the middle, and evaluate; all of it on the disk."""
+    """Train, and continue from the middle, on the disk."""
     warnings.simplefilter("ignore")
     disk, checkpoint = folder / "disk", folder / "half"
     settings = {"devices": "auto", "max_epochs": 2, "num_sanity_val_steps": 0, "gradient_clip_val": 1.0}
-    recorder, halfway, task = StepRecorder(), Halfway(checkpoint, disk), Wide(named=True)
+    recorder, halfway, task = StepRecorder(), Halfway(checkpoint), Wide(named=True)
     quiet_trainer(strategy=strategy(disk), callbacks=[recorder, halfway], **settings).fit(task, batches())
     continued = Wide(named=True)
     quiet_trainer(strategy=strategy(disk), **settings).fit(continued, batches(), ckpt_path=checkpoint)
-    trainer = quiet_trainer(strategy=strategy(disk), **settings)
-    (validated,) = trainer.validate(Wide(named=True), batches(2), ckpt_path=checkpoint, verbose=False)
     return {
-        "losses": torch.tensor(recorder.losses), "weights": weights_of(task), "continued": weights_of(continued),
-        "validated": validated["val_loss"], "num_bytes": halfway.num_bytes,
+        "losses": torch.tensor(recorder.losses), "weights": weights_of(task), "continued": weights_of(continued)
     }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
-def test_weights_and_states_on_a_disk_train_save_continue_and_evaluate(tmp_path: Path) -> None:
+def test_weights_and_states_on_a_disk_train_save_and_continue(tmp_path: Path) -> None:
     first, second = run_distributed(run, 2, tmp_path, timeout=290, init=False)
     recorder, task = StepRecorder(), Wide(named=False)
     settings = {"max_epochs": 2, "num_sanity_val_steps": 0, "gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
@@ -120,8 +106,3 @@ def test_weights_and_states_on_a_disk_train_save_continue_and_evaluate(tmp_path:
     alone = Wide(named=False)
     quiet_trainer(**settings).fit(alone, batches(), ckpt_path=tmp_path / "half")
     torch.testing.assert_close(weights_of(alone), weights_of(task), rtol=0, atol=1e-5)
-    (expected,) = quiet_trainer().validate(Wide(named=False), batches(2), ckpt_path=tmp_path / "half", verbose=False)
-    assert first["validated"] == second["validated"] == pytest.approx(expected["val_loss"], abs=1e-5)
-    # Float32 weights and two states of everything that is large, and each rank's pieces of the weights.
-    assert first["num_bytes"]["optimizer"] > 0.9 * 3 * 4 * NUM_PARAMETERS
-    assert first["num_bytes"]["parameters"] > 0.9 * 4 * NUM_PARAMETERS

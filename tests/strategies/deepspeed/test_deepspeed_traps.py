@@ -12,7 +12,7 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
-from tests.strategies.fsdp.sharded import Blocks, batches, train
+from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -26,40 +26,15 @@ warnings.simplefilter("ignore")
 from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, batches
 
-task = Blocks()
-"""
-_ONE_PROCESS = """
-quiet_trainer(devices=1, strategy="deepspeed_stage_2", max_steps=1).fit(task, batches())
+quiet_trainer(devices=1, strategy="deepspeed_stage_2", max_steps=1).fit(Blocks(), batches())
 assert "LOCAL_RANK" not in os.environ  # by which other libraries recognize torchrun
 """
-# The script's own process stays, and the others are started anew for each stage.
-_TWO_STAGES = """
-trainer = quiet_trainer(devices=2, strategy="deepspeed_stage_3", max_epochs=1)
-trainer.fit(task, batches())
-(found,) = trainer.validate(task, batches(), verbose=False)
-(expected,) = quiet_trainer().validate(task, batches(), verbose=False)
-assert abs(found["val_loss"] - expected["val_loss"]) < 1e-6
-"""
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [_ONE_PROCESS, pytest.param(_TWO_STAGES, marks=[pytest.mark.slow, pytest.mark.exhaustive])],
-    ids=["leaves the environment as it was", "runs one stage after the other at stage 3"],
-)
-def test_a_script(lines: str) -> None:
-    command = [sys.executable, "-c", _SCRIPT + lines]
+def test_a_script_leaves_the_environment_as_it_was() -> None:
+    command = [sys.executable, "-c", _SCRIPT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-
-
-class Accumulating(Blocks):
-    def configure_optimizers(self) -> Any:
-        weights = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
-        others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
-        optimizer = torch.optim.Adagrad([{"params": weights, "lr": 0.02}, {"params": others}], lr=0.1)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Factored(Blocks):
@@ -90,7 +65,6 @@ class _ReturnsNone(Blocks):
 def _try_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for stage in (1, 3):
-        found[f"adagrad {stage}"] = train(DeepSpeedStrategy(stage=stage), 2, Accumulating())
         with pytest.raises(ConfigurationError) as refused:
             quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(stage=stage)).fit(Factored(), batches())
         found[f"adafactor {stage}"] = str(refused.value)
@@ -102,7 +76,6 @@ def _try_all() -> dict[str, Any]:
     with pytest.raises(TaskError) as none:
         quiet_trainer(devices="auto", strategy="deepspeed_stage_2", max_epochs=1).fit(_ReturnsNone(), batches())
     found["none"] = str(none.value)
-    found["stage 0"] = train(DeepSpeedStrategy(stage=0), 2, Thawing(begins=False))
     return found
 
 
@@ -111,10 +84,10 @@ def tried() -> list[dict[str, Any]]:
     return run_distributed(_try_all, 2, timeout=240, init=False)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_optimizer_that_looks_at_whole_matrices_is_refused(stage: int, tried: list[dict[str, Any]]) -> None:
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused(tried: list[dict[str, Any]]) -> None:
     for found in tried:
-        assert "Adafactor needs full matrices" in found[f"adafactor {stage}"]
+        assert "Adafactor needs full matrices" in found["adafactor 1"]
+        assert "Adafactor needs full matrices" in found["adafactor 3"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

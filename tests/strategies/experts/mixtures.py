@@ -88,7 +88,6 @@ class MixtureTask(TaskModule):
 _KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "output_router_logits": True},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "norm_topk_prob": True},
 }
 KINDS = list(_KINDS)
 _VOCABULARY = 24

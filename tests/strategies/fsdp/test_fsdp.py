@@ -25,27 +25,16 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, NonFiniteError
-from trainwright.data import ShardedIterable
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "units of the task": {},
-    "no unit": {"auto_wrap_policy": []},
     "by name": {"auto_wrap_policy": "Block"},
-    "by class": {"auto_wrap_policy": {Block}},
     "by function": {"auto_wrap_policy": lambda module: isinstance(module, (Block, nn.Linear))},
     "by size": {"min_num_params": 50},
-    "gradients and optimizer": {"sharding_strategy": "SHARD_GRAD_OP"},
     "not at all": {"sharding_strategy": "NO_SHARD"},
-    "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)},
     "hybrid, kept": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "device_mesh": (1, 2)},
-    "replicas": {"device_mesh": (2, 1)},
-    "resharded root": {"reshard_after_forward": True},
     "on the host": {"cpu_offload": True},
-    "recomputed": {"activation_checkpointing": True},
-    "recomputed layers": {"activation_checkpointing": {nn.LayerNorm}},
-    "prefetched": {"forward_prefetch": 2},
 }
 
 
@@ -54,7 +43,6 @@ def _train_with_all() -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.exhaustive
 def test_however_it_is_cut_a_model_trains_as_in_one_process() -> None:
     alone = train("single", 1)
     assert float(alone["norms"].max()) > 0.5  # something is clipped
@@ -66,7 +54,7 @@ def test_however_it_is_cut_a_model_trains_as_in_one_process() -> None:
 
 _OTHERS: dict[str, dict[str, Any]] = {
     "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-    **{name: {"precision": name} for name in ("bf16-mixed", "16-mixed", "bf16-true", "64-true")},
+    **{name: {"precision": name} for name in ("16-mixed", "bf16-true")},
 }
 
 
@@ -91,14 +79,12 @@ def test_other_clipping_and_precisions_come_close_to_one_process(name: str, othe
     ("strategy", "compile"),
     [
         ("fsdp", {"backend": "eager"}),
-        ("fsdp", {"backend": "eager", "regional": True}),
         ("ddp", {"backend": "eager", "regional": True}),
-        pytest.param("fsdp", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_units_that_are_compiled_train_as_in_one_process(strategy: str, compile: Any) -> None:
     found = run_distributed(lambda: train(strategy, 2, compile=compile), 2, timeout=800)
-    assert_trained_alike(found, train("single", 1), atol=1e-5 if compile is True else 1e-6)
+    assert_trained_alike(found, train("single", 1))
 
 
 # After a stage
@@ -106,7 +92,6 @@ def test_units_that_are_compiled_train_as_in_one_process(strategy: str, compile:
 
 _STAGES: dict[str, list[Any]] = {
     "fsdp": [FSDPStrategy(activation_checkpointing=True), FSDPStrategy()],
-    "deepspeed 1": [DeepSpeedStrategy(stage=1)],
     "deepspeed 3": [DeepSpeedStrategy(stage=3)],
 }
 
@@ -200,8 +185,8 @@ def _skip_and_raise_on_bad(strategies: list[Any], rank: int) -> list[list[Any]]:
 @pytest.mark.filterwarnings("ignore:.*left out.*:UserWarning", "ignore:.*finite.*:UserWarning")
 @pytest.mark.parametrize(
     ("strategies", "rank"),
-    [(["fsdp"], 0), (["fsdp"], 1), ([DeepSpeedStrategy(stage=stage) for stage in range(4)], 1)],
-    ids=["fsdp, first rank", "fsdp, second rank", "deepspeed"],
+    [(["fsdp"], 1), ([DeepSpeedStrategy(stage=stage) for stage in (1, 3)], 1)],
+    ids=["fsdp", "deepspeed"],
 )
 def test_ranks_agree_on_a_gradient_that_is_not_finite_in_one_ranks_piece(strategies: list[Any], rank: int) -> None:
     for of_rank in run_distributed(_skip_and_raise_on_bad, 2, strategies, rank, init=False, timeout=200):
@@ -227,28 +212,19 @@ class StateWatcher(Callback):
         self.shape = checkpoint["state_dict"]["blocks.0.mix.weight"].shape
 
 
-def _save(folder: Path, state_dict_type: str) -> set[tuple[str, str]]:
+def _save(folder: Path) -> set[tuple[str, str]]:
     watcher = StateWatcher()
     # What wraps the units is not in their names.
-    strategy = FSDPStrategy(activation_checkpointing=True, state_dict_type=state_dict_type)
+    strategy = FSDPStrategy(activation_checkpointing=True, state_dict_type="full")
     train(strategy, 2, callbacks=[watcher, ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)])
     assert watcher.shape == (7, 7)
     return watcher.seen
 
 
-_SEEN = {
-    "full": [{("Tensor", "cpu")}, {("Tensor", "meta"), ("Tensor", "cpu")}],
-    "sharded": [{("DTensor", "cpu"), ("Tensor", "cpu")}] * 2,
-}
-
-
 @pytest.mark.distributed
-@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
-def test_a_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_into_one_process(
-    tmp_path: Path, state_dict_type: str
-) -> None:
-    seen = run_distributed(_save, 2, tmp_path / "run", state_dict_type)
-    assert seen == _SEEN[state_dict_type]
+def test_a_full_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_into_one_process(tmp_path: Path) -> None:
+    seen = run_distributed(_save, 2, tmp_path / "run")
+    assert seen == [{("Tensor", "cpu")}, {("Tensor", "meta"), ("Tensor", "cpu")}]
     path = next(path for path in (tmp_path / "run").iterdir() if "step=2" in path.name)
     snapshot = read_checkpoint(path)
     assert snapshot.model is not None
@@ -287,24 +263,18 @@ _num_steps = 0
 
 
 class KeepsOutputs(Blocks):
-    """Keeps what its steps see, inside and outside of itself, and gathers it.
-
-    Args:
-        with_gradients: the step computes gradients, as force fields do.
-    """
+    """Keeps what its steps see; computes gradients in them if told, as force fields do."""
 
     def __init__(self, with_gradients: bool = False) -> None:
         super().__init__()
         self.with_gradients = with_gradients
         self.outs: list[int] = []
-        self.seen_at: dict[int, list[torch.Tensor]] = {}
         self.num_rows = 0
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         global _num_steps
         _num_steps += 1
         self.outs.append(len(batch))
-        self.seen_at.setdefault(0, []).append(batch)
         self.num_rows += len(batch)
         if self.with_gradients:
             with torch.enable_grad():
@@ -312,32 +282,22 @@ class KeepsOutputs(Blocks):
         self.blocks[1](inputs=torch.zeros(1, 7))
         assert self.all_gather(torch.tensor(float(self(batch).sum()))).shape == (2,)
 
-    test_step = predict_step = validation_step  # type: ignore[assignment]  # they return nothing
+    predict_step = validation_step  # type: ignore[assignment]  # they return nothing
 
 
-class _Unsized(torch.utils.data.IterableDataset[Any]):
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __iter__(self) -> Any:
-        return iter(batches(self.num))
-
-
-def _keep_outputs() -> list[tuple[int, list[int], int, int]]:
+def _keep_outputs() -> list[tuple[int, list[int], int]]:
     global _num_steps
     found = []
     trainer = quiet_trainer(devices="auto", strategy="fsdp")
-    unsized: Any = torch.utils.data.DataLoader(ShardedIterable(_Unsized(3)), batch_size=None)
-    for run, with_gradients, data in (
-        (trainer.validate, False, batches(3)),
-        (trainer.test, False, unsized),
-        (trainer.predict, False, batches(3)),
-        (trainer.validate, True, batches(3)),
-        (trainer.validate, False, batches(1)),
+    for run, with_gradients, num in (
+        (trainer.validate, False, 3),
+        (trainer.predict, False, 3),
+        (trainer.validate, True, 3),
+        (trainer.validate, False, 1),
     ):
         task, _num_steps = KeepsOutputs(with_gradients), 0
-        run(task, data)
-        found.append((_num_steps, task.outs, task.num_rows, sum(map(len, task.seen_at.get(0, [])))))
+        run(task, batches(num))
+        found.append((_num_steps, task.outs, task.num_rows))
     return found
 
 
@@ -346,10 +306,10 @@ def test_a_step_of_an_evaluation_runs_once_for_each_batch() -> None:
     rows = [len(batch) for batch in batches(3)]
     for rank, (*stages, computes_gradients, has_one) in enumerate(run_distributed(_keep_outputs, 2)):
         mine = rows[rank::2]
-        assert stages == [(len(mine), mine, sum(mine), sum(mine))] * 3
+        assert stages == [(len(mine), mine, sum(mine))] * 2
         # The step itself runs again where it computes gradients or the rank has no batch; its attributes are restored.
-        assert computes_gradients[1:] == (mine, sum(mine), sum(mine))
-        assert has_one[1:] == ((rows[:1], rows[0], rows[0]) if rank == 0 else ([], 0, 0))
+        assert computes_gradients[1:] == (mine, sum(mine))
+        assert has_one[1:] == ((rows[:1], rows[0]) if rank == 0 else ([], 0))
 
 
 # What is refused

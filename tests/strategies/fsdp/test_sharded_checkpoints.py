@@ -18,9 +18,6 @@ from tests.strategies.fsdp.sharded import Blocks, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, read_manifest, set_fault_hook, verify
-from trainwright.checkpoint.interop.diff import diff_checkpoints
-from trainwright.checkpoint.interop.export import export_weights
-from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
@@ -56,28 +53,6 @@ def test_every_rank_has_written_its_pieces(name: str, folder: Path, trained: dic
     rows = [next(piece["lengths"] for piece in index if piece["tensor"] == "blocks.0.mix.weight") for index in indices]
     assert rows == [[4, 7], [3, 7]]
     assert not [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
-
-
-def test_commands_work_on_pieces(
-    folder: Path, trained: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, merged = folder / "step=2", tmp_path / "merged.safetensors"
-    assert main(["checkpoint", "merge", str(path), str(merged)]) == 0
-    from safetensors.torch import load_file
-
-    loaded = load_file(merged)
-    assert_equal_weights(loaded, {name: trained[name] for name in loaded})
-    assert set(trained) - set(loaded) == {"tied.weight"}
-    assert export_weights(path, tmp_path / "folder", layout="sharded", max_shard_bytes=500).num_tensors == len(loaded)
-    assert main(["checkpoint", "verify", str(path)]) == 0
-    capsys.readouterr()
-    assert main(["checkpoint", "show", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "format version: 2" in shown
-    assert "exp_avg, exp_avg_sq, step" in shown
-    assert main(["checkpoint", "diff", str(path), str(folder / "step=1")]) == 1
-    found = diff_checkpoints(path, folder / "at_once")
-    assert not [item.path for item in found.tensors if not item.path.startswith("rng")]
 
 
 def test_a_task_is_loaded_out_of_pieces(folder: Path, trained: dict[str, torch.Tensor]) -> None:

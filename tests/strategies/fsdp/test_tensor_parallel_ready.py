@@ -15,7 +15,7 @@ from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, find_plan, propose_plan, ready_plan
+from trainwright.strategies.fsdp.layers.known_models import propose_plan, ready_plan
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
@@ -108,41 +108,6 @@ def test_ready_plans_name_modules_that_there_are(kind: str) -> None:
         "mt5": "encoder.block.*.layer.*.SelfAttention.relative_attention_bias",
     }
     assert expected.get(kind, "model.layers.*.self_attn.q_proj") in plan
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models are split")
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "phi",
-            {
-                **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-                "model.layers.*.self_attn.dense": "rowwise",
-                "model.layers.*.mlp.fc1": "colwise",
-                "model.layers.*.mlp.fc2": "rowwise",
-            },
-        ),
-        (
-            "gpt_neox",
-            {
-                "gpt_neox.layers.*.attention.query_key_value": "colwise",
-                "gpt_neox.layers.*.attention.dense": "rowwise",
-                "gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
-                "gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
-            },
-        ),
-    ],
-)
-def test_a_plan_is_proposed_for_another_model(kind: str, expected: dict[str, str]) -> None:
-    model = make_model(kind)
-    with pytest.raises(ConfigurationError) as caught:
-        ready_plan(model, 2)
-    assert f"in its repeated blocks: {expected}" in str(caught.value)
-    mesh: Any = PlannedMesh({"tp": 2})
-    with pytest.raises(ConfigurationError, match=r"plan for ModuleDict\. .*in its repeated blocks: {'mine\."):
-        find_plan(torch.nn.ModuleDict({"mine": model}), None, mesh)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
@@ -204,21 +203,6 @@ class Counting(Speaker):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.log("count", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
         return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("num", [27, 25])  # 25: a rank has no last batch
-def test_data_parallel_pipelines_may_have_batches_of_other_shapes(num: int, folder: Path) -> None:
-    def run(strategy: Any, batch_size: int) -> dict[str, Any]:
-        trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=3, accumulate_grad_batches=4)
-        task = Counting()
-        trainer.fit(task, DataLoader(torch.cat(batches())[:num], batch_size=batch_size))  # the last one has 1 or 3 rows
-        return {"weights": weights_of(task), "count": float(trainer.callback_metrics["count"])}
-
-    found = run_distributed(run, 4, MegatronStrategy(pp=2, dp_shard=2), 2, init=False, timeout=60)[0]
-    assert found["count"] == num
-    torch.testing.assert_close(found["weights"], run("single", 4)["weights"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.distributed

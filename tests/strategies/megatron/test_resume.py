@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -144,14 +143,3 @@ def test_a_pipeline_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) ->
         per_step = len(seen[0]) // _STEPS
         rest = ranks[0][name][0]["seen"][_MIDDLE * per_step :]
         assert sorted(ranks[0][name][1]["seen"]) == sorted(rest), name  # a schedule may change the order within a step
-
-
-@pytest.mark.distributed
-def test_ranks_of_a_pipeline_with_other_seeds_draw_as_its_first_rank(tmp_path: Path) -> None:
-    def run(start: int) -> list[dict[str, Any]]:
-        seeds = {"equal": start, "different": start + int(os.environ["RANK"])}
-        return [train(MegatronStrategy(pp=2), tmp_path / name, seed=seed) for name, seed in seeds.items()]
-
-    for equal, different in run_distributed(run, 2, 77, init=False, timeout=120):
-        assert different["losses"] == equal["losses"]
-        assert different["seen"] == equal["seen"]

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies.offload.overlapped import Losses, assert_same, train, writer, writes
+from tests.strategies.offload.overlapped import assert_same, train, writer, writes
 from tests.strategies.offload.test_training import Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Throughput, Timer
 from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.hook_table import HookTable
 
 EVENTS = (
     "on_train_batch_start",
@@ -89,24 +88,6 @@ def test_what_torch_sees_written_is_copied_again() -> None:
 
     for parameters in ("cpu", "device"):
         assert_same(train(OffloadStrategy(parameters, stream=True), Visibly()), train("single", Visibly()))
-
-
-def test_reading_is_said_by_each_class_for_itself() -> None:
-    assert HookTable([Losses()]).only_read(["on_train_step_end"])
-    assert HookTable([writer("on_train_step_end")]).only_read(["on_train_batch_end"])  # nobody listens
-    assert not HookTable([writer("on_train_step_end", base=Losses)]).only_read(["on_train_step_end"])
-    assert not HookTable([], _task_that_listens()).only_read(["on_train_epoch_end"])
-    mine = Losses()
-    mine.reads_only = False  # type: ignore[misc]  # one object may say so too
-    assert not HookTable([mine]).only_read(["on_train_step_end"])
-
-
-def _task_that_listens() -> Tiny:
-    class Listening(Tiny):
-        def on_train_epoch_end(self) -> None:
-            pass
-
-    return Listening()
 
 
 def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.runs import assert_equal_weights
 from tests.helpers.selection import mostly_exhaustive
 from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer
-from tests.strategies.offload.test_training import DEPTH, PLACES, WIDTH, Tiny
+from tests.strategies.offload.test_training import DEPTH, PLACES, Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
@@ -152,46 +150,6 @@ def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
     assert wanted
 
 
-@pytest.mark.usefixtures("late")
-def test_a_group_is_looked_at_when_all_its_gradients_are_there() -> None:
-    class Odd(Tiny):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            # A finite loss and a gradient that is no number, of the weight whose gradient comes last.
-            return loss + (0 * self.embed.weight).sum().sqrt() if batch_idx == 2 else loss
-
-    options: dict[str, Any] = {"on_nonfinite": "skip"}
-    with pytest.warns(UserWarning, match="not finite"):
-        found = train(OffloadStrategy("device", stream=True), task=Odd(), **options)
-    with pytest.warns(UserWarning, match="not finite"):
-        wanted = train(task=Odd(), **options)
-    assert found[2].skipped_batches == wanted[2].skipped_batches
-    assert_equal_weights(found[1], wanted[1])
-
-
-@pytest.mark.usefixtures("late")
-def test_a_gradient_that_comes_in_two_parts_is_their_sum() -> None:
-    class Recomputing(Tiny):
-        """Has one layer in two parts that are computed anew, each with a backward of its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            with torch.random.fork_rng():
-                self.mix = torch.nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = self.blocks[0](self.embed(tokens))
-            for _ in range(2):
-                hidden = checkpoint(self.mix, hidden, use_reentrant=True)
-            scores: torch.Tensor = self.head(hidden)
-            return scores
-
-    torch.manual_seed(0)
-    found = train(OffloadStrategy(stream=True), task=Recomputing(), limit_val_batches=0)
-    torch.manual_seed(0)
-    assert_same(found, train(task=Recomputing(), limit_val_batches=0))
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_the_device_holds_as_many_units_as_it_should_and_between_steps_those_of_the_next_forward(ahead: int) -> None:
     task = Tiny()
@@ -249,22 +207,6 @@ def test_a_failure_amid_a_step_leaves_weights_at_home_and_all_gradients(
         for found, before in zip(task.blocks, untouched.blocks, strict=True)
     ]
     assert stepped == [False] * (DEPTH - 2) + [True, True]
-
-
-@pytest.mark.usefixtures("late")
-def test_several_optimizers_may_share_a_unit() -> None:
-    def task() -> Tiny:
-        made = Tiny()
-        norms = [p for name, p in made.named_parameters() if "norm" in name]
-        others = [p for name, p in made.named_parameters() if "norm" not in name]
-        made.automatic_optimization = True  # two optimizers on one loss are meant
-        made.configure_optimizers = lambda: (  # type: ignore[method-assign]
-            [torch.optim.SGD(others, lr=0.1, momentum=0.9), torch.optim.Adam(norms, lr=0.1)]
-        )
-        return made
-
-    for parameters in ("cpu", "device"):
-        assert_same(train(OffloadStrategy(parameters, stream=True), task=task()), train(task=task()))
 
 
 class SharedNorm(torch.optim.SGD):

@@ -127,15 +127,6 @@ def test_a_loop_equals_that_of_one_device(step: str, offloaded: str) -> None:
     torch.testing.assert_close(_train(_OFFLOADED[offloaded](), _STEPS[step]), wanted, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("offloaded", _OFFLOADED)
-def test_units_that_are_recomputed_and_saved_states(offloaded: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"precision": "bf16", "recomputed": True}
-    step = _one_backward_of_two_forwards
-    wanted = _train("single", step, tmp_path / "single", **options)
-    found = _train(_OFFLOADED[offloaded](), step, tmp_path / "offloaded", **options)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
 class RecordingAdamW(torch.optim.AdamW):
     """Records how many parameters each step has, and how many of them are without state."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
@@ -130,17 +128,6 @@ def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
 
     scarce.fetch = fetch  # type: ignore[method-assign]
     assert _take(prefetcher, [prefetcher.add(scarce)]) == [0]
-    _idle(prefetcher)
-
-
-@pytest.mark.slow
-@given(st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=6), st.integers(0, 60))
-def test_every_order_gets_the_weights_that_it_asks_for(passes: list[list[int]], budget: int) -> None:
-    prefetcher = Prefetcher(budget)
-    _, numbers = _parts(prefetcher, 6)
-    for order in passes:
-        assert _take(prefetcher, [numbers[index] for index in order]) == order
-        assert prefetcher._held_bytes <= budget
     _idle(prefetcher)
 
 
@@ -286,23 +273,6 @@ def test_a_copy_begins_after_the_computation_so_far(copies: CopyStream) -> None:
         ("computes", "runs", 2),
         ("computes", "waits for", ("copies", 1)),
     ]
-
-
-def test_a_copy_may_begin_after_a_mark(copies: CopyStream) -> None:
-    _run()
-    mark = copies.mark()
-    _run()
-    copies.queue(_run, after=mark)
-    assert FakeStream.log[2:] == [("copies", "waits for", ("computes", 1)), ("copies", "runs", 1)]
-
-
-def test_the_host_waits_for_one_copy_or_for_all(copies: CopyStream) -> None:
-    first = copies.queue(_run)
-    copies.queue(_run)
-    copies.wait(first)
-    copies.synchronize()
-    copies.synchronize()  # there is nothing more
-    assert [entry[2] for entry in FakeStream.log if entry[0] == "host"] == [("copies", 1), ("copies", 2)]
 
 
 def test_what_is_copied_from_stays_until_the_computation_has_waited(copies: CopyStream) -> None:

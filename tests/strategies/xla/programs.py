@@ -14,7 +14,6 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Accelerator, TaskModule, Trainer, seed_everything
-from trainwright.state import AcceleratorState
+from trainwright import TaskModule, Trainer, seed_everything
 
 WIDTH, SAMPLES = 8, 64
 
@@ -32,7 +30,7 @@ WIDTH, SAMPLES = 8, 64
 class Regression(TaskModule):
     """A small network with tied weights and, if told, dropout."""
 
-    def __init__(self, dropout: float = 0.0, *, manual: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -40,7 +38,6 @@ class Regression(TaskModule):
         self.second.weight = self.first.weight
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, 1)
-        self.automatic_optimization = not manual
         self.losses: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,11 +46,6 @@ class Regression(TaskModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self(x), y)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
         self.log("loss", loss)
         self.losses.append(loss.detach())
         return loss
@@ -77,9 +69,9 @@ def trainer(folder: str, **options: Any) -> Trainer:
     return Trainer(enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **given)
 
 
-def fit(folder: str, dropout: float = 0.0, manual: bool = False, **options: Any) -> tuple[Regression, Trainer]:
-    task, run = Regression(dropout, manual=manual), trainer(folder, **options)
-    run.fit(task, loader(), None if manual else loader(32))
+def fit(folder: str, **options: Any) -> tuple[Regression, Trainer]:
+    task, run = Regression(), trainer(folder, **options)
+    run.fit(task, loader(), loader(32))
     return task, run
 
 
@@ -162,65 +154,22 @@ def saves(folder: str, strategy: str = "xla") -> dict[str, Any]:
     return {"resumed": apart(whole, resumed), "to_cpu": apart(there, here), "from_cpu": apart(there, back)}
 
 
-def own_loop(folder: str, accumulate: int = 1, **options: Any) -> dict[str, Any]:
-    """Train in a user-written loop under XLA and then on the CPU: their losses."""
-
-    def run(**options: Any) -> tuple[list[float], Accelerator]:
-        accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
-        model = Regression()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, train, evaluation = accelerator.prepare(model, optimizer, loader(), loader())
-        found = []
-        for _ in range(3):
-            model.train()
-            for x, y in train:
-                with accelerator.accumulate(model):
-                    accelerator.backward(nn.functional.mse_loss(model(x), y))
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            model.eval()
-            for x, y in evaluation:
-                with torch.no_grad():
-                    predictions, targets = accelerator.gather_for_metrics((model(x), y))
-                found.append(nn.functional.mse_loss(predictions, targets).item())
-        accelerator.save_state(str(Path(folder, "state")))
-        accelerator.load_state(str(Path(folder, "state")))
-        return found, accelerator
-
-    losses, accelerator = run(**options)
-    facts = {"device": accelerator.device.type, "type": str(accelerator.distributed_type)}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()  # the backend of a group is that of its first device
-    return {"losses": losses, "cpu": run(cpu=True)[0], **facts}
-
-
-def _warnings(task: TaskModule, run: Trainer, samples: int = SAMPLES) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.fit(task, loader(samples=samples))
-    return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
-
-
 def ragged(folder: str) -> list[str]:
     """Train with a last batch of another size; the warnings."""
-    return _warnings(Regression(), trainer(folder, strategy="xla", max_epochs=2), samples=70)
-
-
-def _error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except Exception as error:  # noqa: BLE001  # its text is the result
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(folder, strategy="xla", max_epochs=2).fit(Regression(), loader(samples=70))
+    return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
 
 
 def too_late(folder: str) -> str:
     """Train on the CPU first, which torch_xla does not allow; the error."""
     fit(folder, accelerator="cpu")
-    return _error_of(fit, folder, strategy="xla")
+    try:
+        fit(folder, strategy="xla")
+    except Exception as error:  # noqa: BLE001  # its text is the result
+        return str(error)
+    return "none"
 
 
 def connect_on_the_host() -> None:

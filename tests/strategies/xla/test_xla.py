@@ -11,7 +11,6 @@ import subprocess
 import sys
 from importlib import metadata
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,26 +64,9 @@ def test_checkpoints_resume_exactly_and_continue_those_of_other_strategies(strat
 
 
 @needs_xla
-@pytest.mark.parametrize(("strategy", "accumulate"), [("xla", 2), ("xla_fsdp", 1)])
-def test_a_user_written_loop(strategy: str, accumulate: int) -> None:
-    found = run("own_loop", 2, strategy=strategy, accumulate=accumulate)
-    assert found["losses"] == pytest.approx(found["cpu"], abs=2e-5)
-    assert (found["device"], found["type"]) == ("xla", "DistributedType.XLA")
-
-
-@needs_xla
-@pytest.mark.parametrize("manual", [False, True])
-def test_replicas_in_several_processes_train_like_ddp(manual: bool) -> None:
-    options = {} if manual else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    found = run("equal_losses", replicas=2, strategy="xla", manual=manual, **options)
+def test_replicas_in_several_processes_train_like_ddp() -> None:
+    found = run("equal_losses", replicas=2, strategy="xla", accumulate_grad_batches=2, gradient_clip_val=0.5)
     assert max(found["losses"], found["weights"], found["metrics"]) < 2e-6
-
-
-@needs_xla
-def test_checkpoints_of_replicas_resume_exactly_and_continue_those_of_ddp(tmp_path: Path) -> None:
-    found = run("saves", replicas=2, strategy="xla", folder=str(tmp_path))
-    assert found["resumed"] == 0
-    assert max(found["to_cpu"], found["from_cpu"]) < 1e-6
 
 
 @needs_xla
