@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,7 +26,6 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.launch.reading import read_command
 from trainwright.strategies import Fp8, FSDPStrategy
-from trainwright.strategies.fsdp.layers.styles import FusedColwise
 from trainwright.utils import (
     AORecipeKwargs,
     TERecipeKwargs,
@@ -155,87 +153,49 @@ class Split(Language):
         return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
 
 
-def _shard(model: Any, mesh: Any = None) -> nn.Module:
+def _shard(model: Any) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mp_policy=policy)
     return model  # type: ignore[no-any-return]  # a module
 
 
-def _by_hand_on(mesh: Any) -> Callable[[nn.Module], nn.Module]:
+def _split_by_hand() -> None:
     def wrap(model: nn.Module) -> nn.Module:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-        return _shard(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
+        return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
-    return wrap
-
-
-def _split_by_hand(strategy: Any, sizes: dict[str, int], recipe: str) -> None:
-    task = fit(Fp8(recipe=recipe), task=Split(), strategy=strategy, devices=4 if "dp" in sizes else 2)
+    task = fit(Fp8(recipe="rowwise"), task=Split(), strategy="tp", devices=2)
     assert task.seen
     assert not has_ao_layers(task)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    losses, _ = by_hand(task.batches, _by_hand_on(mesh), recipe)
-    assert len(losses) == _STEPS // sizes.get("dp", 1)
+    losses, _ = by_hand(task.batches, wrap, "rowwise")
+    assert len(losses) == _STEPS
     assert torch.stack(task.losses).numpy() == pytest.approx(torch.stack(losses).numpy(), rel=1e-6)
-    if "dp" not in sizes:
-        whole, _ = by_hand(task.batches, recipe=recipe)
-        assert torch.stack(losses).numpy() == pytest.approx(torch.stack(whole).numpy(), rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_split_layers_train_as_those_that_torch_alone_splits(recipe: str) -> None:
-    run_distributed(_split_by_hand, 2, "tp", {"tp": 2}, recipe)
+def test_split_layers_train_as_those_that_torch_alone_splits() -> None:
+    run_distributed(_split_by_hand, 2)
 
 
-def _fused() -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    torch.manual_seed(0)
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True, pad_inner_dim=True)
-    whole = convert_to_float8_training(nn.Sequential(nn.Linear(32, 96)), config=config)
-    split, x = copy.deepcopy(whole), torch.randn(6, 32, requires_grad=True)
-    parallelize_module(split, init_device_mesh("cpu", (2,)), {"0": FusedColwise(3)}, src_data_rank=None)
-    rank = dist.get_rank()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = split(x), whole(x.bfloat16()).view(6, 3, 2, 16)[:, :, rank].flatten(1)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
-    assert not torch.equal(
-        found, nn.functional.linear(x, split[0].weight.to_local(), split[0].bias.to_local()).bfloat16()
-    )
-    found.float().square().sum().backward()
-    expected.float().square().sum().backward()
-    grad = split[0].weight.grad.to_local()
-    expected_grad = whole[0].weight.grad.view(3, 2, 16, 32)[:, rank].flatten(0, 1)
-    assert torch.allclose(grad, expected_grad, atol=0.05 * expected_grad.abs().max().item())
-
-
-def test_blocks_of_one_fused_layer_compute_in_fp8() -> None:
-    run_distributed(_fused, 2)
-
-
-def _gathered(strategy: Any, devices: int) -> None:
+def _gathered() -> None:
     from torchao.float8 import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 
     recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
-    moved: dict[bool, int] = {}
-    tasks = {}
+    moved, tasks = {}, {}
     for narrow in (True, False):
         task = tasks[narrow] = Split()
         with _bytes_gathered() as counted:
-            fit(Fp8(recipe=recipe) if narrow else "fp8", task=task, strategy=strategy, devices=devices)
+            strategy = FSDPStrategy(weights_after_stage="all")
+            fit(Fp8(recipe=recipe) if narrow else "fp8", task=task, strategy=strategy, devices=2)
         moved[narrow] = sum(counted)
         assert {type(p.data) for p in task.parameters()} == {torch.Tensor}
         assert not any("fsdp" in name for p in task.parameters() for name in vars(p))
     assert moved[True] < 0.75 * moved[False]
-    narrow, wide = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
-    assert narrow == pytest.approx(wide, rel=0.02)
-    if strategy.tp == 1:
-        options = {"after_step": precompute_float8_dynamic_scale_for_fsdp, "enable_fsdp_float8_all_gather": True}
-        expected = torch.stack(by_hand(tasks[True].batches, _shard, **options)[0]).numpy()
-        assert narrow == pytest.approx(expected, rel=1e-6)
+    narrow_losses, wide_losses = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
+    assert narrow_losses == pytest.approx(wide_losses, rel=0.02)
+    options = {"after_step": precompute_float8_dynamic_scale_for_fsdp, "enable_fsdp_float8_all_gather": True}
+    expected = torch.stack(by_hand(tasks[True].batches, _shard, **options)[0]).numpy()
+    assert narrow_losses == pytest.approx(expected, rel=1e-6)
 
 
 @contextlib.contextmanager
@@ -258,7 +218,7 @@ def _bytes_gathered() -> Iterator[list[int]]:
 
 
 def test_weights_gathered_in_float8_train_as_torchao_alone_gathers_them() -> None:
-    run_distributed(_gathered, 2, FSDPStrategy(weights_after_stage="all"), 2)
+    run_distributed(_gathered, 2)
 
 
 def _loop(
@@ -303,20 +263,6 @@ def test_a_loops_recipe_and_filter_are_those_of_accelerate() -> None:
     assert list(converted) == ["blocks.0.up", "blocks.1.up"]
     assert all(module.config == config for module in converted.values())
     accelerator.end_training()
-
-
-@pytest.mark.parametrize(("first", "second"), [("fp8", "bf16-mixed"), ("bf16-mixed", "fp8")])
-def test_a_checkpoint_continues_in_the_other_precision(first: str, second: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    task = Language()
-    trainer = quiet_trainer(max_steps=10, precision=first)
-    trainer.fit(task, loader())
-    trainer.save_checkpoint(path)
-    whole = Language()
-    quiet_trainer(max_steps=_STEPS, max_epochs=1, precision=second).fit(whole, loader(), ckpt_path=path)
-    assert len(whole.losses) == _STEPS - 10
-    assert whole.losses[-1] < task.losses[-1]
-    assert list(whole.state_dict()) == list(task.state_dict())
 
 
 class _Layers(nn.Module):
@@ -385,6 +331,34 @@ def test_options_of_a_launcher_file_reach_both_front_ends(tmp_path: Path, monkey
     monkeypatch.setenv("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "true,false")
     with pytest.raises(ConfigurationError, match="expected three"):
         TERecipeKwargs()
+
+
+def _fit_with(precision: Any, strategy: Any = "auto", devices: int = 1) -> None:
+    quiet_trainer(precision=precision, strategy=strategy, devices=devices, max_steps=1).fit(Language(), loader())
+
+
+_REFUSED: dict[str, Callable[[], Any]] = {
+    "Use recipe='tensorwise'": lambda: Fp8(recipe="rowwise", fp8_all_gather=True),
+    "Did you mean 'rowwise'": lambda: Fp8(recipe="rowwis"),
+    "fp8_all_gather=True with cpu_offload=": lambda: _fit_with(
+        Fp8(fp8_all_gather=True), FSDPStrategy(cpu_offload=True), 2
+    ),
+    r"precision='fp8' is not supported by .*Use strategy='ddp'": lambda: _fit_with("fp8", "deepspeed_stage_1", 2),
+    "needs a CUDA device. Use 'rowwise'": lambda: _fit_with(Fp8(recipe="rowwise_with_gw_hp")),
+    "no linear layer of Linear .*not multiples of 16": lambda: Fp8().convert(
+        [nn.Linear(16, 10)], torch.device("cpu"), contextlib.ExitStack()
+    ),
+    "no module 'thrid'. Did you mean 'third'": lambda: Fp8(skip="thrid").convert(
+        [_Layers()], torch.device("cpu"), contextlib.ExitStack()
+    ),
+    "Use 'fp8', or leave it out": lambda: Accelerator(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()]),
+}
+
+
+@pytest.mark.parametrize("message", _REFUSED)
+def test_what_it_cannot_do_is_refused(message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _REFUSED[message]()
 
 
 @pytest.mark.filterwarnings("default:cpu has no float8 matrix products")

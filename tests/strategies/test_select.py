@@ -37,7 +37,6 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "kind", "num_processes", "starts"),
     [
         ({}, SingleDeviceStrategy, 1, False),
-        ({"strategy": "single"}, SingleDeviceStrategy, 1, False),
         ({"strategy": "single_device"}, SingleDeviceStrategy, 1, False),
         ({"strategy": "ddp", "devices": 1}, DDPStrategy, 1, False),
         ({"devices": 3}, DDPStrategy, 3, True),
@@ -66,13 +65,12 @@ def test_launcher_none_ignores_the_variables() -> None:
     assert found.topology.world_size == 1
 
 
-@pytest.mark.parametrize("start", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"])
 @pytest.mark.parametrize(
-    ("ending", "finds_unused"),
-    [("", False), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True)],
+    ("name", "finds_unused"),
+    [("ddp_spawn", False), ("ddp_fork", False), ("ddp_notebook_find_unused_parameters_true", True)],
 )
-def test_every_name_of_data_parallelism_is_ddp(start: str, ending: str, finds_unused: bool) -> None:
-    found = choose(strategy=start + ending, devices=2)
+def test_every_name_of_data_parallelism_is_ddp(name: str, finds_unused: bool) -> None:
+    found = choose(strategy=name, devices=2)
     assert type(found.strategy) is DDPStrategy
     assert found.strategy.ddp_options["find_unused_parameters"] is finds_unused
     assert found.starts_processes
@@ -89,7 +87,6 @@ def test_options_may_follow_a_name() -> None:
     [
         ("megatron:schedul=gpipe", "megatron has no option 'schedul'.*Did you mean 'schedule'"),
         ("megatron:pp", "'pp' is not an option. Write NAME:OPTION=VALUE"),
-        ("megatron:pp=2:pp=4", "'pp=4' is not an option"),
         ("megatrom:pp=2", "unknown strategy 'megatrom'.*Did you mean 'megatron'"),
         ("megatron:pp=two", "pp='two': use an integer"),
     ],
@@ -110,12 +107,10 @@ def test_the_settings_reach_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"devices": True}, "devices=True"),
         ({"devices": [0, 0]}, "must be different"),
         ({"devices": -2}, "devices=-2"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"num_nodes": 2, "devices": 2}, "torchrun --nnodes 2 --nproc-per-node 2"),
-        ({"sync_batchnorm": True, "devices": 2}, "does not run on the CPU"),
         ({"compile": 3}, "compile=3"),
         ({"launcher": "slurm"}, "SLURM_PROCID"),
         ({"launcher": "torchrunn"}, "Did you mean 'torchrun'"),
@@ -133,7 +128,6 @@ def test_what_cannot_be_is_an_error_that_says_what_can(arguments: dict[str, Any]
     ("arguments", "says"),
     [
         ({"devices": 4}, "asks for 4 process(es) on this node, but the launcher started 2"),
-        ({"devices": 1}, "asks for 1 process(es) on this node, but the launcher started 2"),
         ({"strategy": "single"}, "runs one process, but the launcher started 2"),
         ({"num_nodes": 2}, "num_nodes=2, but the launcher started 1 node(s)"),
     ],
@@ -148,10 +142,10 @@ def test_arguments_that_contradict_the_launcher_are_an_error_that_quotes_it(
 
 
 @no_accelerator
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
-def test_an_accelerator_that_is_not_there_is_an_error(accelerator: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"accelerator='{accelerator}'.*no accelerator"):
-        choose(accelerator=accelerator)
+def test_an_accelerator_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="accelerator='gpu'.*no accelerator"):
+        choose(accelerator="gpu")
+    assert choose(accelerator="auto").settings.device_type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +162,6 @@ def test_devices_are_counted_or_listed(devices: Any, indices: list[int]) -> None
         (True, ({}, False)),
         ("regional", ({}, True)),
         ("max-autotune", ({"mode": "max-autotune"}, False)),
-        ({"fullgraph": True}, ({"fullgraph": True}, False)),
         ({"fullgraph": True, "regional": True}, ({"fullgraph": True}, True)),
     ],
 )
@@ -195,13 +188,11 @@ def test_the_choice_of_kernels_ends_with_the_stage(before: bool, arguments: tupl
 @pytest.mark.parametrize(
     ("shape", "of_ranks", "members"),
     [
-        (MeshShape(dp_shard=4), [0, 1, 2, 3], [0, 1, 2, 3]),
         (MeshShape(dp_replicate=2, dp_shard=2), [0, 1, 2, 3], [0, 1, 2, 3]),
         (MeshShape(dp_shard=2, tp=2), [0, 0, 1, 1], [0, 2]),  # neighbours work on one batch
         (MeshShape(pp=2, dp_shard=2), [0, 1, 0, 1], [0, 1]),  # stages of one batch are not neighbours
         (MeshShape(pp=2, dp_replicate=2, tp=2), [0, 0, 1, 1, 0, 0, 1, 1], [0, 2]),
         (MeshShape(dp_shard=2, cp=2, tp=2), [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 4, 6]),
-        (MeshShape(tp=2), [0, 0], [0]),
     ],
 )
 def test_ranks_along_the_data_axes_see_different_data(

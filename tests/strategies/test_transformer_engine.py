@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError, MissingPackageError
 from trainwright.core.task import TaskModule
+from trainwright.strategies import Precision
 from trainwright.utils import (
+    AORecipeKwargs,
     FP8RecipeKwargs,
     TERecipeKwargs,
     apply_fp8_autowrap,
@@ -187,3 +189,30 @@ def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("trainwright.strategies.steps.te_layers.is_transformer_engine_available", lambda: False)
     with pytest.raises(ConfigurationError, match="pip install --no-build-isolation"):
         quiet_trainer(precision="transformer-engine", max_steps=1).fit(_Net(), _loader())
+
+
+_REFUSED: dict[str, Callable[[], Any]] = {
+    "expected 'HYBRID', 'E4M3' or 'E5M2'": lambda: _accelerator(TERecipeKwargs(fp8_format="E4M4")),
+    "does not support the options interval": lambda: _accelerator(
+        TERecipeKwargs(use_mxfp8_block_scaling=True, interval=2)
+    ),
+    "two backends": lambda: _accelerator(TERecipeKwargs(), AORecipeKwargs()),
+    "only 'TE'.*AORecipeKwargs": lambda: FP8RecipeKwargs(backend="ao"),
+    "opt_level='O2'.*MS-AMP needs": lambda: FP8RecipeKwargs(opt_level="O2"),
+    "has no linear layer or layer norm": lambda: Precision.parse("transformer-engine").convert(
+        [nn.Sequential(nn.Linear(3, 3))], torch.device("cpu"), ExitStack()
+    ),
+    "precision='transformer-engine' is not supported by": lambda: quiet_trainer(
+        precision="transformer-engine", strategy="tp", devices=2, max_steps=1
+    ),
+}
+
+
+def _accelerator(*handlers: Any) -> None:
+    Accelerator(mixed_precision="fp8", kwargs_handlers=list(handlers), cpu=True).autocast()
+
+
+@pytest.mark.parametrize("message", _REFUSED)
+def test_what_it_cannot_do_is_refused(message: str, contexts: list[Any]) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _REFUSED[message]()

@@ -330,33 +330,14 @@ def test_a_mesh_that_does_not_fit_the_processes_is_refused_before_anything_is_to
         quiet_trainer(devices=2, strategy=FSDPStrategy(**options))
 
 
-class ByHand(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class Returning(RegressionTask):
-    """Configures the optimizers that a function makes."""
-
-    def __init__(self, make: Callable[[RegressionTask], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self)
-
-
-def _built_early() -> RegressionTask:
-    task = Returning(lambda _: optimizer)
-    optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
+def _task(**changes: Any) -> RegressionTask:
+    """Return a task with attributes of its own; `configure_optimizers` is given the task."""
+    task = RegressionTask()
+    if make := changes.pop("configure_optimizers", None):
+        task.configure_optimizers = lambda: make(task)  # type: ignore[method-assign]
+    for name, value in changes.items():
+        setattr(task, name, value)
     return task
-
-
-class WithSparseGradients(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(4, 2, sparse=True)
 
 
 class FromMetaWithoutReset(RegressionTask):
@@ -364,35 +345,31 @@ class FromMetaWithoutReset(RegressionTask):
         self.scale = nn.Parameter(torch.empty(2, device="meta"))
 
 
-def _refusal(task: RegressionTask, options: dict[str, Any], arguments: dict[str, Any]) -> str:
-    with pytest.raises(ConfigurationError) as raised:
-        quiet_trainer(devices="auto", strategy=FSDPStrategy(**options), max_steps=1, **arguments).fit(
-            task, regression_loader(4)
-        )
-    return str(raised.value)
+_REFUSED: list[tuple[Callable[[], RegressionTask], dict[str, Any], str]] = [
+    (lambda: _task(automatic_optimization=False), {}, "strategy='ddp'"),
+    (lambda: _task(configure_optimizers=lambda task: torch.optim.LBFGS(task.parameters())), {}, "strategy='ddp'"),
+    (lambda: _task(configure_optimizers=lambda task: torch.optim.Rprop(task.parameters())), {}, "Rprop cannot step"),
+    (lambda: _task(words=nn.Embedding(4, 2, sparse=True)), {}, "words has sparse=True"),
+    (FromMetaWithoutReset, {}, "reset_parameters"),
+    (RegressionTask, {"auto_wrap_policy": "Linaer"}, "Did you mean 'Linear'"),
+    (RegressionTask, {"auto_wrap_policy": 5}, "classes of modules"),
+    (RegressionTask, {"activation_checkpointing": True}, "shard_units"),
+]
 
 
 def _refusals() -> list[str]:
-    return [
-        _refusal(ByHand(), {}, {}),
-        _refusal(_built_early(), {}, {}),
-        _refusal(Returning(lambda task: torch.optim.LBFGS(task.parameters())), {}, {}),
-        _refusal(FromMetaWithoutReset(), {}, {}),
-        _refusal(RegressionTask(), {"auto_wrap_policy": "Linaer"}, {}),
-        _refusal(RegressionTask(), {"auto_wrap_policy": 5}, {}),
-        _refusal(RegressionTask(), {"activation_checkpointing": True}, {}),
-        _refusal(RegressionTask(), {}, {"compile": True}),
-        _refusal(Returning(lambda task: torch.optim.Rprop(task.parameters())), {}, {}),
-        _refusal(WithSparseGradients(), {}, {}),
-    ]
+    texts = []
+    for make, options, _ in _REFUSED:
+        with pytest.raises(ConfigurationError) as raised:
+            quiet_trainer(devices="auto", strategy=FSDPStrategy(**options), max_steps=1).fit(
+                make(), regression_loader(4)
+            )
+        texts.append(str(raised.value))
+    return texts
 
 
 @pytest.mark.distributed
 def test_what_cannot_be_sharded_is_refused_with_a_way_out() -> None:
     (texts,) = run_distributed(_refusals, 1, init=False)
-    wanted = (
-        "strategy='ddp'", "configure_optimizers", "strategy='ddp'", "reset_parameters", "Did you mean 'Linear'",
-        "classes of modules", "shard_units", "shard_units", "torch's Rprop cannot step", "words has sparse=True",
-    )  # fmt: skip
-    for text, part in zip(texts, wanted, strict=True):
+    for text, (_, _, part) in zip(texts, _REFUSED, strict=True):
         assert part in text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.nn import functional
 
-import trainwright.strategies.fsdp.parallelize as fsdp_module
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Block, Blocks
@@ -74,30 +72,6 @@ def _fit(strategy: Any, task: TaskModule, *, steps: int = 2, ckpt_path: Any = No
     return trainer
 
 
-def _held() -> int:
-    gc.collect()
-    found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found if t.device.type == "cpu"}
-    return sum(sizes.values())
-
-
-def _most_held() -> int:
-    """Return how many bytes a rank holds at most when the next unit is about to be cut."""
-    most, cut, before = 0, fsdp_module.fully_shard, _held()
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal most
-        most = max(most, _held() - before)
-        return cut(*args, **kwargs)
-
-    fsdp_module.fully_shard = counted
-    try:
-        _fit(FSDPStrategy(meta_init=True, weights_after_stage="none"), Grown())
-    finally:
-        fsdp_module.fully_shard = cut
-    return most
-
-
 def _build(path: Path, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     torch.manual_seed(3)
@@ -114,7 +88,6 @@ def _build(path: Path, folder: Path) -> dict[str, Any]:
     task = Grown(path)
     _fit(FSDPStrategy(cpu_ram_efficient_loading=True), task)
     found["from rank 0"] = (task.built_on, weights_of(task))
-    found["most held"] = _most_held()
     return found
 
 

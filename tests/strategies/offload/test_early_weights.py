@@ -14,16 +14,7 @@ from trainwright import OffloadStrategy
 from trainwright.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Throughput, Timer
 from trainwright.callbacks.callback import Callback
 
-EVENTS = (
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_train_step_start",
-    "on_train_step_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_validation_end",
-    "on_validation_epoch_start",
-)
+EVENTS = ("on_train_batch_start", "on_train_step_end", "on_train_epoch_end", "on_validation_epoch_start")
 
 
 @pytest.mark.parametrize("event", EVENTS)
@@ -67,13 +58,7 @@ def test_what_a_task_writes_is_what_is_trained_on() -> None:
             super().lr_scheduler_step(scheduler, metric)
             writes(None, self)
 
-    class Moving(Tiny):
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            if self.training:
-                writes(None, self)
-            return batch
-
-    for kind in (Writing, Scheduling, Moving):
+    for kind in (Writing, Scheduling):
         assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
 
 

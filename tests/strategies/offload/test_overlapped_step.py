@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.helpers.selection import mostly_exhaustive
-from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer
-from tests.strategies.offload.test_training import DEPTH, PLACES, Tiny
+from tests.strategies.offload.overlapped import LateStream, assert_same, train
+from tests.strategies.offload.test_training import DEPTH, Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
@@ -32,19 +31,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 LISTENERS: dict[str, Callable[[], list[Callback]]] = {
     "nobody": list,
-    "one who writes": lambda: [writer("on_train_step_end")],
     "averages": lambda: [EMAWeightAveraging(decay=0.5)],
 }
-
-
-CASES: list[Any] = [(*places, "nobody") for places in PLACES]
-CASES += [
-    (*places, who) for places in (("cpu", "cpu"), ("device", "cpu"), ("disk", "disk")) for who in [*LISTENERS][1:]
-]
-
-
-QUICK = (("device", "cpu", "nobody"), ("disk", "disk", "nobody"))
-CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @functools.cache
@@ -52,19 +40,18 @@ def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
     return train("single", *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("copies", mostly_exhaustive(["late", "at once"], keep=["late"]))
-@pytest.mark.parametrize(("parameters", "state", "listener"), CASES)
-def test_every_bit_is_that_of_training_in_one_place(
-    parameters: Any, state: Any, listener: str, copies: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if copies == "late":
-        request.getfixturevalue("late")
-    for accumulate, clip in ((1, None), (3, None), (1, 0.5), (3, 0.5)):
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize(
+    ("parameters", "state", "listener"),
+    [
+        ("device", "cpu", "nobody"), ("disk", "disk", "nobody"), ("cpu", "disk", "nobody"),
+        ("cpu", "cpu", "averages"), ("device", "cpu", "averages"),
+    ],
+)  # fmt: skip
+def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any, listener: str, tmp_path: Path) -> None:
+    for accumulate, clip in ((1, None), (3, None), (3, 0.5)):
         strategy = OffloadStrategy(parameters, state, stream=True, offload_folder=tmp_path)
-        found = train(
-            strategy, *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip
-        )  # fmt: skip
+        found = train(strategy, *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
         assert_same(found, plainly(listener, accumulate, clip))
 
 
@@ -135,7 +122,7 @@ def test_a_unit_steps_before_the_gradients_of_the_next_one_are_waited_for(trace:
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"])
+@pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step"])
 def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
     def look(sums: list[float]) -> Callback:
         def note(self: Any, trainer: Any, task: Any, *_: Any) -> None:
