@@ -29,8 +29,6 @@ from trainwright.strategies import Fp8, FSDPStrategy
 from trainwright.utils import (
     AORecipeKwargs,
     TERecipeKwargs,
-    convert_model_to_fp8_ao,
-    filter_first_and_last_linear_layers,
     has_ao_layers,
 )
 
@@ -252,19 +250,6 @@ def test_an_own_loop_equals_torchao_alone() -> None:
     assert not has_ao_layers(model)
 
 
-def test_a_loops_recipe_and_filter_are_those_of_accelerate() -> None:
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
-    handler = AORecipeKwargs(config=config, module_filter_func=lambda module, name: name.endswith("up"))
-    _, model, accelerator = _loop("fp8", [handler])
-    converted = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    assert list(converted) == ["blocks.0.up", "blocks.1.up"]
-    assert all(module.config == config for module in converted.values())
-    accelerator.end_training()
-
-
 class _Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -293,25 +278,6 @@ def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.L
         assert "odd (16 × 10: not multiples of 16)" in text
     assert not has_ao_layers(model)
     assert vars(model.second).keys() == before.keys()
-
-
-def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
-    model = _Layers()
-    convert_model_to_fp8_ao(model)
-    assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == ["second", "third"]
-    chosen = [name for name, _ in model.named_children() if filter_first_and_last_linear_layers(model, name)]
-    assert chosen == ["second", "third"]
-
-
-def test_a_variable_of_the_launcher_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    assert Accelerator(mixed_precision="fp8", cpu=True).fp8_backend == "AO"
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    with pytest.raises(ConfigurationError, match="ACCELERATE_FP8_BACKEND=MSAMP is not supported"):
-        Accelerator(mixed_precision="fp8", cpu=True)
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
-    with pytest.raises(ConfigurationError, match="transformer_engine"):  # it is not installed, or not for the CPU
-        Accelerator(mixed_precision="fp8", cpu=True)
 
 
 def test_options_of_a_launcher_file_reach_both_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

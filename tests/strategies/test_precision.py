@@ -50,12 +50,6 @@ def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, 
     assert f"precision={spec!r}" in str(caught.value)
 
 
-def test_the_format_is_put_back_after_an_error() -> None:
-    with pytest.raises(ZeroDivisionError), Precision.parse("64-true").default_dtype():
-        _ = 1 / 0
-    assert torch.get_default_dtype() is torch.float32
-
-
 def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
     strategy = SingleDeviceStrategy()
     with pytest.raises(

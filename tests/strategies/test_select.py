@@ -143,7 +143,7 @@ def test_arguments_that_contradict_the_launcher_are_an_error_that_quotes_it(
 
 @no_accelerator
 def test_an_accelerator_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="accelerator='gpu'.*no accelerator"):
+    with pytest.raises(ConfigurationError, match=r"accelerator='gpu'.*no accelerator"):
         choose(accelerator="gpu")
     assert choose(accelerator="auto").settings.device_type == "cpu"
 

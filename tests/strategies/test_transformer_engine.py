@@ -23,10 +23,7 @@ from trainwright.utils import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     TERecipeKwargs,
-    apply_fp8_autowrap,
-    contextual_fp8_autocast,
     convert_model,
-    has_transformer_engine_layers,
 )
 
 
@@ -134,7 +131,6 @@ def test_layers_are_replaced_during_a_stage_and_checkpoints_are_those_of_bf16(
 @pytest.mark.parametrize(
     ("handler", "recipe"),
     [
-        (TERecipeKwargs(fp8_format="hybrid", margin=2), ("delayed", {"margin": 2, "fp8_format": "hybrid"})),
         (
             FP8RecipeKwargs(amax_history_len=16, amax_compute_algo="max", use_autocast_during_eval=True),
             ("delayed", {"amax_history_len": 16, "amax_compute_algo": "max"}),
@@ -161,25 +157,6 @@ def test_a_loop_has_the_recipe_of_its_handler(handler: TERecipeKwargs, recipe: A
     assert contexts == [(bool(handler.use_autocast_during_eval), recipe)]
     accelerator.end_training()
     assert _kinds(task) == _OWN
-
-
-def test_a_model_is_converted_and_wrapped_without_an_accelerator(contexts: list[Any]) -> None:
-    task = _Net()
-    weights = weights_of(task)
-    convert_model(task)
-    assert _kinds(task) == _CONVERTED
-    assert has_transformer_engine_layers(task)
-    assert list(task.state_dict()) == list(weights)
-    apply_fp8_autowrap(task, TERecipeKwargs(margin=1))
-    task(torch.randn(2, 16))
-    task.eval()(torch.randn(2, 16))
-    assert contexts == [(True, ("delayed", {"margin": 1})), (False, ("delayed", {"margin": 1}))]
-    convert_model(task, to_transformer_engine=False)
-    assert _kinds(task) == _OWN
-    assert_equal_weights(weights_of(task), weights)
-    forward = contextual_fp8_autocast(task.up.forward, "recipe", use_during_eval=True)
-    forward(task.up, torch.randn(2, 16))
-    assert contexts[-1] == (True, "recipe")
 
 
 def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch) -> None:

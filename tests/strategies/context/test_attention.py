@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError
@@ -71,72 +69,6 @@ def test_outputs_and_gradients_equal_those_of_full_attention(kind: str, order: s
     if kind == "ring" or world_size == 2:
         cases.append((kind, order, True, torch.float32, 2))
     run_distributed(_check_cases, world_size, cases)
-
-
-def _error_in_half(q: Tensor, k: Tensor, v: Tensor) -> float:
-    parts = [split_sequence(tensor.bfloat16(), 2, None, "zigzag") for tensor in (q, k, v)]
-    out = ring_attention(*parts, None, is_causal=True)
-    assert out.dtype == torch.bfloat16
-    expected = functional.scaled_dot_product_attention(
-        q.bfloat16().double(), k.bfloat16().double(), v.bfloat16().double(), is_causal=True
-    )
-    return (split_sequence(expected, 2, None, "zigzag") - out).abs().max().item()
-
-
-@pytest.mark.distributed
-def test_partial_results_of_bfloat16_are_merged_in_float32() -> None:
-    assert max(run_distributed(_error_in_half, 4, *_inputs())) < 2e-2
-
-
-def _error_of_strided_inputs() -> float:
-    full = [tensor.requires_grad_() for tensor in _inputs()]
-    functional.scaled_dot_product_attention(*full, is_causal=True).sum().backward()  # its gradient has strides of 0
-    parts = [split_sequence(tensor.detach(), 2, None, "zigzag").mT.contiguous().mT.requires_grad_() for tensor in full]
-    ring_attention(*parts, None, is_causal=True).sum().backward()
-    return max(
-        (split_sequence(one.grad, 2, None, "zigzag") - other.grad).abs().max().item()
-        for one, other in zip(full, parts, strict=True)
-        if one.grad is not None and other.grad is not None
-    )
-
-
-@pytest.mark.distributed
-def test_a_ring_takes_tensors_of_any_strides() -> None:
-    assert max(run_distributed(_error_of_strided_inputs, 2)) < 1e-5
-
-
-class _Sizes(TorchDispatchMode):
-    """Record the largest number of elements of a tensor, and add up the sizes of attention blocks."""
-
-    largest = blocks = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if "flash_attention" in str(func):
-            query, key = args[1:3] if "backward" in str(func) else args[:2]
-            self.blocks += query.shape[2] * key.shape[2]
-        sizes = [
-            leaf.untyped_storage().nbytes() // leaf.element_size()
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, Tensor)
-        ]
-        self.largest = max(self.largest, *sizes, 0)
-        return result
-
-
-def _sizes() -> tuple[int, int, int]:
-    parts = [split_sequence(tensor, 2, None, "zigzag").requires_grad_() for tensor in _inputs(length=512)]
-    with _Sizes() as sizes:
-        out = ring_attention(*parts, None, is_causal=True)
-        forward_blocks = sizes.blocks
-        out.sum().backward()
-    return sizes.largest // parts[1].numel(), forward_blocks, sizes.blocks - forward_blocks
-
-
-@pytest.mark.distributed
-def test_a_ring_creates_no_tensor_larger_than_a_part_and_computes_no_blocks_in_the_future() -> None:
-    # A rank computes its own block of 128 x 128 positions, and half a block for each of the three others.
-    assert run_distributed(_sizes, 4) == [(1, 2.5 * 128**2, 2.5 * 128**2)] * 4
 
 
 @pytest.fixture
@@ -213,16 +145,6 @@ def test_blocks_merge_on_the_cpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(blocks, "_kernel", lambda *_: kernel)
     assert _largest_error_of_blocks(torch.float64, "cpu") < 1e-12
     assert _largest_error_of_blocks(torch.float32, "cpu") < 1e-5
-
-
-@pytest.mark.requires("cuda", reason="flash and efficient attention have kernels for CUDA only")
-@pytest.mark.parametrize(
-    ("kernel", "dtype", "bound"),
-    [("flash", torch.bfloat16, 5e-2), ("efficient", torch.float32, 1e-4), ("plain", torch.float64, 1e-12)],
-)
-def test_blocks_merge_on_cuda(kernel: str, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_kernel", lambda *_: kernel)
-    assert _largest_error_of_blocks(dtype, "cuda") < bound
 
 
 # Sequences: who holds which positions, splitting and joining

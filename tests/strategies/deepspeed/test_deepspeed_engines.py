@@ -134,9 +134,6 @@ class Routed(Blocks):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
 
-_KEPT_SMALL = {"stage3_param_persistence_threshold": 0}
-
-
 class Teacher(nn.Module):
     """What a student imitates."""
 
@@ -169,31 +166,21 @@ class Student(Blocks):
 
 def _distil(path: Path) -> dict[str, Any]:
     task = Student()
-    strategy = DeepSpeedStrategy(
-        {"zero_optimization": {"stage": 2, **_KEPT_SMALL}}, frozen_modules=("Teacher",)
-    )  # fmt: skip
+    zero = {"stage": 2, "stage3_param_persistence_threshold": 0}
+    strategy = DeepSpeedStrategy({"zero_optimization": zero}, frozen_modules=("Teacher",))
     found = train(strategy, 2, task) | {"held": task.held}
     train(strategy, 2, Student(), max_epochs=1, callbacks=[SaveAtEnd(path)])
     return found | {"continued": train(strategy, 2, Student(), ckpt_path=path)["weights"]}
 
 
-_THIRD_STAGES: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
-    "experts": (
-        Routed,
-        {"config": {"zero_optimization": {"stage": 3, **_KEPT_SMALL}}, "moe_leaf_modules": ("Experts",)},
-    ),
-    "hpz": (Blocks, {"config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, **_KEPT_SMALL}}}),
-}
-
-
 def _other_ways(folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
-    autocast = {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}
-    found["autocast"] = train(DeepSpeedStrategy(autocast), 2, precision="bf16-mixed")
     found["distilled"] = _distil(folder / "distilled")
-    for name, (cls, options) in _THIRD_STAGES.items():
-        found[name] = train(DeepSpeedStrategy(**options), 2, cls())
+    # Each of the partitions of a node is whole, and ranks choose other experts.
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    strategy = DeepSpeedStrategy({"zero_optimization": zero}, moe_leaf_modules=("Experts",))
+    found["experts"] = train(strategy, 2, Routed())
     torch.manual_seed(8)
     task = BuiltLate()
     trainer = quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1, num_sanity_val_steps=0)
@@ -210,11 +197,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_distributed(_other_ways, 2, tmp_path_factory.mktemp("others"), timeout=290, init=False)
 
 
-def test_autocast_keeps_float32_parameters(others: list[dict[str, Any]]) -> None:
-    alone = train("single", 1, precision="bf16-mixed")
-    torch.testing.assert_close(others[0]["autocast"]["weights"], alone["weights"], rtol=0, atol=0.03)
-
-
 def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_process(
     others: list[dict[str, Any]],
 ) -> None:
@@ -226,11 +208,8 @@ def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_proc
         torch.testing.assert_close(found["distilled"]["continued"], alone["weights"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", _THIRD_STAGES)
-def test_experts_that_ranks_choose_apart_and_hierarchical_partitions_train_as_in_one_process(
-    name: str, others: list[dict[str, Any]]
-) -> None:
-    assert_trained_alike([found[name] for found in others], train("single", 1, _THIRD_STAGES[name][0]()))
+def test_experts_that_ranks_choose_apart_train_as_in_one_process(others: list[dict[str, Any]]) -> None:
+    assert_trained_alike([found["experts"] for found in others], train("single", 1, Routed()))
 
 
 def test_a_model_is_cut_as_it_is_built_and_evaluated_without_an_optimizer(others: list[dict[str, Any]]) -> None:
@@ -272,9 +251,7 @@ _ON_DISK = {"stage": 3, "offload_parameters": True, "offload_params_device": "nv
 _REFUSED: list[tuple[Callable[[], Blocks], dict[str, Any], str]] = [
     (lambda: _Returns(lambda task: [_sgd(task), _sgd(task)]), {"stage": 2}, "returned 2 optimizers"),
     (lambda: _Returns(lambda task: torch.optim.LBFGS(task.parameters())), {"stage": 2}, "LBFGS evaluates"),
-    (lambda: _Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}, "not belong to the task"),
     (lambda: _Returns(_sgd), {"stage": 2, "offload_optimizer": True}, "DeepSpeedCPUAdam"),
-    (Named, {"stage": 2}, "has no 'optimizer'"),
     (Scheduled, {"config": _UNSCHEDULED}, "LambdaLR was created with a DummyOptim"),
     (Blocks, {"config": config(2)}, "has an 'optimizer'"),
     (Blocks, _ON_DISK, "configure_model"),

@@ -18,12 +18,6 @@ from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.distributed
 
-_FOUR: dict[str, dict[str, Any]] = {
-    "ep=4": {"ep": 4},
-    "ep=2, shared": {"ep": 2, "auto_wrap_policy": ["Experts"]},
-    "ep=2, replicated": {"ep": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
-}
-
 
 def _assert_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """Compare with one process; the norm that clipping uses too."""
@@ -44,17 +38,6 @@ def test_two_ranks_train_a_mixture_as_one_process() -> None:
     _assert_alike([found["one expert"] for found in by_rank], train(MixtureTask(only=3)))
     assert [found["plain"]["computed"] for found in by_rank] == [[{2}, {2}]] * 2
     assert [found["one expert"]["computed"] for found in by_rank] == [[set(), set()], [{2}, {2}]]
-
-
-@pytest.mark.slow
-def test_four_ranks_train_a_mixture_as_one_process() -> None:
-    def runs() -> dict[str, Any]:
-        return {name: train(MixtureTask(), FSDPStrategy(**options), 4) for name, options in _FOUR.items()}
-
-    by_rank = run_distributed(runs, 4, init=False, timeout=300)
-    alone = train(MixtureTask())
-    for name in _FOUR:
-        _assert_alike([found[name] for found in by_rank], alone)
 
 
 @pytest.mark.slow

@@ -72,21 +72,6 @@ def test_other_clipping_and_precisions_come_close_to_one_process(name: str, othe
     assert {k: v.dtype for k, v in by_rank[0]["weights"].items()} == {k: v.dtype for k, v in alone["weights"].items()}
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("strategy", "compile"),
-    [
-        ("fsdp", {"backend": "eager"}),
-        ("ddp", {"backend": "eager", "regional": True}),
-    ],
-)
-def test_units_that_are_compiled_train_as_in_one_process(strategy: str, compile: Any) -> None:
-    found = run_distributed(lambda: train(strategy, 2, compile=compile), 2, timeout=800)
-    assert_trained_alike(found, train("single", 1))
-
-
 # After a stage
 
 

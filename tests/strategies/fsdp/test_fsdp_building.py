@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
     ModuleWrapPolicy,
     size_based_auto_wrap_policy,
 )
@@ -220,9 +219,6 @@ _TORCH_POLICIES: dict[str, tuple[Any, list[str]]] = {
     "size": (
         functools.partial(size_based_auto_wrap_policy, min_num_params=60), ["blocks.0", "blocks.1", "blocks.2"],
     ),
-    "function": (CustomPolicy(lambda module: isinstance(module, nn.LayerNorm)), [
-        "blocks.0.norm", "blocks.1.norm", "blocks.2.norm",
-    ]),
 }  # fmt: skip
 
 

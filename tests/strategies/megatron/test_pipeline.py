@@ -203,23 +203,6 @@ class Counting(Speaker):
 
 
 @pytest.mark.distributed
-def test_batches_are_divided_into_micro_batches(folder: Path) -> None:
-    rows = [torch.cat(batches()[i : i + 4]) for i in range(0, 12, 4)]
-
-    def run() -> dict[str, Any]:
-        trainer = quiet_trainer(strategy=MegatronStrategy(pp=2, num_micro_batches=5), devices="auto", max_epochs=2)
-        task = Speaker()
-        trainer.fit(task, rows)
-        return {"weights": weights_of(task), "metrics": dict(trainer.callback_metrics)}
-
-    task = Speaker()
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(task, rows)
-    found = run_distributed(run, 2, init=False, timeout=60)[0]
-    torch.testing.assert_close(found["weights"], weights_of(task), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.distributed
 def test_a_rank_holds_its_own_stage_and_draws_as_the_others(two: Any) -> None:
     shared = {"model.positions", "model.embed.weight"}  # the model reads the first one itself; the other is tied
     first, second = (rank["1f1b"]["held"] for rank in two)
@@ -284,28 +267,12 @@ class Leaky(Speaker):
         return logits
 
 
-class Reading(Leaky):
-    """Reads the weight of the embedding, which is in the first stage, in place of a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.head = nn.Identity()  # type: ignore[assignment]  # there is none
-
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        model = self.model
-        x, mask = model.embed(tokens), (tokens > 0).unsqueeze(-1).float()
-        for block in model.blocks:
-            x = block(x, mask)
-        return functional.linear(model.norm(x), model.embed.weight)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         (Twice, "called the model twice"),
         (Leaky, "argument 1 of Block .* comes from another pipeline stage"),
-        (Reading, r"reads model\.embed\.weight, which is in another pipeline stage.*define pipeline_stages"),
     ],
 )
 def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:

@@ -93,7 +93,7 @@ def test_two_stages_train_as_one_process(name: str, two: Any, tmp_path: Path) ->
 
 def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts() -> None:
     trainer = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2, max_steps=1)
-    with pytest.raises(ConfigurationError, match="has an encoder and a decoder.*Use pp=1 with tp=2"):
+    with pytest.raises(ConfigurationError, match=r"has an encoder and a decoder.*Use pp=1 with tp=2"):
         trainer.fit(Hf("t5"), batches(4))
 
 

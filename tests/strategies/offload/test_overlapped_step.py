@@ -58,69 +58,6 @@ def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any,
 # Order
 
 
-@pytest.fixture
-def trace(late: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Write down what is waited for, steps and is copied: (what, the unit's index, gradients on their way then)."""
-    found: list[tuple[str, int, int]] = []
-    units: list[streaming.Unit] = []
-
-    def note(what: str, unit: streaming.Unit) -> None:
-        found.append((what, units.index(unit), len(LateStream.all[1].waiting)))
-
-    def watch(name: str, what: str) -> None:
-        own = getattr(streaming.Unit, name)
-
-        @functools.wraps(own)
-        def watched(unit: streaming.Unit, *args: Any) -> Any:
-            if unit not in units:  # they are made in the order of the forward, what is in no unit last
-                units.append(unit)
-            if what != "copy" or not unit.fresh:
-                note(what, unit)
-            return own(unit, *args)
-
-        monkeypatch.setattr(streaming.Unit, name, watched)
-
-    own_init, own_step = streaming.Unit.__init__, torch.optim.AdamW.step
-
-    def init(unit: streaming.Unit, *args: Any, **options: Any) -> None:
-        own_init(unit, *args, **options)
-        units.append(unit)
-
-    @functools.wraps(own_step)
-    def step(optimizer: Any, *args: Any) -> Any:
-        stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for unit in units:
-            if stepped & set(unit.parameters):
-                note("step", unit)
-        return own_step(optimizer, *args)
-
-    monkeypatch.setattr(streaming.Unit, "__init__", init)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    watch("wait_for_gradients", "wait")
-    watch("fetch", "copy")
-    return found
-
-
-ROOT = DEPTH
-IN_ORDER = [*range(DEPTH - 1, -1, -1), ROOT]  # the embedding's gradient comes last
-
-
-def last_step(trace: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Return what happened from the last step's first wait for gradients on."""
-    begins = [i for i, (what, unit, _) in enumerate(trace) if (what, unit) == ("wait", IN_ORDER[0])]
-    return trace[begins[-1] :]
-
-
-def test_a_unit_steps_before_the_gradients_of_the_next_one_are_waited_for(trace: Any) -> None:
-    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0)
-    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
-    assert [entry[:2] for entry in steps] == [(what, unit) for unit in IN_ORDER for what in ("wait", "step")]
-    on_their_way = [entry[2] for entry in steps if entry[0] == "step"]
-    assert on_their_way == sorted(on_their_way, reverse=True)
-    assert on_their_way[0] > DEPTH
-    assert on_their_way[-1] == 0
-
-
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step"])
 def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:

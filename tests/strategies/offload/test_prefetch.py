@@ -15,8 +15,7 @@ import torch
 from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
-from trainwright.strategies.offload.host_storage import HostStorage
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
@@ -111,24 +110,6 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
     parts[1].error = None
     assert _begin_use(prefetcher, numbers[1]) == 1
     _idle(prefetcher, in_use=2)
-
-
-def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
-    prefetcher = Prefetcher(100)
-    _, numbers = _parts(prefetcher, 3)
-    _take(prefetcher, numbers)
-    _take(prefetcher, numbers[:1])
-    scarce = Part(9)
-    failures = iter([torch.OutOfMemoryError("out of memory")])
-
-    def fetch() -> Fetched:
-        for error in failures:
-            raise error
-        return Fetched({"weight": torch.tensor(int(prefetcher._held_bytes))})
-
-    scarce.fetch = fetch  # type: ignore[method-assign]
-    assert _take(prefetcher, [prefetcher.add(scarce)]) == [0]
-    _idle(prefetcher)
 
 
 def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and_back() -> None:
@@ -295,9 +276,3 @@ def test_on_the_host_copies_are_made_at_once() -> None:
     for wait in (copies.join, copies.wait):
         wait(event)
     assert copies.num_queued == 2
-
-
-def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
-    with torch.device("meta"):
-        assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
-        assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"

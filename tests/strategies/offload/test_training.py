@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from trainwright import ConfigurationError, OffloadStrategy, TaskModule, TrainwrightWarning
+from trainwright import ConfigurationError, OffloadStrategy, TaskModule
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.offload.advice import read_ahead
@@ -175,18 +175,6 @@ def test_a_full_disk_is_an_error_before_anything_is_trained(tmp_path: Path, monk
 def test_what_it_cannot_do_is_refused_at_once(make: Any, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         make()
-
-
-def test_a_model_without_units_is_warned_of() -> None:
-    class Flat(Tiny):
-        def shard_units(self) -> list[nn.Module]:
-            return []
-
-    task = Flat()
-    task.embed, task.blocks, task.head = nn.Embedding(11, 11), nn.ModuleList(), nn.Identity()  # type: ignore[assignment]
-    strategy = OffloadStrategy(stream=True, min_num_params=10**6)
-    with pytest.warns(TrainwrightWarning, match="Flat has no units to stream"):
-        train(task, strategy, limit_val_batches=0)
 
 
 # What is on the disk is read for the next unit's step while the present one computes

@@ -7,10 +7,7 @@ The last line of the output is the result as JSON.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
-import os
 import sys
 import tempfile
 import warnings
@@ -18,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -172,71 +168,12 @@ def too_late(folder: str) -> str:
     return "none"
 
 
-def connect_on_the_host() -> None:
-    """Let replicas communicate through gloo: torch_xla's collectives of several processes abort on the CPU.
-
-    Ordinals of devices are the ranks in reverse order, because torch_xla promises no order.
-    """
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as runtime
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    operations = {xm.REDUCE_SUM: dist.ReduceOp.SUM, xm.REDUCE_MAX: dist.ReduceOp.MAX, xm.REDUCE_MIN: dist.ReduceOp.MIN}
-    programs = hashlib.sha256()
-    groups: dict[Any, Any] = {}
-
-    def meet(*tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        """Return the group for the host and copies there, and record the shapes that a program contains."""
-        if dist.group.WORLD not in groups:
-            groups.clear()
-            groups[dist.group.WORLD] = dist.new_group(backend="gloo")
-        group = groups[dist.group.WORLD]
-        programs.update(str([tuple(one.shape) for one in tensors]).encode())
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, programs.hexdigest(), group=group)
-        assert len(set(found)) == 1, "the processes run different programs"
-        torch_xla.sync()
-        return group, [one.cpu() for one in tensors]
-
-    @torch.no_grad()
-    def all_reduce(
-        reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
-    ) -> Any:
-        tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        group, copies = meet(*tensors)
-        for tensor, copy in zip(tensors, copies, strict=True):
-            dist.all_reduce(copy, operations[reduce_type], group)
-            tensor.copy_(copy * scale if scale != 1 else copy)
-        return inputs
-
-    def all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None, **options: Any) -> torch.Tensor:
-        group, (copy,) = meet(value)
-        found = [torch.empty_like(copy) for _ in range(size)]
-        dist.all_gather(found, copy.contiguous(), group=group)
-        return torch.cat(found[::-1], dim).to(torch_xla.device())
-
-    for module, name, function in (
-        (runtime, "world_size", lambda: size),
-        (runtime, "global_ordinal", lambda: size - 1 - rank),
-        (xm, "all_reduce", all_reduce),
-        (xm, "all_gather", all_gather),
-    ):
-        theirs, ours = ([*inspect.signature(one).parameters] for one in (getattr(module, name), function))
-        assert theirs[:3] == ours[:3], f"{name} of this torch_xla has other arguments"
-        setattr(module, name, function)
-
-
 def main() -> None:
-    """Run the program that the arguments name, in several processes if a launcher has started them."""
+    """Run the program that the arguments name."""
     name, options = sys.argv[1], json.loads(sys.argv[2])
-    replicas = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if replicas:
-        connect_on_the_host()
     with tempfile.TemporaryDirectory() as folder:
-        found = globals()[name](options.pop("folder", folder), **options)
-    if not replicas or os.environ["RANK"] == "0":
-        print(json.dumps(found))
+        found = globals()[name](folder, **options)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
