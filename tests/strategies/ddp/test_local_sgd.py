@@ -132,33 +132,6 @@ def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> N
 # What is evaluated
 
 
-class SeesWeights(Task):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.seen.append(float(self.net[0].weight[0, 0]))
-
-
-def _validate_on_rank() -> tuple[list[float], dict[str, torch.Tensor]]:
-    task = SeesWeights()
-    trainer = quiet_trainer(
-        devices="auto", strategy=LocalSGDStrategy(100), max_epochs=1, val_check_interval=2, num_sanity_val_steps=0,
-    )  # fmt: skip
-    trainer.fit(task, regression_loader(10), regression_loader(2))
-    return task.seen, weights_of(task)
-
-
-@pytest.mark.distributed
-def test_every_rank_evaluates_the_average() -> None:
-    first, second = run_distributed(_validate_on_rank, 2)
-    assert len(first[0]) == 2
-    assert first[0] == second[0]
-    assert first[0][0] != first[0][1]
-    assert_equal_weights(first[1], second[1])
-
-
 # Weights of micro-batches
 
 

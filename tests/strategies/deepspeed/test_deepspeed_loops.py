@@ -69,30 +69,6 @@ def _clipped_by_config() -> dict[str, torch.Tensor]:
     return found
 
 
-def _narrow() -> dict[str, Any]:
-    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=2), mixed_precision="bf16", seed=0)
-    net = _net(1)
-    model, optimizer, batches = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), lr=0.05), _loader(accelerator.num_processes)
-    )
-    losses, norms = [], []
-    for _ in range(5):
-        for inputs, targets in batches:
-            with accelerator.accumulate(model):
-                output = model(inputs)
-                assert output.dtype is torch.float32
-                loss = functional.mse_loss(output, targets)
-                accelerator.backward(loss)
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    weights = accelerator.get_state_dict(model)
-    held = {p.dtype for p in model.parameters()}
-    accelerator.end_training()
-    return {"losses": losses, "held": held, "weights": {v.dtype for v in weights.values()}, "norms": norms}
-
-
 def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
     """Train with and without a group whose gradients are dropped before its step."""
     found = []
@@ -117,7 +93,7 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
 
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {("dropped", stage): _dropped(stage) for stage in (0, 1, 3)}
-    return found | {"clipped": _clipped_by_config(), "bf16": _narrow()}
+    return found | {"clipped": _clipped_by_config()}
 
 
 @pytest.fixture(scope="module")
@@ -127,14 +103,6 @@ def trained() -> list[dict[Any, Any]]:
 
 def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(trained: list[Any]) -> None:
     torch.testing.assert_close(trained[0]["clipped"], _alone(clip=0.1), rtol=1e-4, atol=1e-5)
-
-
-def test_models_compute_in_bf16_beside_float32_weights(trained: list[dict[Any, Any]]) -> None:
-    found = trained[0]["bf16"]
-    assert found["held"] == {torch.bfloat16}
-    assert found["weights"] == {torch.float32}
-    assert sum(found["losses"][-4:]) < 0.7 * sum(found["losses"][:4])
-    assert min(found["norms"]) > 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -211,10 +179,6 @@ def _refusals() -> list[str]:
         accelerator.prepare(net)
         accelerator.prepare(make_optimizer(net))
 
-    def several(accelerator: Accelerator) -> None:
-        net = Net()
-        accelerator.prepare(net, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.embed, net.head)))
-
     def shared(accelerator: Accelerator) -> None:
         nets = Net(), Net()
         accelerator.prepare(*nets, torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1))
@@ -230,15 +194,14 @@ def _refusals() -> list[str]:
         for _ in range(2):
             accelerator.backward(model(torch.ones(2, 4)).mean())
 
-    for make in (late, several, shared, joint, twice):
+    for make in (late, shared, joint, twice):
         attempt(make)
     return found
 
 
 def test_what_an_engine_cannot_train_is_refused() -> None:
-    for late, several, shared, joint, twice in run_distributed(_refusals, 2, init=False, timeout=240):
+    for late, shared, joint, twice in run_distributed(_refusals, 2, init=False, timeout=240):
         assert "was passed to prepare() after its model" in late
-        assert "2 optimizers hold parameters of Net" in several
         assert "holds parameters of Net and of other models" in shared
         assert "after the forwards of 2 models" in joint
         assert "To sum losses, add them and call backward once" in twice

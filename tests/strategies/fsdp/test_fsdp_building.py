@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import (
-    ModuleWrapPolicy,
-    size_based_auto_wrap_policy,
-)
 from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
@@ -22,7 +17,7 @@ from tests.strategies.fsdp.sharded import Block, Blocks
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.units import find_units, warn_of_large_rest
+from trainwright.strategies.units import warn_of_large_rest
 
 _WIDTH, _NUM_BLOCKS = 64, 6
 
@@ -212,19 +207,3 @@ def test_a_large_model_that_is_mostly_gathered_at_once_is_warned_of(inside: int,
     texts = [str(warning.message) for warning in caught if warning.category is TrainwrightWarning]
     assert len(texts) == warned
     assert not warned or f"{(4 - inside) * 400_020_000:,}" in texts[0]
-
-
-_TORCH_POLICIES: dict[str, tuple[Any, list[str]]] = {
-    "classes": (ModuleWrapPolicy({Block}), ["blocks.0", "blocks.1", "blocks.2"]),
-    "size": (
-        functools.partial(size_based_auto_wrap_policy, min_num_params=60), ["blocks.0", "blocks.1", "blocks.2"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(_TORCH_POLICIES))
-def test_torchs_own_policies_choose_the_units_that_they_mean(name: str) -> None:
-    policy, wanted = _TORCH_POLICIES[name]
-    task = Blocks()
-    names = {id(module): path for path, module in task.named_modules()}
-    assert [names[id(unit)] for unit in find_units(task, policy, None)] == wanted

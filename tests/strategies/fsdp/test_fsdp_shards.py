@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
@@ -104,37 +103,6 @@ class Watcher(Sizes):
         self.hooks = []
 
 
-class GatherOrder(Callback):
-    """Writes down in which order units are gathered and called."""
-
-    def __init__(self) -> None:
-        self.events: list[str] = []
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        names = {id(block): f"blocks.{i}" for i, block in enumerate(task.blocks)}
-        begun, events = FSDPParamGroup.unshard, self.events
-        self.put_back = lambda: setattr(FSDPParamGroup, "unshard", begun)
-
-        def unshard(group: Any, async_op: bool = False) -> None:
-            name = names.get(id(group.modules[0]), "root")
-            if group._all_gather_result is None and group.is_sharded:
-                events.append(f"gather {name}")
-            begun(group, async_op)
-
-        FSDPParamGroup.unshard = unshard
-        for block in task.blocks:
-            # FSDP's own hook comes first; what is called last is the layer within.
-            called = f"call {names[id(block)]}"
-            block.norm.register_forward_pre_hook(lambda *_, called=called: events.append(called))
-
-    def on_before_backward(self, trainer: Any, task: Any, loss: Any) -> None:
-        self.events.append("backward")
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        self.put_back()
-        del self.put_back
-
-
 _MEMORY: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
@@ -152,9 +120,6 @@ def _watch(strategy: Any, task: Any, watcher: Any, **arguments: Any) -> Any:
 
 def _look() -> dict[Any, Any]:
     found: dict[Any, Any] = {name: _watch(FSDPStrategy(**o), Blocks(), Watcher()).sizes for name, o in _MEMORY.items()}
-    for ahead in (0, 1, 2):
-        order = _watch(FSDPStrategy(forward_prefetch=ahead), Blocks(), GatherOrder())
-        found["order", ahead] = order.events
     found["policy"] = _watch(FSDPStrategy(mixed_precision=_POLICY), Blocks(), Watcher(), precision="bf16-mixed").dtypes
     return found | {"adapted": train(FSDPStrategy(), 2, AdaptedBlocks())}
 
@@ -180,17 +145,6 @@ def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_shards: int
         assert sizes["gradients"] == _shard_bytes(trained, num_shards)
     total = sum(rank[name]["states"] for rank in seen)
     assert total == (3 - num_shards) * 2 * 4 * sum(parameter.numel() for parameter in trained)
-
-
-@pytest.mark.distributed
-def test_units_are_gathered_as_far_ahead_as_was_asked_for(seen: list[dict[str, Any]]) -> None:
-    for rank in seen:
-        for ahead in (0, 1, 2):
-            forward = rank["order", ahead][: rank["order", ahead].index("backward")]
-            for i in range(3):
-                before_call = forward[: forward.index(f"call blocks.{i}")]
-                gathered = [event for event in before_call if event.startswith("gather blocks")]
-                assert gathered == [f"gather blocks.{k}" for k in range(min(3, i + 1 + ahead))]
 
 
 @pytest.mark.distributed

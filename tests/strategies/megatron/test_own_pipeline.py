@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.helpers.distributed import RankError, run_distributed
+from tests.helpers.distributed import run_distributed
 from tests.strategies.megatron.test_pipeline import Language, batches
 from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
 
@@ -73,19 +72,3 @@ def test_a_loop_is_that_of_one_process_and_continues_its_checkpoints(tmp_path: P
             torch.testing.assert_close(found[1], logits, rtol=1e-4, atol=1e-4)
     again = _loop("single", tmp_path / "two", load=True)
     assert again[0] == pytest.approx(losses[6:], rel=1e-5)
-
-
-@pytest.mark.distributed
-def test_what_a_pipeline_cannot_do_in_a_loop_is_an_error() -> None:
-    def without_labels() -> None:
-        accelerator = Accelerator(strategy=MegatronStrategy(pp=2), cpu=True)
-        accelerator.prepare(WithLoss())(batches()[0])
-
-    def accumulates() -> None:
-        accelerator = Accelerator(strategy=MegatronStrategy(pp=2), cpu=True, gradient_accumulation_steps=2)
-        with pytest.raises(ConfigurationError, match="Use num_micro_batches"):
-            accelerator.prepare(WithLoss())
-
-    run_distributed(accumulates, 2, init=False, timeout=60)
-    with pytest.raises(RankError, match=r"returned no loss.*accelerator\.forward_backward"):
-        run_distributed(without_labels, 2, init=False, timeout=60)

@@ -137,24 +137,6 @@ def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
 
-def test_what_is_forgotten_gives_its_memory_back_when_its_copy_is_made() -> None:
-    prefetcher = Prefetcher(num_units=1)
-    parts, numbers = _parts(prefetcher, 2)
-    events: list[str] = []
-
-    class Copies(CopyStream):
-        def join(self, event: Any, made: Any = ()) -> None:
-            events.append(f"join {event}")
-
-    fetched = Fetched({}, Copies(torch.device("cpu")), "copy", free=lambda: events.append("free"))
-    parts[0].fetch = lambda: fetched  # type: ignore[method-assign]
-    prefetcher.prefetch(numbers)
-    prefetcher.discard(numbers[0])
-    prefetcher.discard(numbers[0])
-    assert events == ["join copy", "free"]
-    assert list(prefetcher._jobs) == [numbers[1]]
-
-
 class OnHost(Part):
     """A unit that is used where it is, and has to be waited for if told."""
 

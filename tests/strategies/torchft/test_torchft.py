@@ -160,11 +160,3 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], arguments
     given = {"replica": 0, "max_replicas": 3, "lighthouse": "http://nowhere:1", **options}
     with pytest.raises(ConfigurationError, match=problem):
         quiet_trainer(strategy=TorchFTStrategy(**given), **arguments).fit(RegressionTask(), regression_loader())
-
-
-@_NEEDS
-def test_an_evaluation_reads_all_data() -> None:
-    strategy = TorchFTStrategy(replica=1, max_replicas=3, lighthouse="http://nowhere:1")
-    trainer = quiet_trainer(strategy=strategy)
-    expected = quiet_trainer().validate(RegressionTask(), regression_loader(8), verbose=False)
-    assert trainer.validate(RegressionTask(), regression_loader(8), verbose=False) == expected
