@@ -325,10 +325,3 @@ _REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_it_cannot_do_is_refused(message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         _REFUSED[message]()
-
-
-@pytest.mark.filterwarnings("default:cpu has no float8 matrix products")
-def test_emulation_warns_once() -> None:
-    with pytest.warns(match="slower than bf16") as found:
-        fit("fp8", max_epochs=-1, max_steps=1)
-    assert len([one for one in found if "slower than bf16" in str(one.message)]) == 1

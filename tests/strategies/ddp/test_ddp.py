@@ -19,7 +19,6 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies import DDPStrategy, EngineSettings
 from trainwright.strategies.precision import Precision
@@ -82,11 +81,6 @@ def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
 )
 def test_a_timeout_is_any_length_of_time(timeout: Any, seconds: float) -> None:
     assert DDPStrategy(timeout=timeout).timeout == datetime.timedelta(seconds=seconds)
-
-
-def test_synchronized_batch_norm_is_refused_on_the_cpu() -> None:
-    with pytest.raises(ConfigurationError, match="SyncBatchNorm does not run on the CPU"):
-        quiet_trainer(devices=2, strategy=DDPStrategy(sync_batchnorm=True))
 
 
 # Starting equal
@@ -252,13 +246,6 @@ class ThawingAll(Thawing):
 
     def on_train_epoch_start(self) -> None:
         self.requires_grad_(True)
-
-
-class Freezing(Blocks):
-    """Its middle block is frozen after the first epoch of two steps, which end between two averages."""
-
-    def on_train_epoch_start(self) -> None:
-        self.blocks[1].requires_grad_(self.current_epoch == 0)
 
 
 _TASKS: dict[str, type[TaskModule]] = {"step": ThawingLater, "all": ThawingAll}

@@ -126,18 +126,6 @@ def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_use
 # Steps that do not end
 
 
-class _LeavesGroup(Blocks):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if self.current_epoch == 0 and batch_idx == (5 if self._run.world_size == 1 else 3) else None
-
-
-@pytest.mark.distributed
-def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behind() -> None:
-    by_rank = run_distributed(lambda: train("fsdp", 2, _LeavesGroup(), accumulate_grad_batches=2), 2)
-    alone = train("single", 1, _LeavesGroup())
-    assert_trained_alike(by_rank, alone)
-
-
 class _BadOn(Blocks):
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -179,18 +179,6 @@ def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str)
         trainer.fit(Blocks(), _batches())
 
 
-class WithScalar(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.0))
-
-
-def test_a_parameter_that_cannot_be_cut_is_named_with_what_to_write() -> None:
-    trainer = quiet_trainer(strategy="fsdp", max_steps=1)
-    with pytest.raises(ConfigurationError, match=r"temperature is a scalar.*nn.Parameter\(torch.ones\(1\)\)"):
-        trainer.fit(WithScalar(), _batches())
-
-
 def _large(inside: int) -> tuple[TaskModule, list[nn.Module]]:
     task = TaskModule()
     with torch.device("meta"):

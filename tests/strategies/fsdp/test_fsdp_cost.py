@@ -1,4 +1,4 @@
-"""What the framework adds to a step of shards or split layers: the cost of a loop written by hand, and little more."""
+"""What a sharded step costs: what a loop by hand sends and computes, and what activation checkpointing computes anew."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Blocks, batches
+from trainwright.accelerator.accelerator import Accelerator
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.shards import full_output
 
 _FIRST, _LAST = 3, 6  # the steps that are counted: caches are warm, and none of them is a run's last
 _STEPS = _LAST - _FIRST + 1
@@ -112,3 +116,101 @@ def test_a_sharded_step_sends_and_computes_what_a_hand_written_one_does() -> Non
     )
     # Each micro-batch's loss is detached, and those of a group are added up. The norm is squared in float64 and back.
     assert ours <= hand + (2 * _ACCUMULATED - 1 + 5) * _STEPS
+
+
+class OpsInBackward(Operators, Callback):
+    """Counts the operators of a backward pass: of an affine map's own there is none."""
+
+    def on_before_backward(self, trainer: Any, task: Any, loss: Any) -> None:
+        self.__enter__()
+
+    def on_after_backward(self, trainer: Any, task: Any) -> None:
+        self.__exit__(None, None, None)
+
+
+class Counted(Blocks):
+    """Knows how often each of its blocks was called while it trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0, 0, 0]
+        for i, block in enumerate(self.blocks):
+            block.mix.register_forward_pre_hook(lambda *_, i=i: self._count(i))
+
+    def _count(self, i: int) -> None:
+        self.calls[i] += 1
+
+
+def keep_affine_maps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_ALL: dict[str, Any] = {"activation_checkpointing": True}
+_SAVE = "activation_checkpointing_save"
+# name → options, how often each block runs, and how many affine maps and tanh run in backward
+_VARIANTS: dict[str, tuple[dict[str, Any], list[int], tuple[int, int]]] = {
+    "kept": ({}, [1, 1, 1], (0, 0)),
+    "all": (_ALL, [2, 2, 2], (3, 3)),
+    "every second": ({"activation_checkpointing": 2}, [1, 2, 1], (1, 1)),
+    "third": ({"activation_checkpointing": 3}, [1, 1, 2], (1, 1)),
+    # What is recomputed stops at what backward needs, which is the input of a layer here.
+    "a class": ({"activation_checkpointing_policy": {nn.LayerNorm, nn.Linear}}, [2, 2, 2], (0, 0)),
+    "all but named operators": (_ALL | {_SAVE: ["aten.addmm"]}, [2, 2, 2], (0, 3)),
+    "all but operators": (_ALL | {_SAVE: {torch.ops.aten.tanh, torch.ops.aten.addmm}}, [2, 2, 2], (0, 0)),
+    "all but what a function says": (_ALL | {_SAVE: keep_affine_maps}, [2, 2, 2], (0, 3)),
+}
+
+
+def _train_in_all_variants() -> dict[str, tuple[list[int], Counter[str], dict[str, torch.Tensor]]]:
+    found = {}
+    for name, (options, _, _) in _VARIANTS.items():
+        task, ops = Counted(), OpsInBackward()
+        trainer = quiet_trainer(
+            devices="auto", strategy=FSDPStrategy(**options), max_steps=1, callbacks=[ops], num_sanity_val_steps=0
+        )
+        trainer.fit(task, batches(2))
+        found[name] = (task.calls, ops.counts, weights_of(task))
+    return found
+
+
+@pytest.fixture(scope="module")
+def variants() -> dict[str, Any]:
+    """One step of one micro-batch on each of two ranks; rank 0's calls, operators and weights."""
+    by_rank: list[dict[str, Any]] = run_distributed(_train_in_all_variants, 2, timeout=120)
+    return by_rank[0]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_what_is_computed_anew_is_what_was_asked_for_and_trains_to_the_same_bits(
+    name: str, variants: dict[str, Any]
+) -> None:
+    (_, expected_calls, in_backward), (calls, counts, weights) = _VARIANTS[name], variants[name]
+    assert calls == expected_calls
+    assert (counts["aten.addmm.default"], counts["aten.tanh.default"]) == in_backward
+    torch.testing.assert_close(weights, variants["kept"][2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("save", [None, ["aten.addmm"]], ids=["all", "selective"])
+def test_a_model_with_a_cache_uses_it_only_without_gradients(save: list[str] | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=True)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 32, (2, 8))
+    expected = torch.autograd.grad(model.eval()(tokens, labels=tokens).loss, model.transformer.wpe.weight)[0]
+    strategy = FSDPStrategy(
+        auto_wrap_policy={type(model.transformer.h[0])},
+        activation_checkpointing=True,
+        activation_checkpointing_save=save,
+    )
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = accelerator.prepare(model)
+    output = model(tokens, labels=tokens)  # in evaluation mode, without dropout
+    accelerator.backward(output.loss)
+    assert output.past_key_values is None
+    torch.testing.assert_close(full_output(model.transformer.wpe.weight.grad), expected)
+    with torch.no_grad():
+        assert model(tokens).past_key_values.get_seq_length() == 8
+    assert config.use_cache
