@@ -1,4 +1,4 @@
-"""What a sharded step costs: what a loop by hand sends and computes, and what activation checkpointing computes anew."""
+"""What a sharded step costs: as much as a loop by hand, and what activation checkpointing computes anew."""
 
 from __future__ import annotations
 
