@@ -29,19 +29,6 @@ _REASONS = dict(re.findall(r"^- \((\d+)\) \"([^\"]+)\"", _PAGE, re.MULTILINE))
 
 # Every cell of the second table
 
-_HEAD = ["strategy", "precision", "stored", "used", "product", "norm", "loss", "crosses", "gradient", "state", "saved"]
-
-
-def documented() -> dict[str, dict[str, dict[str, str]]]:
-    """Return the page's table: strategy → precision → column → dtype."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for line in _PAGE.splitlines():
-        cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
-        if len(cells) == len(_HEAD) and not re.fullmatch(r"-+", cells[0]) and cells[0] != "strategy":
-            row = dict(zip(_HEAD, cells, strict=True))
-            found.setdefault(row["strategy"], {})[row["precision"]] = row
-    return found
-
 
 # Every cell of the first table
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import SaveAtEnd, quiet_trainer
-from tests.strategies.experts.mixtures import KINDS, Hf, MixtureTask, train
+from tests.strategies.experts.mixtures import MixtureTask, train
 from tests.strategies.fsdp.sharded import assert_trained_alike
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
@@ -38,17 +38,6 @@ def test_two_ranks_train_a_mixture_as_one_process() -> None:
     _assert_alike([found["one expert"] for found in by_rank], train(MixtureTask(only=3)))
     assert [found["plain"]["computed"] for found in by_rank] == [[{2}, {2}]] * 2
     assert [found["one expert"]["computed"] for found in by_rank] == [[set(), set()], [{2}, {2}]]
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its mixtures are divided")
-def test_transformers_mixtures_train_as_in_one_process() -> None:
-    def runs() -> dict[str, Any]:
-        return {kind: train(Hf(kind), FSDPStrategy(ep=2), 2) for kind in KINDS}
-
-    by_rank = run_distributed(runs, 2, init=False, timeout=400)
-    for kind in KINDS:
-        _assert_alike([found[kind] for found in by_rank], train(Hf(kind)))
 
 
 @pytest.mark.slow

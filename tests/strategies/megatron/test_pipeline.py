@@ -173,12 +173,6 @@ def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: 
         torch.testing.assert_close(found["predictions"], one[data]["predictions"], rtol=1e-5, atol=1e-5)
 
 
-class Counting(Speaker):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.log("count", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
-        return super().training_step(batch, batch_idx)
-
-
 @pytest.mark.distributed
 def test_a_rank_holds_its_own_stage_and_draws_as_the_others(two: Any) -> None:
     shared = {"model.positions", "model.embed.weight"}  # the model reads the first one itself; the other is tied

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -68,9 +67,6 @@ class Replicas:
             assert time.monotonic() < end_s, self._errors(number)
             assert self._processes[number].poll() is None, self._errors(number)
             time.sleep(0.05)
-
-    def signal(self, number: int, signum: signal.Signals) -> None:
-        self._processes[number].send_signal(signum)
 
     def kill(self, number: int) -> None:
         self._processes[number].kill()
