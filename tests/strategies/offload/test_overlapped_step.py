@@ -229,6 +229,33 @@ def test_what_a_task_writes_is_what_is_trained_on() -> None:
         assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
 
 
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters: Any) -> None:
+    class Taught(Tiny):
+        """The last block is a running average of the first one, and its teacher."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[0](self.embed(tokens))
+            with torch.no_grad():
+                wanted = self.blocks[-1](hidden)
+            scores: torch.Tensor = self.head(hidden - wanted)
+            return scores
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for old, new in zip(self.blocks[-1].parameters(), self.blocks[0].parameters(), strict=True):
+                old.data.lerp_(new.data, 0.5)
+            return loss
+
+    def task() -> Taught:
+        made = Taught()
+        made.blocks[-1].requires_grad_(False)
+        return made
+
+    strategy = OffloadStrategy(parameters, stream=True, prefetch=0)
+    assert_same(train(strategy, task=task(), limit_val_batches=0), train(task=task(), limit_val_batches=0))
+
+
 def test_what_torch_sees_written_is_copied_again() -> None:
     class Visibly(Callback):
         reads_only = True
