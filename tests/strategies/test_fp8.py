@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
@@ -27,14 +25,10 @@ from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.launch.reading import read_command
-from trainwright.strategies import Fp8, FSDPStrategy, Precision
-from trainwright.strategies.fsdp.layers.styles import FusedColwise
+from trainwright.strategies import Fp8, FSDPStrategy
 from trainwright.utils import (
     AORecipeKwargs,
-    FullyShardedDataParallelPlugin,
     TERecipeKwargs,
-    convert_model_to_fp8_ao,
-    filter_first_and_last_linear_layers,
     has_ao_layers,
 )
 
@@ -145,17 +139,6 @@ def by_hand(
     return losses, weights_of(model)
 
 
-def test_the_loss_is_close_to_that_of_bf16_and_layers_are_restored_afterwards() -> None:
-    wide, narrow = fit("bf16-mixed"), fit("fp8")
-    assert not wide.seen
-    assert narrow.seen
-    assert not has_ao_layers(narrow)
-    assert len(narrow.losses) == _STEPS
-    assert torch.stack(narrow.losses) != pytest.approx(torch.stack(wide.losses), rel=1e-6)
-    assert torch.stack(narrow.losses).numpy() == pytest.approx(torch.stack(wide.losses).numpy(), rel=0.02)
-    assert narrow.losses[-1] < 0.7 * narrow.losses[0]
-
-
 def test_each_step_equals_one_of_torchao_alone() -> None:
     losses, weights = by_hand(tokens().split(2))
     task = fit("fp8")
@@ -163,142 +146,54 @@ def test_each_step_equals_one_of_torchao_alone() -> None:
     assert_equal_weights(weights_of(task.model), weights)
 
 
-def _ddp_by_hand() -> None:
-    task = fit("fp8", strategy="ddp", devices=2)
-    losses, weights = by_hand(task.batches, DistributedDataParallel)
-    assert len(losses) == _STEPS // 2
-    assert dist.get_world_size() == 2
-    assert torch.equal(torch.stack(task.losses), torch.stack(losses))
-    assert_equal_weights(weights_of(task.model), weights)
-
-
-def test_each_step_of_two_replicas_equals_one_of_torchao_alone() -> None:
-    run_distributed(_ddp_by_hand, 2)
-
-
-def _fsdp() -> list[float]:
-    task = fit("fp8", strategy=FSDPStrategy(weights_after_stage="all"), devices=2)
-    assert task.seen
-    assert not has_ao_layers(task)
-    assert {p.dtype for p in task.parameters()} == {torch.float32}
-    other = fit("bf16-mixed", strategy=FSDPStrategy(weights_after_stage="all"), devices=2)
-    assert not torch.equal(torch.stack(task.losses), torch.stack(other.losses))
-    assert torch.stack(task.losses).numpy() == pytest.approx(torch.stack(other.losses).numpy(), rel=0.02)
-    return [loss.item() for loss in task.losses]
-
-
-def test_shards_train_as_replicas_do() -> None:
-    first, second = run_distributed(_fsdp, 2)
-    assert len(first) == len(second) == _STEPS // 2
-
-
 class Split(Language):
     def tensor_parallel_plan(self, mesh: Any) -> Any:
         return {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}
 
 
-def _shard(model: Any, mesh: Any = None) -> nn.Module:
+def _shard(model: Any) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(part, mp_policy=policy)
     return model  # type: ignore[no-any-return]  # a module
 
 
-def _by_hand_on(mesh: Any) -> Callable[[nn.Module], nn.Module]:
+def _split_by_hand() -> None:
     def wrap(model: nn.Module) -> nn.Module:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-        parallelize_module(model, mesh["tp"], plan)
-        return _shard(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
+        return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
 
-    return wrap
-
-
-def _split_by_hand(strategy: Any, sizes: dict[str, int], recipe: str) -> None:
-    task = fit(Fp8(recipe=recipe), task=Split(), strategy=strategy, devices=4 if "dp" in sizes else 2)
+    task = fit(Fp8(recipe="rowwise"), task=Split(), strategy="tp", devices=2)
     assert task.seen
     assert not has_ao_layers(task)
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    losses, _ = by_hand(task.batches, _by_hand_on(mesh), recipe)
-    assert len(losses) == _STEPS // sizes.get("dp", 1)
+    losses, _ = by_hand(task.batches, wrap, "rowwise")
+    assert len(losses) == _STEPS
     assert torch.stack(task.losses).numpy() == pytest.approx(torch.stack(losses).numpy(), rel=1e-6)
-    if "dp" not in sizes:
-        whole, _ = by_hand(task.batches, recipe=recipe)
-        assert torch.stack(losses).numpy() == pytest.approx(torch.stack(whole).numpy(), rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_split_layers_train_as_those_that_torch_alone_splits(recipe: str) -> None:
-    run_distributed(_split_by_hand, 2, "tp", {"tp": 2}, recipe)
+def test_split_layers_train_as_those_that_torch_alone_splits() -> None:
+    run_distributed(_split_by_hand, 2)
 
 
-def test_layers_split_beside_shards_train_as_those_that_torch_alone_splits() -> None:
-    run_distributed(_split_by_hand, 4, FSDPStrategy(tp=2), {"dp": 2, "tp": 2}, "tensorwise")
-
-
-def _fused() -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    torch.manual_seed(0)
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True, pad_inner_dim=True)
-    whole = convert_to_float8_training(nn.Sequential(nn.Linear(32, 96)), config=config)
-    split, x = copy.deepcopy(whole), torch.randn(6, 32, requires_grad=True)
-    parallelize_module(split, init_device_mesh("cpu", (2,)), {"0": FusedColwise(3)}, src_data_rank=None)
-    rank = dist.get_rank()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = split(x), whole(x.bfloat16()).view(6, 3, 2, 16)[:, :, rank].flatten(1)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, expected)
-    assert not torch.equal(
-        found, nn.functional.linear(x, split[0].weight.to_local(), split[0].bias.to_local()).bfloat16()
-    )
-    found.float().square().sum().backward()
-    expected.float().square().sum().backward()
-    grad = split[0].weight.grad.to_local()
-    expected_grad = whole[0].weight.grad.view(3, 2, 16, 32)[:, rank].flatten(0, 1)
-    assert torch.allclose(grad, expected_grad, atol=0.05 * expected_grad.abs().max().item())
-
-
-def test_blocks_of_one_fused_layer_compute_in_fp8() -> None:
-    run_distributed(_fused, 2)
-
-
-class _Narrow(Split):
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.model.blocks:
-            block.up, block.down = nn.Linear(32, 16), nn.Linear(16, 32)  # type: ignore[assignment]
-
-
-def _narrow() -> None:
-    message = r"width of 16 is 8 on each of tp=2 ranks.*Fp8\(skip='model.blocks.0.up'\)"
-    with pytest.raises(ConfigurationError, match=message):
-        quiet_trainer(precision="fp8", strategy="tp", devices=2, max_steps=1).fit(_Narrow(), loader())
-
-
-def test_shards_of_layers_have_sizes_of_float8_products() -> None:
-    run_distributed(_narrow, 2)
-
-
-def _gathered(strategy: Any, devices: int) -> None:
+def _gathered() -> None:
     from torchao.float8 import Float8LinearConfig, precompute_float8_dynamic_scale_for_fsdp
 
     recipe = Float8LinearConfig(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
-    moved: dict[bool, int] = {}
-    tasks = {}
+    moved, tasks = {}, {}
     for narrow in (True, False):
         task = tasks[narrow] = Split()
         with _bytes_gathered() as counted:
-            fit(Fp8(recipe=recipe) if narrow else "fp8", task=task, strategy=strategy, devices=devices)
+            strategy = FSDPStrategy(weights_after_stage="all")
+            fit(Fp8(recipe=recipe) if narrow else "fp8", task=task, strategy=strategy, devices=2)
         moved[narrow] = sum(counted)
         assert {type(p.data) for p in task.parameters()} == {torch.Tensor}
         assert not any("fsdp" in name for p in task.parameters() for name in vars(p))
     assert moved[True] < 0.75 * moved[False]
-    narrow, wide = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
-    assert narrow == pytest.approx(wide, rel=0.02)
-    if strategy.tp == 1:
-        options = {"after_step": precompute_float8_dynamic_scale_for_fsdp, "enable_fsdp_float8_all_gather": True}
-        expected = torch.stack(by_hand(tasks[True].batches, _shard, **options)[0]).numpy()
-        assert narrow == pytest.approx(expected, rel=1e-6)
+    narrow_losses, wide_losses = (torch.stack(tasks[key].losses).numpy() for key in (True, False))
+    assert narrow_losses == pytest.approx(wide_losses, rel=0.02)
+    options = {"after_step": precompute_float8_dynamic_scale_for_fsdp, "enable_fsdp_float8_all_gather": True}
+    expected = torch.stack(by_hand(tasks[True].batches, _shard, **options)[0]).numpy()
+    assert narrow_losses == pytest.approx(expected, rel=1e-6)
 
 
 @contextlib.contextmanager
@@ -321,45 +216,7 @@ def _bytes_gathered() -> Iterator[list[int]]:
 
 
 def test_weights_gathered_in_float8_train_as_torchao_alone_gathers_them() -> None:
-    run_distributed(_gathered, 2, FSDPStrategy(weights_after_stage="all"), 2)
-
-
-def test_shards_of_split_layers_are_gathered_in_float8() -> None:
-    run_distributed(_gathered, 4, FSDPStrategy(weights_after_stage="all", tp=2), 4)
-
-
-def _gathered_in_a_loop() -> None:
-    handler = AORecipeKwargs(enable_fsdp_float8_all_gather=True)
-    losses, _, accelerator = _loop("fp8", [handler], fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    assert losses[-1] < 0.8 * losses[0]
-    accelerator.end_training()
-
-
-def test_a_loop_gathers_weights_in_float8() -> None:
-    run_distributed(_gathered_in_a_loop, 2)
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, True), (False, False), (True, True)])
-def test_a_handler_overrides_what_its_config_says_of_the_gather(given: bool | None, expected: bool) -> None:
-    from torchao.float8 import Float8LinearConfig
-
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    precision = AORecipeKwargs(config=config, enable_fsdp_float8_all_gather=given).precision()
-    assert precision.fp8_all_gather is expected
-
-
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_only_weights_with_one_scale_are_gathered_in_float8(recipe: str) -> None:
-    with pytest.raises(ConfigurationError, match="Use recipe='tensorwise'"):
-        Fp8(recipe=recipe, fp8_all_gather=True)
-
-
-@pytest.mark.parametrize("options", [{"cpu_offload": True}, {"reshard_after_forward": 2}])
-def test_options_for_which_weights_are_not_gathered_in_float8(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=f"fp8_all_gather=True with {next(iter(options))}="):
-        quiet_trainer(precision=Fp8(fp8_all_gather=True), strategy=FSDPStrategy(**options), devices=2, max_steps=1).fit(
-            Language(), loader()
-        )
+    run_distributed(_gathered, 2)
 
 
 def _loop(
@@ -393,33 +250,6 @@ def test_an_own_loop_equals_torchao_alone() -> None:
     assert not has_ao_layers(model)
 
 
-def test_a_loops_recipe_and_filter_are_those_of_accelerate() -> None:
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
-
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
-    handler = AORecipeKwargs(config=config, module_filter_func=lambda module, name: name.endswith("up"))
-    _, model, accelerator = _loop("fp8", [handler])
-    converted = {name: module for name, module in model.named_modules() if isinstance(module, Float8Linear)}
-    assert list(converted) == ["blocks.0.up", "blocks.1.up"]
-    assert all(module.config == config for module in converted.values())
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize(("first", "second"), [("fp8", "bf16-mixed"), ("bf16-mixed", "fp8")])
-def test_a_checkpoint_continues_in_the_other_precision(first: str, second: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    task = Language()
-    trainer = quiet_trainer(max_steps=10, precision=first)
-    trainer.fit(task, loader())
-    trainer.save_checkpoint(path)
-    whole = Language()
-    quiet_trainer(max_steps=_STEPS, max_epochs=1, precision=second).fit(whole, loader(), ckpt_path=path)
-    assert len(whole.losses) == _STEPS - 10
-    assert whole.losses[-1] < task.losses[-1]
-    assert list(whole.state_dict()) == list(task.state_dict())
-
-
 class _Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -450,68 +280,6 @@ def test_what_is_converted(precision: Fp8, expected: list[str], caplog: pytest.L
     assert vars(model.second).keys() == before.keys()
 
 
-def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"_Layers has no module 'thrid'. Did you mean 'third'"):
-        Fp8(skip=("second", "thrid")).convert([_Layers()], torch.device("cpu"), contextlib.ExitStack())
-
-
-def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
-    model = _Layers()
-    convert_model_to_fp8_ao(model)
-    assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == ["second", "third"]
-    chosen = [name for name, _ in model.named_children() if filter_first_and_last_linear_layers(model, name)]
-    assert chosen == ["second", "third"]
-
-
-def test_the_name_is_that_of_the_default() -> None:
-    assert Precision.parse("fp8") == Fp8()
-    assert Fp8().name == "fp8"
-    assert Fp8().autocast_dtype is torch.bfloat16
-    with pytest.raises(ConfigurationError, match="Did you mean 'rowwise'"):
-        Fp8(recipe="rowwis")
-
-
-class _Small(Language):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Linear(16, 10)  # type: ignore[assignment]
-
-
-def test_a_model_without_layers_to_convert_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"no linear layer of _Small .* model \(16 × 10: not multiples of 16"):
-        quiet_trainer(precision="fp8", max_steps=1).fit(_Small(), loader())
-
-
-@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "offload"])
-def test_strategies_that_cannot_train_it_refuse_it(strategy: Any) -> None:
-    devices = 1 if strategy == "offload" else 2
-    with pytest.raises(ConfigurationError, match=r"precision='fp8' is not supported by .*Use strategy='ddp' or 'fsdp'"):
-        quiet_trainer(precision="fp8", strategy=strategy, devices=devices, max_steps=1).fit(Language(), loader())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"mixed_precision": "bf16", "kwargs_handlers": [AORecipeKwargs()]}, "Use 'fp8', or leave it out"),
-        ({"mixed_precision": "fp9"}, "Did you mean 'fp8'"),
-    ],
-)
-def test_a_wrong_argument_of_an_accelerator_is_an_error(arguments: Any, expected: str) -> None:
-    with pytest.raises(ConfigurationError, match=expected):
-        Accelerator(**arguments)
-
-
-def test_a_variable_of_the_launcher_selects_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    assert Accelerator(mixed_precision="fp8", cpu=True).fp8_backend == "AO"
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
-    with pytest.raises(ConfigurationError, match="ACCELERATE_FP8_BACKEND=MSAMP is not supported"):
-        Accelerator(mixed_precision="fp8", cpu=True)
-    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")
-    with pytest.raises(ConfigurationError, match="transformer_engine"):  # it is not installed, or not for the CPU
-        Accelerator(mixed_precision="fp8", cpu=True)
-
-
 def test_options_of_a_launcher_file_reach_both_front_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = {"backend": "TE", "fp8_format": "E4M3", "margin": 1, "interval": 2, "amax_history_length": 16}
     section |= {"amax_compute_algorithm": "max", "override_linear_precision": [True, False, False]}
@@ -531,35 +299,29 @@ def test_options_of_a_launcher_file_reach_both_front_ends(tmp_path: Path, monkey
         TERecipeKwargs()
 
 
-def test_ms_amp_names_the_replacement() -> None:
-    import trainwright.utils
-
-    with pytest.raises(AttributeError, match="install torchao and pass AORecipeKwargs"):
-        trainwright.utils.MSAMPRecipeKwargs  # noqa: B018
+def _fit_with(precision: Any, strategy: Any = "auto", devices: int = 1) -> None:
+    quiet_trainer(precision=precision, strategy=strategy, devices=devices, max_steps=1).fit(Language(), loader())
 
 
-def test_it_needs_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.strategies.steps.fp8.is_torchao_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="pip install"):
-        quiet_trainer(precision="fp8", max_steps=1).fit(Language(), loader())
+_REFUSED: dict[str, Callable[[], Any]] = {
+    "Use recipe='tensorwise'": lambda: Fp8(recipe="rowwise", fp8_all_gather=True),
+    "Did you mean 'rowwise'": lambda: Fp8(recipe="rowwis"),
+    "fp8_all_gather=True with cpu_offload=": lambda: _fit_with(
+        Fp8(fp8_all_gather=True), FSDPStrategy(cpu_offload=True), 2
+    ),
+    r"precision='fp8' is not supported by .*Use strategy='ddp'": lambda: _fit_with("fp8", "deepspeed_stage_1", 2),
+    "needs a CUDA device. Use 'rowwise'": lambda: _fit_with(Fp8(recipe="rowwise_with_gw_hp")),
+    "no linear layer of Linear .*not multiples of 16": lambda: Fp8().convert(
+        [nn.Linear(16, 10)], torch.device("cpu"), contextlib.ExitStack()
+    ),
+    "no module 'thrid'. Did you mean 'third'": lambda: Fp8(skip="thrid").convert(
+        [_Layers()], torch.device("cpu"), contextlib.ExitStack()
+    ),
+    "Use 'fp8', or leave it out": lambda: Accelerator(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()]),
+}
 
 
-def test_a_recipe_that_cannot_be_emulated_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"needs a CUDA device. Use 'rowwise'"):
-        fit(Fp8(recipe="rowwise_with_gw_hp"))
-
-
-@pytest.mark.filterwarnings("default:cpu has no float8 matrix products")
-def test_emulation_warns_once() -> None:
-    with pytest.warns(match="slower than bf16") as found:
-        fit("fp8", max_epochs=-1, max_steps=1)
-    assert len([one for one in found if "slower than bf16" in str(one.message)]) == 1
-
-
-@pytest.mark.requires("cuda", reason="float8 matrix products")
-def test_a_device_with_float8_products_does_not_emulate_them() -> None:
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("the device has none")
-    wide, narrow = (fit(precision, accelerator="gpu", devices=1) for precision in ("bf16-mixed", "fp8"))
-    assert narrow.seen
-    assert torch.stack(narrow.losses).cpu().numpy() == pytest.approx(torch.stack(wide.losses).cpu().numpy(), rel=0.05)
+@pytest.mark.parametrize("message", _REFUSED)
+def test_what_it_cannot_do_is_refused(message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _REFUSED[message]()

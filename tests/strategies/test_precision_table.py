@@ -1,205 +1,33 @@
-"""What docs/precision.md says: which precisions each strategy trains in, and the dtype of everything in real steps."""
+"""Number formats by name, and which of them each strategy trains in by docs/precision.md."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import RowwiseParallel
 
-from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import ALL_GATHER, REDUCE_SCATTER, quiet_trainer
-from tests.helpers.selection import mostly_exhaustive
+from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
-from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.task import TaskModule
-from trainwright.strategies import STRATEGIES, DDPStrategy, FSDPStrategy, Precision
+from trainwright.strategies import STRATEGIES, FSDPStrategy
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.shards import local_shard
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.strategy import SingleDeviceStrategy
 
 _PAGE = (ROOT / "docs" / "precision.md").read_text()
-_STAGES = ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+_STAGES = ["deepspeed_stage_1", "deepspeed_stage_3"]
 _OF_COLUMN: dict[str, list[Any]] = {"deepspeed": _STAGES, "FSDPStrategy(tp=2)": [FSDPStrategy(tp=2)]}
 _ALONE = ("single", "offload", "xla")
 _HARDWARE = {"GPU", "GPU with float64", "CUDA", "CUDA 8.9", "torch_xla"}
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _REASONS = dict(re.findall(r"^- \((\d+)\) \"([^\"]+)\"", _PAGE, re.MULTILINE))
 
-# Every cell of the second table
-
-_HEAD = ["strategy", "precision", "stored", "used", "product", "norm", "loss", "crosses", "gradient", "state", "saved"]
-_NOT_ON_THE_CPU = ("64-true", "16-true", "16-mixed")  # with DeepSpeed
-
-
-def documented() -> dict[str, dict[str, dict[str, str]]]:
-    """Return the page's table: strategy → precision → column → dtype."""
-    found: dict[str, dict[str, dict[str, str]]] = {}
-    for line in _PAGE.splitlines():
-        cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
-        if len(cells) == len(_HEAD) and not re.fullmatch(r"-+", cells[0]) and cells[0] != "strategy":
-            row = dict(zip(_HEAD, cells, strict=True))
-            found.setdefault(row["strategy"], {})[row["precision"]] = row
-    return found
-
-
-TABLE = documented()
-
-
-class Probe(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
-        self.head = nn.Linear(8, 1)
-        self.seen: dict[str, torch.dtype] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a loss so small that no scale overflows it."""
-        hidden = self.block(batch[0])
-        product = self.head(hidden)
-        loss = nn.functional.mse_loss(product, batch[1])
-        self.seen |= {"input": batch[0].dtype, "norm": hidden.dtype, "product": product.dtype, "loss": loss.dtype}
-        self.seen["used"] = self.head.weight.dtype
-        return 1e-3 * loss
-
-    def shard_units(self) -> Any:
-        return [self.block]
-
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return {"block.0": "colwise_gathered", "head": RowwiseParallel(input_layouts=Replicate())}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-class Dtypes(Callback):
-    """Notes the dtypes of what is kept between steps, and of what crosses ranks in them (see `watch_exchanges`)."""
-
-    def __init__(self, crossing: dict[str, set[torch.dtype]], checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
-        self.seen: dict[str, torch.dtype] = {}
-        self.crossing = crossing
-        self.reduced: set[torch.dtype] = set()
-        self.gathered: set[torch.dtype] = set()
-
-    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-        for dtypes in self.crossing.values():
-            dtypes.clear()  # of what others have asked for
-
-    def on_after_backward(self, trainer: Any, task: Any) -> None:
-        self.reduced |= self.crossing["reduced"]
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        if trainer.strategy.capabilities.gradients == "hidden":
-            self.seen["gradient"] = only({g.dtype for g in trainer.strategy.state.full_gradients().values()})
-        else:
-            self.seen["gradient"] = only({local_shard(p.grad).dtype for p in task.parameters()})
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        self.gathered |= self.crossing["gathered"]
-        if trainer.strategy.capabilities.gradients == "hidden":
-            self.seen["stored"] = only({p.dtype for p in trainer.optimizers[0].state})  # the vectors that it steps
-        else:
-            self.seen["stored"] = only({local_shard(p).dtype for p in task.parameters()})
-        states = trainer.optimizers[0].state.values()
-        self.seen["state"] = only({local_shard(value).dtype for state in states for value in state.values()})
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        trainer.save_checkpoint(self.checkpoint)
-
-
-def only(dtypes: set[torch.dtype]) -> torch.dtype:
-    (dtype,) = dtypes
-    return dtype
-
-
-def watch_exchanges(crossing: dict[str, set[torch.dtype]]) -> None:
-    """Note what sharded training sends, and what split layers do; for the rest of this process."""
-
-    def watch(kind: str, name: str, where: Any = dist) -> None:
-        original = getattr(where, name)
-
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            crossing[kind] |= {value.dtype for value in tensors if value.numel() > 1}  # others are norms and counts
-            return original(*args, **kwargs)
-
-        setattr(where, name, noting)
-
-    watch("gathered", ALL_GATHER)
-    watch("reduced", REDUCE_SCATTER)
-    watch("reduced", "all_reduce")
-    watch("reduced", "reduce")
-    watch("reduced", "all_reduce", _functional_collectives)
-
-
-def measure(strategy: str, folder: Path) -> dict[str, dict[str, str]]:
-    """Train and save with every precision of a strategy's rows; returns precision → column → dtype."""
-    found = {}
-    crossing: dict[str, set[torch.dtype]] = {"gathered": set(), "reduced": set()}
-    if strategy.startswith(("fsdp", "deepspeed", "tp")):
-        watch_exchanges(crossing)
-
-    def noting(state: Any, bucket: Any) -> Any:
-        crossing["reduced"].add(bucket.buffer().dtype)
-        return allreduce_hook(state, bucket)
-
-    for precision in TABLE[strategy]:
-        task, callback = Probe(), Dtypes(crossing, folder / f"{strategy}-{precision}")
-        trainer = quiet_trainer(
-            devices=1 if strategy == "single" else "auto",
-            strategy=DDPStrategy(ddp_comm_hook=noting) if strategy == "ddp" else strategy,
-            precision=precision,
-            max_steps=2,
-            callbacks=[callback],
-        )
-        trainer.fit(task, [[torch.randn(2, 4), torch.randn(2, 1)] for _ in range(4)])
-        if strategy.startswith(("fsdp", "deepspeed")):
-            assert only(callback.gathered) is task.seen["used"]
-        crosses = _NAMES[only(callback.reduced)] if callback.reduced else "–"
-        saved = read_checkpoint(callback.checkpoint)
-        assert only({tensor.dtype for tensor in (saved.model or {}).values()}) is callback.seen["stored"]
-        states = saved.optimizers[0]["state"].values()
-        assert only({value.dtype for state in states for value in state.values()}) is callback.seen["state"]
-        columns = {column: _NAMES[dtype] for column, dtype in {**task.seen, **callback.seen}.items()}
-        found[precision] = {**columns, "crosses": crosses, "saved": columns["stored"]}
-    return found
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", mostly_exhaustive(list(TABLE), keep=["fsdp"]))
-def test_every_cell_of_the_table_is_what_a_step_does(strategy: str, tmp_path: Path) -> None:
-    if strategy == "single":
-        by_rank = [measure(strategy, tmp_path)]
-    else:
-        by_rank = run_distributed(lambda: measure(strategy, tmp_path), 2, init=False, timeout=280)
-    for found in by_rank:
-        said = {precision: {column: row[column] for column in _HEAD[2:]} for precision, row in TABLE[strategy].items()}
-        assert {p: {c: row[c] for c in _HEAD[2:]} for p, row in found.items()} == said
-
-
-def test_the_table_names_strategies_and_all_their_precisions() -> None:
-    assert {"single", "ddp", "fsdp"} <= set(TABLE) <= set(STRATEGIES)
-    for strategy, rows in TABLE.items():
-        refused = _NOT_ON_THE_CPU if strategy.startswith("deepspeed") else ()
-        everything = ["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
-        assert list(rows) == [precision for precision in everything if precision not in refused]
-        for precision in refused:
-            with pytest.raises(ConfigurationError, match=precision):
-                quiet_trainer(strategy=strategy, precision=precision)
-
-
-# Every cell of the first table
+# Every cell of the table
 
 
 def _read_cells() -> tuple[dict[str, torch.dtype], dict[str, dict[str, tuple[str, str]]]]:
@@ -233,84 +61,6 @@ def _reason(cell: str) -> str | None:
 
 def _cells(place: int) -> list[tuple[str, str, str]]:
     return [(column, name, cells[place]) for column, row in CELLS.items() for name, cells in row.items()]
-
-
-class Layers(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
-        self.losses: list[float] = []
-        self.dtypes: set[torch.dtype] = set()
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a loss so small that its scale does not overflow."""
-        loss = 0.1 * nn.functional.mse_loss(self.model(batch[0]), batch[1])
-        self.losses.append(loss.item())
-        return loss
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.dtypes = {parameter.dtype for parameter in self.parameters()}
-
-    def shard_units(self) -> Any:
-        return list(self.model)
-
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return {"model.0": "colwise_gathered", "model.1": "colwise_gathered"}
-
-    def configure_optimizers(self) -> Any:
-        """Return an optimizer whose steps are not lost to rounding."""
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-def _batches() -> list[list[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [[torch.randn(4, 16, generator=generator) for _ in range(2)] for _ in range(2)]
-
-
-def _train(column: str) -> list[tuple[Any, str, list[float], set[torch.dtype], bool]]:
-    """Train one step with every precision that runs on the CPU; return what was noted, and if weights changed."""
-    found = []
-    for strategy in _OF_COLUMN.get(column, [column]):
-        for precision, (cell, _) in CELLS[column].items():
-            if cell == "runs":
-                task, before = Layers(), Layers().model[1].weight
-                devices = 1 if column in _ALONE else "auto"
-                quiet_trainer(strategy=strategy, precision=precision, devices=devices, max_steps=1).fit(
-                    task, _batches()
-                )
-                changed = not torch.equal(task.model[1].weight, before.to(task.model[1].weight.dtype))
-                found.append((repr(strategy), precision, task.losses, task.dtypes, changed))
-    return found
-
-
-_RUN = [column for column, row in CELLS.items() if any(cell == "runs" for cell, _ in row.values())]
-
-
-@pytest.mark.requires("torchao", reason="fp8 converts layers")
-@pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")
-@pytest.mark.parametrize(
-    "column",
-    [
-        *[column for column in _RUN if column in _ALONE],
-        *[pytest.param(column, marks=pytest.mark.distributed) for column in _RUN if column not in _ALONE],
-    ],
-)
-def test_what_runs_on_the_cpu_trains_a_step_in_the_stated_dtype(column: str) -> None:
-    if column in _ALONE:
-        by_rank = [_train(column)]
-    else:
-        by_rank = run_distributed(lambda: _train(column), 2, init=False, timeout=240)
-    expected = [name for name, (cell, _) in CELLS[column].items() if cell == "runs"]
-    for found in by_rank:
-        assert [precision for _, precision, *_ in found] == expected * len(_OF_COLUMN.get(column, [column]))
-        for strategy, precision, losses, dtypes, changed in found:
-            narrow = column == "deepspeed" and precision.startswith("bf16")  # beside copies in float32
-            assert dtypes == {torch.bfloat16 if narrow else DTYPES[precision]}, (strategy, precision)
-            assert len(losses) == 1
-            assert torch.tensor(losses).isfinite().all(), (strategy, precision)
-            assert changed, (strategy, precision)
 
 
 @pytest.mark.parametrize(("column", "precision", "cell"), [one for one in _cells(0) if one[2] != "runs"])
@@ -347,3 +97,63 @@ def test_the_table_has_all_precisions_and_uses_all_footnotes() -> None:
     assert set(DTYPES) == {"32-true", "64-true", "16-true", "16-mixed", "bf16-true", "bf16-mixed", "fp8"}
     used = {number for place in (0, 1) for *_, cell in _cells(place) for number in re.findall(r"\((\d+)\)", cell)}
     assert used == set(_REASONS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "param_dtype", "autocast_dtype", "scaled"),
+    [
+        ("32-true", "32-true", None, None, False),
+        (32, "32-true", None, None, False),
+        ("no", "32-true", None, None, False),
+        ("64-true", "64-true", torch.float64, None, False),
+        ("16-true", "16-true", torch.float16, None, False),
+        ("bf16-true", "bf16-true", torch.bfloat16, None, False),
+        ("16-mixed", "16-mixed", None, torch.float16, True),
+        ("fp16", "16-mixed", None, torch.float16, True),
+        ("bf16-mixed", "bf16-mixed", None, torch.bfloat16, False),
+        ("bf16", "bf16-mixed", None, torch.bfloat16, False),
+    ],
+)
+def test_each_name_means_its_formats(spec: Any, name: str, param_dtype: Any, autocast_dtype: Any, scaled: bool) -> None:
+    found = Precision.parse(spec)
+    assert dataclasses.astuple(found) == (name, param_dtype, autocast_dtype, scaled)
+
+
+_TE_OF_LIGHTNING = "transformer-engine-float16"
+
+
+@pytest.mark.parametrize(
+    ("spec", "near"),
+    [("bf16-mixd", "bf16-mixed"), (17, ""), (_TE_OF_LIGHTNING, "'transformer-engine'?")],
+)
+def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, near: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"Known: 32-true, 64-true, 16-true") as caught:
+        Precision.parse(spec)
+    assert near in str(caught.value)
+    assert f"precision={spec!r}" in str(caught.value)
+
+
+def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
+    strategy = SingleDeviceStrategy()
+    with pytest.raises(
+        ConfigurationError, match=r"precision='64-true'.*'mps' has no float64\. Use precision='32-true'"
+    ):
+        strategy.check(EngineSettings("mps", [0], 1, Precision.parse("64-true")))
+    for name in ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"):
+        strategy.check(EngineSettings("mps", [0], 1, Precision.parse(name)))
+
+
+@pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")
+@pytest.mark.parametrize(
+    "name", ["bf16-mixed", pytest.param("fp8", marks=pytest.mark.requires("torchao", reason="fp8"))]
+)
+def test_an_evaluation_of_torchs_encoder_computes_as_training_does(name: str) -> None:
+    precision, fast = Precision.parse(name), torch.backends.mha.get_fastpath_enabled()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2)
+    model, x = nn.Sequential(nn.Linear(32, 32), encoder, nn.Linear(32, 32)), torch.randn(2, 4, 32)
+    with ExitStack() as undo, torch.no_grad():
+        precision.convert([model], x.device, undo)
+        with precision.autocast("cpu"):
+            expected, found = model(x), model.eval()(x)
+    assert torch.equal(found, expected)
+    assert torch.backends.mha.get_fastpath_enabled() == fast

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
-from trainwright.processes.devices import device_indices, device_type, kernel_choice
+from trainwright.processes.devices import device_indices, kernel_choice
 from trainwright.processes.process_group import Processes
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
-from trainwright.strategies.mesh import MeshShape, data_axes, data_group
+from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -38,8 +37,6 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "kind", "num_processes", "starts"),
     [
         ({}, SingleDeviceStrategy, 1, False),
-        ({"strategy": "single"}, SingleDeviceStrategy, 1, False),
-        ({"strategy": "single_device"}, SingleDeviceStrategy, 1, False),
         ({"strategy": "ddp", "devices": 1}, DDPStrategy, 1, False),
         ({"devices": 3}, DDPStrategy, 3, True),
     ],
@@ -67,13 +64,12 @@ def test_launcher_none_ignores_the_variables() -> None:
     assert found.topology.world_size == 1
 
 
-@pytest.mark.parametrize("start", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"])
 @pytest.mark.parametrize(
-    ("ending", "finds_unused"),
-    [("", False), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True)],
+    ("name", "finds_unused"),
+    [("ddp_spawn", False), ("ddp_fork", False), ("ddp_notebook_find_unused_parameters_true", True)],
 )
-def test_every_name_of_data_parallelism_is_ddp(start: str, ending: str, finds_unused: bool) -> None:
-    found = choose(strategy=start + ending, devices=2)
+def test_every_name_of_data_parallelism_is_ddp(name: str, finds_unused: bool) -> None:
+    found = choose(strategy=name, devices=2)
     assert type(found.strategy) is DDPStrategy
     assert found.strategy.ddp_options["find_unused_parameters"] is finds_unused
     assert found.starts_processes
@@ -89,8 +85,6 @@ def test_options_may_follow_a_name() -> None:
     ("text", "says"),
     [
         ("megatron:schedul=gpipe", "megatron has no option 'schedul'.*Did you mean 'schedule'"),
-        ("megatron:pp", "'pp' is not an option. Write NAME:OPTION=VALUE"),
-        ("megatron:pp=2:pp=4", "'pp=4' is not an option"),
         ("megatrom:pp=2", "unknown strategy 'megatrom'.*Did you mean 'megatron'"),
         ("megatron:pp=two", "pp='two': use an integer"),
     ],
@@ -98,11 +92,6 @@ def test_options_may_follow_a_name() -> None:
 def test_an_option_that_cannot_be_read_is_an_error(text: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         choose(strategy=text, devices=4)
-
-
-def test_a_strategy_object_is_used_itself() -> None:
-    own = DDPStrategy(find_unused_parameters=True)
-    assert choose(strategy=own, devices=2).strategy is own
 
 
 def test_the_settings_reach_the_strategy() -> None:
@@ -116,12 +105,10 @@ def test_the_settings_reach_the_strategy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"devices": True}, "devices=True"),
         ({"devices": [0, 0]}, "must be different"),
         ({"devices": -2}, "devices=-2"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"num_nodes": 2, "devices": 2}, "torchrun --nnodes 2 --nproc-per-node 2"),
-        ({"sync_batchnorm": True, "devices": 2}, "does not run on the CPU"),
         ({"compile": 3}, "compile=3"),
         ({"launcher": "slurm"}, "SLURM_PROCID"),
         ({"launcher": "torchrunn"}, "Did you mean 'torchrun'"),
@@ -139,7 +126,6 @@ def test_what_cannot_be_is_an_error_that_says_what_can(arguments: dict[str, Any]
     ("arguments", "says"),
     [
         ({"devices": 4}, "asks for 4 process(es) on this node, but the launcher started 2"),
-        ({"devices": 1}, "asks for 1 process(es) on this node, but the launcher started 2"),
         ({"strategy": "single"}, "runs one process, but the launcher started 2"),
         ({"num_nodes": 2}, "num_nodes=2, but the launcher started 1 node(s)"),
     ],
@@ -154,15 +140,9 @@ def test_arguments_that_contradict_the_launcher_are_an_error_that_quotes_it(
 
 
 @no_accelerator
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
-def test_an_accelerator_that_is_not_there_is_an_error(accelerator: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"accelerator='{accelerator}'.*no accelerator"):
-        choose(accelerator=accelerator)
-
-
-@no_accelerator
-def test_auto_falls_back_to_the_cpu() -> None:
-    assert device_type("auto") == "cpu"
+def test_an_accelerator_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"accelerator='gpu'.*no accelerator"):
+        choose(accelerator="gpu")
     assert choose(accelerator="auto").settings.device_type == "cpu"
 
 
@@ -180,7 +160,6 @@ def test_devices_are_counted_or_listed(devices: Any, indices: list[int]) -> None
         (True, ({}, False)),
         ("regional", ({}, True)),
         ("max-autotune", ({"mode": "max-autotune"}, False)),
-        ({"fullgraph": True}, ({"fullgraph": True}, False)),
         ({"fullgraph": True, "regional": True}, ({"fullgraph": True}, True)),
     ],
 )
@@ -207,13 +186,11 @@ def test_the_choice_of_kernels_ends_with_the_stage(before: bool, arguments: tupl
 @pytest.mark.parametrize(
     ("shape", "of_ranks", "members"),
     [
-        (MeshShape(dp_shard=4), [0, 1, 2, 3], [0, 1, 2, 3]),
         (MeshShape(dp_replicate=2, dp_shard=2), [0, 1, 2, 3], [0, 1, 2, 3]),
         (MeshShape(dp_shard=2, tp=2), [0, 0, 1, 1], [0, 2]),  # neighbours work on one batch
         (MeshShape(pp=2, dp_shard=2), [0, 1, 0, 1], [0, 1]),  # stages of one batch are not neighbours
         (MeshShape(pp=2, dp_replicate=2, tp=2), [0, 0, 1, 1, 0, 0, 1, 1], [0, 2]),
         (MeshShape(dp_shard=2, cp=2, tp=2), [0, 0, 1, 1, 2, 2, 3, 3], [0, 2, 4, 6]),
-        (MeshShape(tp=2), [0, 0], [0]),
     ],
 )
 def test_ranks_along_the_data_axes_see_different_data(
@@ -225,20 +202,3 @@ def test_ranks_along_the_data_axes_see_different_data(
     ]
     assert [ranks.rank for ranks in found] == of_ranks
     assert all(list(ranks.members) == members for ranks in found)
-
-
-def _groups() -> tuple[tuple[str, ...], list[int], list[int]]:
-    import torch.distributed as dist
-
-    shape = MeshShape(pp=2, dp_replicate=2)
-    mesh = shape.device_mesh("cpu")
-    return mesh.mesh_dim_names or (), dist.get_process_group_ranks(data_group(mesh)), list(data_axes(mesh).shape)
-
-
-@pytest.mark.distributed
-def test_torchs_mesh_has_the_same_ranks() -> None:
-    found = run_distributed(_groups, 4)
-    for rank, (names, group, lengths) in enumerate(found):
-        assert names == ("pp", "dp_replicate", "dp_shard")
-        assert group == ([0, 1] if rank < 2 else [2, 3])
-        assert lengths == [2, 1]

@@ -1,4 +1,4 @@
-"""A strategy is a value: it can be compared, printed and pickled, and does not change."""
+"""A strategy is a value; gradients are clipped on the host, and counts are exact."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import (
@@ -18,6 +22,7 @@ from trainwright.strategies import (
     Strategy,
     TensorParallelStrategy,
 )
+from trainwright.strategies.steps.gradients import GradientClip, HostGradients, parameters_of, stack_counts
 
 _CASES: list[tuple[Callable[[], Strategy], Callable[[], Strategy], str]] = [
     (SingleDeviceStrategy, DDPStrategy, "SingleDeviceStrategy()"),
@@ -51,13 +56,44 @@ def test_a_strategy_does_not_change() -> None:
     assert strategy == DDPStrategy()
 
 
-def test_a_strategy_without_options_takes_none() -> None:
-    with pytest.raises(TypeError, match="takes 1 positional argument"):
-        SingleDeviceStrategy(3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'precision'"):
-        SingleDeviceStrategy(precision="bf16-mixed")  # type: ignore[call-arg]
-
-
 def test_a_method_of_lightnings_strategies_is_an_error_when_the_class_is_defined() -> None:
     with pytest.raises(ConfigurationError, match=r"Mine\.setup is never called.*Engine"):
         type("Mine", (DDPStrategy,), {"setup": lambda self, trainer: None})
+
+
+def test_parameters_of_several_optimizers_come_once_each_and_in_order() -> None:
+    first, second, third = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizers = [
+        torch.optim.SGD([{"params": [first]}, {"params": [second]}], lr=1),
+        torch.optim.SGD([third, first], lr=1),
+    ]
+    assert [id(p) for p in parameters_of(optimizers)] == [id(first), id(second), id(third)]
+
+
+@given(st.lists(st.integers(0, 2**52), min_size=1, max_size=6))
+def test_counts_are_exact_whether_numbers_or_tensors(counts: list[int]) -> None:
+    mixed = [torch.tensor(count) if index % 2 else count for index, count in enumerate(counts)]
+    stacked = stack_counts(mixed, torch.device("cpu"))
+    assert stacked.dtype is torch.float64
+    assert [int(count) for count in stacked.tolist()] == counts
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("value", [1e-3, 1e9, float("nan")])
+def test_gradients_on_the_host_are_clipped_as_by_torch(
+    norm_type: float, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    generator, clip = torch.Generator().manual_seed(0), GradientClip(1.0, "norm", norm_type)
+    ours, theirs = ([nn.Parameter(torch.zeros(2**20 + i)) for i in range(4)] for _ in range(2))
+    for one, other in zip(ours[:3], theirs[:3], strict=True):  # the last one has no gradient
+        one.grad = torch.randn(one.shape, generator=generator) * min(value, 1e3)
+        if value == 1e9:
+            one.grad *= 1e-9  # is not clipped
+        other.grad = one.grad.clone()
+    norm = HostGradients(torch.device("cpu")).clip(ours, clip)
+    expected = nn.utils.clip_grad_norm_(theirs, 1.0, norm_type)
+    assert norm is not None
+    torch.testing.assert_close(norm, expected, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(ours[:3], theirs[:3], strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0, equal_nan=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tests.helpers.tasks import RegressionTask, regression_data, regression_load
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import DDPCommunicationHookType, DDPStrategy, DistributedDataParallelKwargs
-from trainwright.strategies.ddp.comm_hooks import CommHook
 
 _FULL_RANK = {"matrix_approximation_rank": 8, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
 _RANK_ONE = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
@@ -90,17 +88,8 @@ _STRATEGIES: dict[str, Any] = {
     "plain": DDPStrategy,
     "fp16": lambda: DDPStrategy(ddp_comm_hook="fp16"),
     "bf16": lambda: DDPStrategy(ddp_comm_hook=DDPCommunicationHookType.BF16),
-    "stock bf16": lambda: DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook),
-    "cast averages": lambda: DDPStrategy(ddp_comm_wrapper="bf16"),
     "full rank": lambda: DDPStrategy(ddp_comm_hook="power_sgd", ddp_comm_state=_FULL_RANK),
     "rank one": lambda: DDPStrategy(ddp_comm_hook="power_sgd", ddp_comm_state=_RANK_ONE),
-    "late": lambda: DDPStrategy(ddp_comm_hook="power_sgd"),
-    "batched": lambda: DDPStrategy(
-        ddp_comm_hook="batched_power_sgd", ddp_comm_state={"start_powerSGD_iter": 2, "matrix_approximation_rank": 8}
-    ),
-    "batched rank one": lambda: DDPStrategy(
-        ddp_comm_hook=powerSGD_hook.batched_powerSGD_hook, ddp_comm_state={"start_powerSGD_iter": 2}
-    ),
     "cast rank one": lambda: DDPStrategy(
         ddp_comm_hook="power_sgd", ddp_comm_wrapper=DDPCommunicationHookType.BF16, ddp_comm_state=_RANK_ONE
     ),
@@ -130,9 +119,7 @@ def runs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16), ("stock bf16", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_gradients_are_cast_before_they_are_averaged(name: str, dtype: torch.dtype, runs: list[dict[str, Any]]) -> None:
     for of_rank in runs:
         torch.testing.assert_close(of_rank[name]["first"], of_rank["by hand"][dtype], rtol=0, atol=0)
@@ -147,22 +134,15 @@ def test_replicas_stay_equal_under_every_hook(runs: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "atol"), [("full rank", 1e-5), ("batched", 1e-5), ("late", 1e-6)])
-def test_power_sgd_of_full_rank_or_before_it_starts_is_an_average(name: str, atol: float, runs: list[Any]) -> None:
-    torch.testing.assert_close(runs[0][name]["weights"], runs[0]["plain"]["weights"], rtol=0, atol=atol)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ["rank one", "batched rank one"])
-def test_power_sgd_of_rank_one_compresses(name: str, runs: list[dict[str, Any]]) -> None:
-    difference = (runs[0][name]["weights"]["net.0.weight"] - runs[0]["plain"]["weights"]["net.0.weight"]).abs()
-    assert difference.max() > 1e-4
+def test_power_sgd_of_full_rank_is_an_average_and_of_rank_one_is_not(runs: list[Any]) -> None:
+    plain = runs[0]["plain"]["weights"]
+    torch.testing.assert_close(runs[0]["full rank"]["weights"], plain, rtol=0, atol=1e-5)
+    assert (runs[0]["rank one"]["weights"]["net.0.weight"] - plain["net.0.weight"]).abs().max() > 1e-4
 
 
 @pytest.mark.distributed
 def test_a_wrapper_casts_what_a_hook_exchanges(runs: list[dict[str, Any]]) -> None:
     assert runs[0]["cast rank one"]["dtypes"] == {torch.bfloat16}
-    assert runs[0]["cast averages"]["dtypes"] == {torch.bfloat16}
     assert runs[0]["plain"]["dtypes"] == set()  # in C++
 
 
@@ -202,11 +182,8 @@ def test_a_resume_says_that_power_sgd_begins_anew(tmp_path: Path) -> None:
     [
         ({"start_method": "auto"}, "in one way, which works in scripts"),
         ({"model_averaging_period": "auto"}, "LocalSGDStrategy"),
-        ({"find_unused_parameter": "auto"}, "Did you mean 'find_unused_parameters'"),
         ({"ddp_comm_hook": "pf16"}, "Did you mean 'fp16'"),
-        ({"ddp_comm_hook": 16}, "or a function"),
         ({"ddp_comm_wrapper": "power_sgd"}, "Known: no, fp16, bf16"),
-        ({"ddp_comm_hook": "fp16", "ddp_comm_state": {"a": 1}}, "has no state"),
         ({"ddp_comm_state": {"a": 1}}, "has no state"),
         ({"ddp_comm_hook": "power_sgd", "ddp_comm_state": 4}, "by name"),
         ({"ddp_comm_hook": "power_sgd", "ddp_comm_state": {"rank": 4}}, "no option 'rank'"),
@@ -233,10 +210,3 @@ def test_the_options_of_an_accelerate_script_are_understood() -> None:
     assert strategy.ddp_options == DDPStrategy(**ours).ddp_options
     with pytest.raises(ConfigurationError, match="check_reduction"):
         DDPStrategy.from_kwargs(DistributedDataParallelKwargs(check_reduction=True))
-
-
-def test_without_a_hook_torch_averages() -> None:
-    assert CommHook().is_plain
-    assert CommHook("no", "no").is_plain
-    assert not CommHook("fp16").is_plain
-    assert copy.deepcopy(CommHook("bf16")).hook == "bf16"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,35 +11,34 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import REDUCE_SCATTER, quiet_trainer, weights_of
+from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TaskError
-from trainwright.strategies import DDPStrategy, FSDPStrategy, Strategy
+from trainwright.strategies import DDPStrategy
 
 
 class Crossings(Callback):
-    """Counts, micro-batch by micro-batch, how often gradients cross ranks."""
+    """Counts, micro-batch by micro-batch, how often gradients are averaged."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name  # of the function of torch.distributed that they cross in
+    def __init__(self) -> None:
         self.counts: list[int] = []
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count calls meanwhile."""
-        exchange = getattr(dist, self.name)
+        exchange = dist.all_reduce
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self.counts:
                 self.counts[-1] += 1
             return exchange(*args, **kwargs)
 
-        setattr(dist, self.name, counted)
+        dist.all_reduce = counted
         try:
             yield
         finally:
-            setattr(dist, self.name, exchange)
+            dist.all_reduce = exchange
 
     def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
         self.counts.append(0)
@@ -65,64 +64,36 @@ class ByHand(RegressionTask):
             optimizer.zero_grad()
 
 
-def _count(
-    strategy: Strategy, name: str, task: RegressionTask, **arguments: Any
-) -> tuple[list[int], dict[str, torch.Tensor]]:
-    crossings = Crossings(name)
+def _count(task: RegressionTask, strategy: DDPStrategy, **arguments: Any) -> tuple[list[int], Any]:
+    crossings = Crossings()
     trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1, callbacks=[crossings], **arguments)
     with crossings.counting():
         trainer.fit(task, regression_loader(12))
     return crossings.counts, weights_of(task)
 
 
-_AUTOMATIC: dict[str, Callable[[], tuple[list[int], dict[str, torch.Tensor]]]] = {
-    # A hook of Python's is counted; torch's own exchange runs where Python cannot see it.
-    "ddp": lambda: _count(
-        DDPStrategy(ddp_comm_wrapper=lambda hook: hook), "all_reduce", RegressionTask(), accumulate_grad_batches=3
-    ),
-    "ddp, short last group": lambda: _count(
-        DDPStrategy(ddp_comm_wrapper=lambda hook: hook), "all_reduce", RegressionTask(), accumulate_grad_batches=4
-    ),
-    "ddp, each": lambda: _count(
-        DDPStrategy(ddp_comm_wrapper=lambda hook: hook, sync_each_batch=True), "all_reduce", RegressionTask(),
-        accumulate_grad_batches=3,
-    ),
-    "fsdp": lambda: _count(FSDPStrategy(), REDUCE_SCATTER, RegressionTask(), accumulate_grad_batches=3),
-    "fsdp, each": lambda: _count(
-        FSDPStrategy(sync_each_batch=True), REDUCE_SCATTER, RegressionTask(), accumulate_grad_batches=3
-    ),
-}  # fmt: skip
+def _count_all() -> dict[str, tuple[list[int], Any]]:
+    def wrapper(hook: Any) -> Any:  # which is counted; torch's own exchange runs where Python cannot see it
+        return hook
 
-
-def _count_all() -> dict[str, tuple[list[int], dict[str, torch.Tensor]]]:
-    found = {name: count() for name, count in _AUTOMATIC.items()}
-    for holds_back in (False, True):
-        found[f"by hand, {holds_back}"] = _count(DDPStrategy(), "all_reduce", ByHand(holds_back))
-    return found
-
-
-@pytest.fixture(scope="module")
-def runs() -> list[dict[str, tuple[list[int], dict[str, torch.Tensor]]]]:
-    return run_distributed(_count_all, 2, timeout=120)
+    each = DDPStrategy(ddp_comm_wrapper=wrapper, sync_each_batch=True)
+    return {
+        "last": _count(RegressionTask(), DDPStrategy(ddp_comm_wrapper=wrapper), accumulate_grad_batches=3),
+        "each": _count(RegressionTask(), each, accumulate_grad_batches=3),
+        "by hand": _count(ByHand(holds_back=False), DDPStrategy()),
+        "held back": _count(ByHand(holds_back=True), DDPStrategy()),
+    }
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_gradients_cross_in_every_micro_batch_if_asked_and_in_the_last_one_otherwise(name: str, runs: Any) -> None:
-    for of_rank in runs:
-        assert of_rank["ddp, short last group"][0] == [0, 0, 0, 1, 0, 1]
-        assert of_rank[name][0] == [0, 0, 1, 0, 0, 1]
-        assert of_rank[f"{name}, each"][0] == [1, 1, 1, 1, 1, 1]
-        torch.testing.assert_close(of_rank[f"{name}, each"][1], of_rank[name][1], rtol=0, atol=1e-6)
-
-
-@pytest.mark.distributed
-def test_backward_by_hand_keeps_gradients_on_its_rank_where_it_is_told_to(runs: Any) -> None:
-    for of_rank in runs:
-        assert of_rank["by hand, False"][0] == [1, 1, 1, 1, 1, 1]
-        assert of_rank["by hand, True"][0] == [0, 0, 1, 0, 0, 1]
-        torch.testing.assert_close(of_rank["by hand, True"][1], of_rank["by hand, False"][1], rtol=0, atol=1e-6)
-        torch.testing.assert_close(of_rank["by hand, True"][1], of_rank["ddp"][1], rtol=0, atol=1e-6)
+def test_gradients_cross_in_the_last_micro_batch_unless_each_is_asked_for() -> None:
+    for of_rank in run_distributed(_count_all, 2, timeout=120):
+        for name in ("last", "held back"):
+            assert of_rank[name][0] == [0, 0, 1, 0, 0, 1]
+        for name in ("each", "by hand"):
+            assert of_rank[name][0] == [1, 1, 1, 1, 1, 1]
+        for _, weights in of_rank.values():
+            torch.testing.assert_close(weights, of_rank["last"][1], rtol=0, atol=1e-6)
 
 
 def test_holding_back_in_automatic_optimization_is_refused() -> None:
@@ -133,10 +104,3 @@ def test_holding_back_in_automatic_optimization_is_refused() -> None:
 
     with pytest.raises(TaskError, match="accumulate_grad_batches"):
         quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
-
-
-def test_one_process_has_nothing_to_hold_back() -> None:
-    task, other = ByHand(True), ByHand(False)
-    quiet_trainer(max_epochs=1).fit(task, regression_loader(6))
-    quiet_trainer(max_epochs=1).fit(other, regression_loader(6))
-    torch.testing.assert_close(weights_of(task), weights_of(other), rtol=0, atol=0)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.contracts.test_own_loop import Net, data, make_optimizer
-from tests.contracts.test_strategy import run
+from tests.contracts.test_own_loop import Net, make_optimizer
 from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy, DummyOptim, DummyScheduler
-from trainwright.checkpoint.interop.export import export_weights
+from trainwright import Accelerator, AcceleratorState, DeepSpeedPlugin, DeepSpeedStrategy
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -35,61 +31,29 @@ def _loader(ranks: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=_ROWS)
 
 
-def _alone(seed: int, *, sign: float, rates: list[float], clip: float | None = None) -> dict[str, torch.Tensor]:
-    """Train on one device, with one learning rate for each step."""
-    net = _net(seed)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
-    if clip is not None:
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    inputs, targets = (each.flatten(0, 0) for each in _loader(2).dataset.tensors)  # type: ignore[attr-defined]
-    rows = len(inputs) // len(rates)
-    for i, rate in enumerate(rates):
-        optimizer.param_groups[0]["lr"] = rate
-        here = slice(i * rows, (i + 1) * rows)
-        functional.mse_loss(net(inputs[here]), sign * targets[here]).backward()
-        if clip is not None:
-            assert nn.utils.clip_grad_norm_(net.parameters(), clip) > clip
+def _alone(clip: float) -> dict[str, torch.Tensor]:
+    """Train two clipped steps on one device."""
+    net = _net(1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    inputs, targets = _loader(2).dataset.tensors  # type: ignore[attr-defined]
+    for rows, wanted in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+        functional.mse_loss(net(rows), wanted).backward()
+        assert nn.utils.clip_grad_norm_(net.parameters(), clip) > clip
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in net.state_dict().items()}
 
 
-def _two_models(stage: int) -> list[dict[str, torch.Tensor]]:
-    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage), gradient_accumulation_steps=2, seed=0)
-    nets = [_net(1), _net(2)]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in nets]
-    first, second, one, two, batches = accelerator.prepare(*nets, *reversed(optimizers), _loader(2))
-    for inputs, targets in batches:
-        for model, optimizer, sign in ((first, two, 1.0), (second, one, -1.0)):
-            with accelerator.accumulate(model):
-                accelerator.backward(functional.mse_loss(model(inputs), sign * targets))
-                optimizer.step()
-                optimizer.zero_grad()
-    found = [{k: v.clone() for k, v in accelerator.get_state_dict(model).items()} for model in (first, second)]
-    accelerator.end_training()
-    return found
-
-
-def _clipped_by_config(stage: int, written_later: str | None = None) -> dict[str, torch.Tensor]:
-    """Train with the configuration's clipping and micro-batches; the loop itself does not clip.
-
-    `written_later`: After the Accelerator's construction, write to the `"configuration"` or to the `"field"`.
-    """
+def _clipped_by_config() -> dict[str, torch.Tensor]:
+    """Train with a clipping that is written to the plugin's configuration after the Accelerator's construction."""
     config = {
-        "zero_optimization": {"stage": stage}, "gradient_clipping": 0.1, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3}, "gradient_clipping": "auto", "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
-    if written_later is not None:
-        config["gradient_clipping"] = "auto"
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
-        plugin = AcceleratorState().deepspeed_plugin
-        assert plugin is not None
-        if written_later == "field":
-            plugin.gradient_clipping = 0.1
-        else:
-            plugin.deepspeed_config["gradient_clipping"] = 0.1
-    else:
-        accelerator = Accelerator(strategy=DeepSpeedStrategy(config), gradient_accumulation_steps=2, seed=0)
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
+    plugin = AcceleratorState().deepspeed_plugin
+    assert plugin is not None
+    plugin.deepspeed_config["gradient_clipping"] = 0.1
     net = _net(1)
     model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), _loader(2))
     for inputs, targets in batches:
@@ -103,30 +67,6 @@ def _clipped_by_config(stage: int, written_later: str | None = None) -> dict[str
     assert not any(hasattr(module, "ds_id") or module._forward_hooks for module in net.modules())
     accelerator.end_training()
     return found
-
-
-def _narrow(stage: int) -> dict[str, Any]:
-    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage), mixed_precision="bf16", seed=0)
-    net = _net(1)
-    model, optimizer, batches = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), lr=0.05), _loader(accelerator.num_processes)
-    )
-    losses, norms = [], []
-    for _ in range(5):
-        for inputs, targets in batches:
-            with accelerator.accumulate(model):
-                output = model(inputs)
-                assert output.dtype is torch.float32
-                loss = functional.mse_loss(output, targets)
-                accelerator.backward(loss)
-                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-    weights = accelerator.get_state_dict(model)
-    held = {p.dtype for p in model.parameters()}
-    accelerator.end_training()
-    return {"losses": losses, "held": held, "weights": {v.dtype for v in weights.values()}, "norms": norms}
 
 
 def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
@@ -152,13 +92,8 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
 
 
 def _train_all() -> dict[Any, Any]:
-    found: dict[Any, Any] = {("two models", stage): _two_models(stage) for stage in (0, 2, 3)}
-    found |= {("clipped", stage): _clipped_by_config(stage) for stage in (0, 1, 3)}
-    found |= {("bf16", stage): _narrow(stage) for stage in (1, 2, 3)}
-    found |= {("dropped", stage): _dropped(stage) for stage in (0, 1, 2, 3)}
-    for name in ("configuration", "field"):
-        found["written later", name] = _clipped_by_config(1, name)
-    return found | {"dummies": _dummies()}
+    found: dict[Any, Any] = {("dropped", stage): _dropped(stage) for stage in (0, 1, 3)}
+    return found | {"clipped": _clipped_by_config()}
 
 
 @pytest.fixture(scope="module")
@@ -166,86 +101,29 @@ def trained() -> list[dict[Any, Any]]:
     return run_distributed(_train_all, 2, init=False, timeout=290)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_each_of_two_models_has_its_engine(stage: int, trained: list[dict[Any, Any]]) -> None:
-    for seed, sign in ((1, 1.0), (2, -1.0)):
-        wanted = _alone(seed, sign=sign, rates=[0.05, 0.05])
-        torch.testing.assert_close(trained[0]["two models", stage][seed - 1], wanted, rtol=1e-4, atol=1e-5)
+def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(trained: list[Any]) -> None:
+    torch.testing.assert_close(trained[0]["clipped"], _alone(clip=0.1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("clipped", 0),
-        ("clipped", 1),
-        ("clipped", 3),
-        ("written later", "configuration"),
-        ("written later", "field"),
-    ],
-    ids=str,
-)
-def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(case: Any, trained: list[Any]) -> None:
-    wanted = _alone(1, sign=1.0, rates=[0.5, 0.5], clip=0.1)
-    torch.testing.assert_close(trained[0][case], wanted, rtol=1e-4, atol=1e-5)
-
-
-def _check_narrow(found: dict[str, Any]) -> None:
-    assert found["held"] == {torch.bfloat16}
-    assert found["weights"] == {torch.float32}
-    assert sum(found["losses"][-4:]) < 0.7 * sum(found["losses"][:4])
-    assert min(found["norms"]) > 0
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_models_compute_in_bf16_beside_float32_weights(stage: int, trained: list[dict[Any, Any]]) -> None:
-    _check_narrow(trained[0]["bf16", stage])
-
-
-def test_one_process_computes_in_bf16_beside_float32_weights() -> None:
-    for found in run_distributed(lambda: [_narrow(stage) for stage in (1, 2, 3)], 1, init=False, timeout=240)[0]:
-        _check_narrow(found)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_zero_grad_without_a_step_drops_gradients(stage: int, trained: list[dict[Any, Any]]) -> None:
     dropped, plain = trained[0]["dropped", stage]
     torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
 
 
-def _offload_with_amsgrad() -> str:
-    accelerator = Accelerator(strategy="deepspeed_stage_2_offload")
-    net = _net(1)
-    with pytest.raises(ConfigurationError) as error:
-        accelerator.prepare(net, torch.optim.AdamW(net.parameters(), amsgrad=True))
-    accelerator.end_training()
-    return str(error.value)
-
-
-def test_errors_about_an_optimizer_name_prepare() -> None:
-    for text in run_distributed(_offload_with_amsgrad, 2, init=False):
-        assert "prepare() received AdamW" in text
-        assert "configure_optimizers" not in text
-        assert "Use torch's Adam or AdamW without amsgrad and maximize" in text
-
-
-def _grouped(net: nn.Module, kind: type[torch.optim.Adam]) -> tuple[torch.optim.Optimizer, Any]:
+def _grouped(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     first, *others = net.parameters()
     groups = [{"params": [first], "lr": 0.02, "betas": (0.8, 0.9)}, {"params": others, "weight_decay": 0.1}]
-    optimizer = kind(groups, lr=0.05, weight_decay=0.02)
+    optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.02)
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-def _offloaded(kind: type[torch.optim.Adam], stage: int, folder: str) -> dict[str, Any]:
+def _offloaded(folder: str) -> dict[str, Any]:
     """Train with offloaded states of torch's optimizer, and again from the state after the first step."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("trainwright").addHandler(handler)
-    logging.getLogger("trainwright").setLevel(logging.INFO)
-    plugin = DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device="cpu")
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
     accelerator = Accelerator(deepspeed_plugin=plugin, seed=0)
     net = _net(1)
-    model, optimizer, schedule, batches = accelerator.prepare(net, *_grouped(net, kind), _loader(2))
+    model, optimizer, schedule, batches = accelerator.prepare(net, *_grouped(net), _loader(2))
     assert type(optimizer.optimizer.optimizer).__name__ == "DeepSpeedCPUAdam"
     rates = []
 
@@ -265,18 +143,14 @@ def _offloaded(kind: type[torch.optim.Adam], stage: int, folder: str) -> dict[st
     train()
     again = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
     accelerator.end_training()
-    converted = [message for message in messages if "DeepSpeedCPUAdam" in message]
-    return {"weights": weights, "again": again, "rates": rates, "messages": converted}
+    return {"weights": weights, "again": again, "rates": rates}
 
 
 @needs_operation("CPUAdamBuilder")
-@pytest.mark.parametrize(("kind", "stage"), [(torch.optim.AdamW, 2), (torch.optim.Adam, 3)])
-def test_offloaded_states_of_torchs_optimizer_are_stepped_on_the_host(
-    kind: type[torch.optim.Adam], stage: int, tmp_path: Path
-) -> None:
-    found, other = run_distributed(_offloaded, 2, kind, stage, str(tmp_path / "state"), init=False, timeout=280)
+def test_offloaded_states_of_torchs_optimizer_are_stepped_on_the_host(tmp_path: Path) -> None:
+    found, _ = run_distributed(_offloaded, 2, str(tmp_path / "state"), init=False, timeout=280)
     net = _net(1)
-    optimizer, schedule = _grouped(net, kind)
+    optimizer, schedule = _grouped(net)
     inputs, targets = _loader(2).dataset.tensors  # type: ignore[attr-defined]
     for rows, wanted in zip(inputs.split(2 * _ROWS), targets.split(2 * _ROWS), strict=True):
         functional.mse_loss(net(rows), wanted).backward()
@@ -287,77 +161,6 @@ def test_offloaded_states_of_torchs_optimizer_are_stepped_on_the_host(
     torch.testing.assert_close(found["again"], found["weights"], rtol=1e-3, atol=1e-4)
     rates = [[0.02 * 0.5**i, 0.05 * 0.5**i] for i in range(_BATCHES)]
     assert found["rates"] == [*rates, *rates[1:]]
-    assert (len(found["messages"]), other["messages"]) == (1, [])
-
-
-def _teacher(folder: str) -> Any:
-    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=3))
-    teacher, student = Net().requires_grad_(False), Net()
-    with torch.no_grad():
-        expected = teacher(torch.ones(2, 4))
-    student_model, optimizer, teacher_model = accelerator.prepare(student, make_optimizer(student), teacher)
-    with torch.no_grad():
-        found = teacher_model(torch.ones(2, 4))
-    losses = []
-    for i in range(4):
-        x = torch.full((2, 4), 0.1 * (i + accelerator.process_index))
-        with accelerator.accumulate(student_model):
-            loss = (student_model(x) - x.sum(1, keepdim=True)).square().mean()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    accelerator.save_model(teacher_model, folder, max_shard_size="500B")
-    sharded = [p.ds_numel for p in teacher.parameters()]  # type: ignore[attr-defined]  # DeepSpeed's
-    accelerator.end_training()
-    return expected, found, losses, len(sharded)
-
-
-def test_a_model_without_an_optimizer_is_sharded_evaluated_and_saved(tmp_path: Path) -> None:
-    for expected, found, losses, count in run_distributed(_teacher, 2, str(tmp_path), init=False, timeout=240):
-        torch.testing.assert_close(found, expected)
-        assert len(set(losses)) == len(losses)
-        assert count == len(list(Net().parameters()))
-    saved = {k: v for file in tmp_path.glob("*.safetensors") for k, v in load_file(file).items()}
-    torch.testing.assert_close(saved, dict(Net().state_dict()), rtol=0, atol=0)
-
-
-def _dummies() -> Any:
-    rise = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
-    config = {
-        "zero_optimization": {"stage": 2},
-        # torch's AdamW: DeepSpeed's would be compiled first.
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": rise}, "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto", "train_batch_size": "auto", "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
-    net = Net()
-    optimizer = DummyOptim(net.parameters(), lr=0.05)
-    scheduler = DummyScheduler(optimizer, warmup_num_steps=4)
-    model, prepared, loader, schedule = accelerator.prepare(net, optimizer, DataLoader(data(24), 2), scheduler)
-    rates, losses = [], []
-    for x, y, _ in loader:
-        with accelerator.accumulate(model):
-            loss = (model(x) - y).square().mean()
-            accelerator.backward(loss)
-            prepared.step()
-            schedule.step()
-            prepared.zero_grad()
-            losses.append(float(loss.detach()))
-            if accelerator.sync_gradients:
-                rates.append(prepared.param_groups[0]["lr"])
-    resolved = accelerator.engine.resolved_config  # type: ignore[attr-defined]  # of this engine
-    accelerator.end_training()
-    return rates, losses, resolved["train_batch_size"], resolved["optimizer"]["params"]["lr"]
-
-
-def test_the_configurations_optimizer_and_scheduler_are_stepped_through_their_stand_ins(trained: list[Any]) -> None:
-    for rates, losses, batch, rate in (found["dummies"] for found in trained):
-        assert (batch, rate) == (8, 0.05)
-        assert rates == sorted(rates)
-        assert 0 < rates[-1] <= 0.05
-        assert losses != sorted(losses)
 
 
 def _refusals() -> list[str]:
@@ -376,10 +179,6 @@ def _refusals() -> list[str]:
         accelerator.prepare(net)
         accelerator.prepare(make_optimizer(net))
 
-    def several(accelerator: Accelerator) -> None:
-        net = Net()
-        accelerator.prepare(net, *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.embed, net.head)))
-
     def shared(accelerator: Accelerator) -> None:
         nets = Net(), Net()
         accelerator.prepare(*nets, torch.optim.SGD([p for net in nets for p in net.parameters()], lr=0.1))
@@ -395,27 +194,14 @@ def _refusals() -> list[str]:
         for _ in range(2):
             accelerator.backward(model(torch.ones(2, 4)).mean())
 
-    for make in (late, several, shared, joint, twice):
+    for make in (late, shared, joint, twice):
         attempt(make)
     return found
 
 
 def test_what_an_engine_cannot_train_is_refused() -> None:
-    for late, several, shared, joint, twice in run_distributed(_refusals, 2, init=False, timeout=240):
+    for late, shared, joint, twice in run_distributed(_refusals, 2, init=False, timeout=240):
         assert "was passed to prepare() after its model" in late
-        assert "2 optimizers hold parameters of Net" in several
         assert "holds parameters of Net and of other models" in shared
         assert "after the forwards of 2 models" in joint
         assert "To sum losses, add them and call backward once" in twice
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_pieces_are_put_together_in_float32_and_saved_in_16_bits(name: str, tmp_path: Path) -> None:
-    [(_, _, weights)] = run(name, {"epochs": 1, "save_to": tmp_path / "checkpoint"})
-    assert len(list((tmp_path / "checkpoint").rglob("*.safetensors"))) > 2  # each rank has written its own
-    for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        export_weights(tmp_path / "checkpoint", tmp_path / f"{dtype}.safetensors", dtype=dtype)
-        whole = load_file(tmp_path / f"{dtype}.safetensors")
-        for key in ("net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"):
-            assert whole[key].dtype == kind
-            assert torch.equal(whole[key], weights[key].to(kind))

@@ -1,4 +1,4 @@
-"""Small mixtures of experts, written by hand and of transformers, and what their training gives."""
+"""A small mixture of experts, and what its training gives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.language_models import make_model
 from tests.strategies.fsdp import sharded
 from tests.strategies.fsdp.sharded import batches
 from trainwright.core.task import TaskModule
@@ -85,45 +84,7 @@ class MixtureTask(TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02, eps=1e-4)
 
 
-_KINDS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 4, "output_router_logits": True},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8, "norm_topk_prob": True},
-}
-KINDS = list(_KINDS)
-_VOCABULARY = 24
-
-
-class Hf(TaskModule):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.model = make_model(kind, intermediate_size=24, num_experts_per_tok=2, **_KINDS[kind])
-        with torch.no_grad():
-            for parameter in self.model.parameters():  # larger than those of transformers, so that routes differ
-                parameter.mul_(4 if parameter.dim() > 1 else 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.model(**batch, use_cache=False).loss
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.model(**batch, use_cache=False).loss, batch_size=len(batch["labels"]))
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW; a key's bias has no gradient but noise, which `eps` drowns."""
-        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
-
-
-def text(num: int = 12) -> list[dict[str, torch.Tensor]]:
-    """Return micro-batches of two rows."""
-    generator = torch.Generator().manual_seed(7)
-    ids = [torch.randint(1, _VOCABULARY, (2, 8), generator=generator) for _ in range(num)]
-    return [{"input_ids": each, "attention_mask": torch.ones_like(each), "labels": each} for each in ids]
-
-
 def train(task: TaskModule, strategy: Any = "single", processes: int = 1, **arguments: Any) -> dict[str, Any]:
     """Train three steps of four micro-batches; return what can be compared."""
-    data = text if isinstance(task, Hf) else batches
-    found = sharded.train(strategy, processes, task, data=(data(12), data(5)), **{"max_epochs": 1, **arguments})
+    found = sharded.train(strategy, processes, task, data=(batches(12), batches(5)), **{"max_epochs": 1, **arguments})
     return found | {"computed": [module.computed for module in task.modules() if isinstance(module, Experts)]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +10,13 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import SaveAtEnd, quiet_trainer
-from tests.strategies.experts.mixtures import KINDS, Hf, Mixture, MixtureTask, train
-from tests.strategies.fsdp.sharded import assert_trained_alike, batches
-from trainwright import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from tests.strategies.experts.mixtures import MixtureTask, train
+from tests.strategies.fsdp.sharded import assert_trained_alike
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.distributed
-
-_FOUR: dict[str, dict[str, Any]] = {
-    "ep=4": {"ep": 4},
-    "ep=2, shared": {"ep": 2},
-    "ep=2, recomputed": {"ep": 2, "activation_checkpointing": True},
-    "ep=2, units of their own": {"ep": 2, "auto_wrap_policy": ["Experts"]},
-    "ep=2, replicated": {"ep": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
-}
 
 
 def _assert_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -51,42 +41,13 @@ def test_two_ranks_train_a_mixture_as_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_train_a_mixture_as_one_process() -> None:
-    def runs() -> dict[str, Any]:
-        found = {name: train(MixtureTask(), FSDPStrategy(**options), 4) for name, options in _FOUR.items()}
-        return found | {"one expert": train(MixtureTask(only=0), FSDPStrategy(ep=2), 4)}
-
-    by_rank = run_distributed(runs, 4, init=False, timeout=300)
-    alone = train(MixtureTask())
-    for name in _FOUR:
-        _assert_alike([found[name] for found in by_rank], alone)
-    _assert_alike([found["one expert"] for found in by_rank], train(MixtureTask(only=0)))
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its mixtures are divided")
-@pytest.mark.parametrize("processes", [2, 4])
-def test_transformers_mixtures_train_as_in_one_process(processes: int) -> None:
-    def runs() -> dict[str, Any]:
-        return {kind: train(Hf(kind), FSDPStrategy(ep=2), processes) for kind in KINDS}
-
-    by_rank = run_distributed(runs, processes, init=False, timeout=400)
-    for kind in KINDS:
-        _assert_alike([found[kind] for found in by_rank], train(Hf(kind)))
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("single", "ep"), ("ep of 4", "single"), ("ep", "ep"), ("ep", "ep of 4"), ("fsdp", "ep"), ("ep", "fsdp")],
-)
+@pytest.mark.parametrize(("writer", "reader"), [("single", "ep"), ("ep of 4", "single"), ("ep", "ep of 4")])
 def test_checkpoints_continue_under_other_strategies(writer: str, reader: str, tmp_path: Path) -> None:
     made: dict[str, tuple[Any, int]] = {
         "single": ("single", 1),
         "ep": (FSDPStrategy(ep=2), 2),
         "ep of 4": (FSDPStrategy(ep=2), 4),
-        "fsdp": ("fsdp", 2),
     }
 
     def run(name: str, **arguments: Any) -> Any:
@@ -121,55 +82,3 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
     task.blocks = torch.nn.ModuleList()
     assert "MixtureTask has none" in _refused(task, FSDPStrategy(ep=2))
     assert "divided experts stay on the device" in _refused(MixtureTask(), FSDPStrategy(ep=2, cpu_offload=True))
-
-
-def _own_loop(sizes: dict[str, int], save: str | None = None, load: str | None = None) -> dict[str, torch.Tensor]:
-    """Train a user-written loop for three steps of four micro-batches, and save or load its state."""
-    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=_is_mixture) if sizes else None
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), fsdp_plugin=plugin)
-    net: Any = MixtureTask()
-    optimizer = net.configure_optimizers()
-    net, optimizer = accelerator.prepare(net, optimizer)
-    if load is not None:
-        accelerator.load_state(load)
-    data, ranks = batches(12), accelerator.engine.data_ranks
-    for step in range(3):
-        for mine in range(0, 4, ranks.size):
-            rows = data[4 * step + mine + ranks.rank]
-            last = mine + ranks.size == 4
-            with nullcontext() if last else accelerator.no_sync(net):
-                loss = torch.nn.functional.mse_loss(net(rows), rows.flip(1))
-                accelerator.backward(loss * ranks.size / 4)
-        accelerator.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    if save is not None:
-        accelerator.save_state(save)
-    found = {name: value.clone() for name, value in accelerator.get_state_dict(net).items()}
-    accelerator.end_training()
-    return found
-
-
-def _is_mixture(module: torch.nn.Module) -> bool:
-    return isinstance(module, Mixture)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"dp_shard_size": 2, "ep_size": 2},
-        {"dp_shard_size": 4, "ep_size": 2},
-        {"dp_replicate_size": 2, "dp_shard_size": 2, "ep_size": 2},
-    ],
-    ids=str,
-)
-def test_user_written_loops_train_and_continue_as_on_one_process(sizes: dict[str, int], tmp_path: Path) -> None:
-    processes = sizes["dp_shard_size"] * sizes.get("dp_replicate_size", 1)
-    one, many = str(tmp_path / "one"), str(tmp_path / "many")
-    alone = run_distributed(_own_loop, 1, {}, one, timeout=200)[0]
-    together = run_distributed(_own_loop, processes, sizes, many, timeout=200)[0]
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    alone = run_distributed(_own_loop, 1, {}, None, many, timeout=200)[0]
-    together = run_distributed(_own_loop, processes, sizes, None, one, timeout=200)[0]
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)

@@ -1,34 +1,31 @@
-"""What the framework adds to a step of shards or split layers: the cost of a loop written by hand, and little more."""
+"""What a sharded step costs: as much as a loop by hand, and what activation checkpointing computes anew."""
 
 from __future__ import annotations
 
-import functools
-import gc
-import sys
 from collections import Counter
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
+from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Blocks, batches
+from trainwright.accelerator.accelerator import Accelerator
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.shards import full_output
 
-_NUM_BLOCKS = 3
 _FIRST, _LAST = 3, 6  # the steps that are counted: caches are warm, and none of them is a run's last
 _STEPS = _LAST - _FIRST + 1
+_ACCUMULATED, _CLIP = 3, 0.1
 
 
 class Plain(Blocks):
@@ -54,35 +51,6 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Calls:
-    """Counts calls of Python functions, without those that free what earlier runs have left.
-
-    Comparisons are left out too. Torch keeps DTensors' layouts in dictionaries, and how many of them land in one place
-    and must be compared depends on Python's hash seed and on addresses: tens of calls in each step, from run to run.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-
-    def __enter__(self) -> Calls:
-        gc.collect()
-        gc.disable()
-        sys.setprofile(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        gc.enable()
-
-    def _note(self, frame: FrameType, event: str, arg: object) -> None:
-        if event == "call" and not _compares(frame) and not _compares(frame.f_back):
-            self.counts[frame.f_code.co_name] += 1
-
-
-def _compares(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code.co_name == "__eq__"
-
-
 class Counting(Callback):
     def __init__(self, counter: Any) -> None:
         self.counter = counter
@@ -96,164 +64,153 @@ class Counting(Callback):
             self.counter.__exit__(None, None, None)
 
 
-def _by_hand(counter: Any, accumulated: int, clip: float | None) -> None:
+def _by_hand(counter: Any) -> None:
     net: Any = Plain()
     for block in net.blocks:
         fully_shard(block)
     fully_shard(net)
     optimizer = net.configure_optimizers()
-    data = batches(accumulated * (_LAST + 2))
+    data = batches(_ACCUMULATED * (_LAST + 2))
     for step in range(_LAST + 2):
         if step == _FIRST:
             counter.__enter__()
-        for i, batch in enumerate(data[accumulated * step : accumulated * (step + 1)]):
-            if accumulated > 1:
-                net.set_requires_gradient_sync(i == accumulated - 1)
-            loss = functional.mse_loss(net(batch), batch.flip(1))
-            if accumulated > 1:
-                loss = loss / accumulated
+        for i, batch in enumerate(data[_ACCUMULATED * step : _ACCUMULATED * (step + 1)]):
+            net.set_requires_gradient_sync(i == _ACCUMULATED - 1)
+            loss = functional.mse_loss(net(batch), batch.flip(1)) / _ACCUMULATED
             loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        nn.utils.clip_grad_norm_(net.parameters(), _CLIP)
         optimizer.step()
         optimizer.zero_grad()
         if step == _LAST:
             counter.__exit__(None, None, None)
 
 
-def _by_trainer(counter: Any, accumulated: int, clip: float | None) -> None:
-    options = {"accumulate_grad_batches": accumulated, "gradient_clip_val": clip, "use_distributed_sampler": False}
+def _by_trainer(counter: Any) -> None:
+    options = {"accumulate_grad_batches": _ACCUMULATED, "gradient_clip_val": _CLIP, "use_distributed_sampler": False}
     trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1, callbacks=[Counting(counter)], **options)
-    data: Any = batches(accumulated * (_LAST + 2))
+    data: Any = batches(_ACCUMULATED * (_LAST + 2))
     trainer.fit(Plain(), DataLoader(data, batch_size=None))
 
 
-_KINDS: dict[str, tuple[int, float | None]] = {"plain": (1, None), "accumulated": (3, None), "clipped": (1, 0.1)}
+def _count() -> dict[str, Counter[str]]:
+    """Return the operators of all steps of both loops, by name."""
+    counters = {"hand": Operators(), "ours": Operators()}
+    _by_hand(counters["hand"])
+    _by_trainer(counters["ours"])
+    return {name: counter.counts for name, counter in counters.items()}
 
 
-def _count_in(loop: Callable[[Any], None]) -> tuple[Counter[str], float]:
-    """Return the operators of all steps of a loop by name, and the Python calls in each step."""
-    operators, calls = Operators(), Calls()
-    loop(operators)
-    loop(calls)
-    return operators.counts, sum(calls.counts.values()) / _STEPS
+@pytest.mark.distributed
+@pytest.mark.requires("torch>=2.13", reason="torch 2.9 itself makes more operations")
+def test_a_sharded_step_sends_and_computes_what_a_hand_written_one_does() -> None:
+    counted = run_distributed(_count, 2, timeout=240)[0]
+    sent, by_hand = (
+        {name: count for name, count in counted[loop].items() if name.startswith("c10d")} for loop in ("ours", "hand")
+    )
+    assert sum(sent.values()) >= 8 * _STEPS  # four units are gathered at least once, and their gradients averaged
+    # The norm is one number from each rank; by hand DTensor adds it up out of sight.
+    assert sent.pop("c10d.allreduce_.default") == _STEPS
+    assert sent == by_hand
+    ours, hand = (
+        sum(count for name, count in counted[loop].items() if name.startswith("aten")) for loop in ("ours", "hand")
+    )
+    # Each micro-batch's loss is detached, and those of a group are added up. The norm is squared in float64 and back.
+    assert ours <= hand + (2 * _ACCUMULATED - 1 + 5) * _STEPS
 
 
-def _count() -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for kind, (accumulated, clip) in _KINDS.items():
-        for name, loop in (("hand", _by_hand), ("ours", _by_trainer)):
-            found[kind, name] = _count_in(functools.partial(loop, accumulated=accumulated, clip=clip))
+class OpsInBackward(Operators, Callback):
+    """Counts the operators of a backward pass: of an affine map's own there is none."""
+
+    def on_before_backward(self, trainer: Any, task: Any, loss: Any) -> None:
+        self.__enter__()
+
+    def on_after_backward(self, trainer: Any, task: Any) -> None:
+        self.__exit__(None, None, None)
+
+
+class Counted(Blocks):
+    """Knows how often each of its blocks was called while it trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [0, 0, 0]
+        for i, block in enumerate(self.blocks):
+            block.mix.register_forward_pre_hook(lambda *_, i=i: self._count(i))
+
+    def _count(self, i: int) -> None:
+        self.calls[i] += 1
+
+
+def keep_affine_maps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_ALL: dict[str, Any] = {"activation_checkpointing": True}
+_SAVE = "activation_checkpointing_save"
+# name → options, how often each block runs, and how many affine maps and tanh run in backward
+_VARIANTS: dict[str, tuple[dict[str, Any], list[int], tuple[int, int]]] = {
+    "kept": ({}, [1, 1, 1], (0, 0)),
+    "all": (_ALL, [2, 2, 2], (3, 3)),
+    "every second": ({"activation_checkpointing": 2}, [1, 2, 1], (1, 1)),
+    "third": ({"activation_checkpointing": 3}, [1, 1, 2], (1, 1)),
+    # What is recomputed stops at what backward needs, which is the input of a layer here.
+    "a class": ({"activation_checkpointing_policy": {nn.LayerNorm, nn.Linear}}, [2, 2, 2], (0, 0)),
+    "all but named operators": (_ALL | {_SAVE: ["aten.addmm"]}, [2, 2, 2], (0, 3)),
+    "all but operators": (_ALL | {_SAVE: {torch.ops.aten.tanh, torch.ops.aten.addmm}}, [2, 2, 2], (0, 0)),
+    "all but what a function says": (_ALL | {_SAVE: keep_affine_maps}, [2, 2, 2], (0, 3)),
+}
+
+
+def _train_in_all_variants() -> dict[str, tuple[list[int], Counter[str], dict[str, torch.Tensor]]]:
+    found = {}
+    for name, (options, _, _) in _VARIANTS.items():
+        task, ops = Counted(), OpsInBackward()
+        trainer = quiet_trainer(
+            devices="auto", strategy=FSDPStrategy(**options), max_steps=1, callbacks=[ops], num_sanity_val_steps=0
+        )
+        trainer.fit(task, batches(2))
+        found[name] = (task.calls, ops.counts, weights_of(task))
     return found
 
 
 @pytest.fixture(scope="module")
-def counted() -> dict[Any, Any]:
-    """Operators by name, in all of the steps, and Python calls in each; of rank 0."""
-    by_rank = run_distributed(_count, 2, timeout=240)
-    return dict(by_rank[0])
-
-
-def _collectives(counts: Counter[str]) -> dict[str, int]:
-    return {name: count for name, count in counts.items() if name.startswith("c10d")}
-
-
-def _computed(counts: Counter[str]) -> int:
-    return sum(count for name, count in counts.items() if name.startswith("aten"))
+def variants() -> dict[str, Any]:
+    """One step of one micro-batch on each of two ranks; rank 0's calls, operators and weights."""
+    by_rank: list[dict[str, Any]] = run_distributed(_train_in_all_variants, 2, timeout=120)
+    return by_rank[0]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.exhaustive
-def test_a_sharded_step_sends_what_a_hand_written_one_sends(kind: str, counted: dict[Any, Any]) -> None:
-    sent, by_hand = (_collectives(counted[kind, name][0]) for name in ("ours", "hand"))
-    assert sum(sent.values()) >= 8 * _STEPS  # four units are gathered at least once, and their gradients averaged
-    if kind == "clipped":  # the norm is one number from each rank; by hand DTensor adds it up out of sight
-        assert sent.pop("c10d.allreduce_.default") == _STEPS
-    assert sent == by_hand
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_what_is_computed_anew_is_what_was_asked_for_and_trains_to_the_same_bits(
+    name: str, variants: dict[str, Any]
+) -> None:
+    (_, expected_calls, in_backward), (calls, counts, weights) = _VARIANTS[name], variants[name]
+    assert calls == expected_calls
+    assert (counts["aten.addmm.default"], counts["aten.tanh.default"]) == in_backward
+    torch.testing.assert_close(weights, variants["kept"][2], rtol=0, atol=0)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.requires("torch>=2.13", reason="torch 2.9 itself makes more calls and operations")
-def test_a_sharded_step_computes_what_a_hand_written_one_computes(kind: str, counted: dict[Any, Any]) -> None:
-    ours, hand = (_computed(counted[kind, name][0]) for name in ("ours", "hand"))
-    accumulated, clip = _KINDS[kind]
-    # Each micro-batch's loss is detached, and those of a group are added up. The norm is squared in float64 and back.
-    assert ours <= hand + (2 * accumulated - 1 + 5 * (clip is not None)) * _STEPS
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("kind", _KINDS)
-@pytest.mark.requires("torch>=2.13", reason="torch 2.9 itself makes more calls and operations")
-def test_a_sharded_step_calls_little_more_than_a_hand_written_one(kind: str, counted: dict[Any, Any]) -> None:
-    ours, hand = (counted[kind, name][1] for name in ("ours", "hand"))
-    assert ours - hand <= 60 * _KINDS[kind][0]  # of some 7,700 and 14,000
-
-
-# Split layers
-
-
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = inputs + self.down(torch.relu(self.up(inputs)))
-        return outputs
-
-
-class Feeds(TaskModule):
-    """Several blocks, of which everything is split but the norm in front."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.blocks = nn.Sequential(*(Feed() for _ in range(_NUM_BLOCKS)))
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return functional.mse_loss(self.blocks(self.norm(batch)), batch)
-
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def _split_by_hand(counter: Any) -> None:
-    task = Feeds()
-    plan: Any = {f"blocks.{i}.up": ColwiseParallel() for i in range(_NUM_BLOCKS)}
-    plan |= {f"blocks.{i}.down": RowwiseParallel() for i in range(_NUM_BLOCKS)}
-    parallelize_module(task, init_device_mesh("cpu", (2,)), plan)
-    optimizer = task.configure_optimizers()
-    for step, batch in enumerate(torch.randn(_LAST + 2, 4, 6)):
-        if step == _FIRST:
-            counter.__enter__()
-        task.training_step(batch, step).backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == _LAST:
-            counter.__exit__(None, None, None)
-
-
-def _split_by_trainer(counter: Any) -> None:
-    data: Any = list(torch.randn(_LAST + 2, 4, 6))
-    trainer = quiet_trainer(devices="auto", strategy="tp", max_epochs=1, callbacks=[Counting(counter)])
-    trainer.fit(Feeds(), DataLoader(data, batch_size=None))
-
-
-def _count_split() -> list[tuple[Counter[str], float]]:
-    return [_count_in(loop) for loop in (_split_by_trainer, _split_by_hand)]
-
-
-@pytest.mark.distributed
-@pytest.mark.requires("torch>=2.13", reason="torch 2.9 itself makes more calls and operations")
-def test_a_step_of_split_layers_costs_what_a_hand_written_one_costs() -> None:
-    (ours, calls), (hand, calls_by_hand) = run_distributed(_count_split, 2, timeout=240)[0]
-    sent, by_hand = ({n: c for n, c in counts.items() if "c10d" in n} for counts in (ours, hand))
-    assert sum(by_hand.values()) >= 2 * _NUM_BLOCKS * _STEPS  # one sum in each block's forward, one in its backward
-    assert sent == by_hand
-    assert sum(ours.values()) <= sum(hand.values()) + _STEPS  # a step's loss is detached
-    assert calls <= 1.02 * calls_by_hand  # how each gradient lies is compared with how its parameter does
+@pytest.mark.parametrize("save", [None, ["aten.addmm"]], ids=["all", "selective"])
+def test_a_model_with_a_cache_uses_it_only_without_gradients(save: list[str] | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=True)
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 32, (2, 8))
+    expected = torch.autograd.grad(model.eval()(tokens, labels=tokens).loss, model.transformer.wpe.weight)[0]
+    strategy = FSDPStrategy(
+        auto_wrap_policy={type(model.transformer.h[0])},
+        activation_checkpointing=True,
+        activation_checkpointing_save=save,
+    )
+    accelerator = Accelerator(strategy=strategy, cpu=True)
+    model = accelerator.prepare(model)
+    output = model(tokens, labels=tokens)  # in evaluation mode, without dropout
+    accelerator.backward(output.loss)
+    assert output.past_key_values is None
+    torch.testing.assert_close(full_output(model.transformer.wpe.weight.grad), expected)
+    with torch.no_grad():
+        assert model(tokens).past_key_values.get_seq_length() == 8
+    assert config.use_cache

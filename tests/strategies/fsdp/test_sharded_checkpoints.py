@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,11 @@ import torch
 
 from tests.checkpoint.snapshots import same
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, read_manifest, set_fault_hook, verify
-from trainwright.checkpoint.interop.diff import diff_checkpoints
-from trainwright.checkpoint.interop.export import export_weights
-from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
@@ -30,8 +26,7 @@ pytestmark = pytest.mark.distributed
 def _train_and_save(folder: Path) -> dict[str, torch.Tensor]:
     checkpoints = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
     torch.manual_seed(0)
-    callbacks = [checkpoints, SaveAtEnd(folder / "at_once")]
-    return dict(train("fsdp", 2, max_epochs=1, callbacks=callbacks)["weights"])
+    return dict(train("fsdp", 2, max_epochs=1, callbacks=[checkpoints])["weights"])
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +40,7 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
     return weights[0]
 
 
-@pytest.mark.parametrize("name", ["step=2", "last", "at_once"])
+@pytest.mark.parametrize("name", ["step=2", "last"])
 def test_every_rank_has_written_its_pieces(name: str, folder: Path, trained: dict[str, torch.Tensor]) -> None:
     path = folder / name
     assert verify(path) == []
@@ -56,45 +51,6 @@ def test_every_rank_has_written_its_pieces(name: str, folder: Path, trained: dic
     rows = [next(piece["lengths"] for piece in index if piece["tensor"] == "blocks.0.mix.weight") for index in indices]
     assert rows == [[4, 7], [3, 7]]
     assert not [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
-
-
-def test_commands_work_on_pieces(
-    folder: Path, trained: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, merged = folder / "step=2", tmp_path / "merged.safetensors"
-    assert main(["checkpoint", "merge", str(path), str(merged)]) == 0
-    from safetensors.torch import load_file
-
-    loaded = load_file(merged)
-    assert_equal_weights(loaded, {name: trained[name] for name in loaded})
-    assert set(trained) - set(loaded) == {"tied.weight"}
-    assert export_weights(path, tmp_path / "folder", layout="sharded", max_shard_bytes=500).num_tensors == len(loaded)
-    assert main(["checkpoint", "verify", str(path)]) == 0
-    capsys.readouterr()
-    assert main(["checkpoint", "show", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "format version: 2" in shown
-    assert "exp_avg, exp_avg_sq, step" in shown
-    assert main(["checkpoint", "diff", str(path), str(folder / "step=1")]) == 1
-    found = diff_checkpoints(path, folder / "at_once")
-    assert not [item.path for item in found.tensors if not item.path.startswith("rng")]
-
-
-def test_a_task_is_loaded_out_of_pieces(folder: Path, trained: dict[str, torch.Tensor]) -> None:
-    assert_equal_weights(weights_of(Blocks.load_from_checkpoint(folder / "last")), trained)
-
-
-def test_a_plain_process_begins_from_the_weights_in_pieces(folder: Path, trained: dict[str, torch.Tensor]) -> None:
-    begun: list[dict[str, torch.Tensor]] = []
-
-    class Begin(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            begun.append(weights_of(task))
-            trainer.should_stop = True
-
-    trainer = quiet_trainer(max_steps=1, callbacks=[Begin()])
-    trainer.fit(Blocks(), batches(), ckpt_path=folder / "last", load_weights_only=True)
-    assert_equal_weights(begun[0], trained)
 
 
 def _save_weights(path: Path) -> None:
@@ -138,61 +94,20 @@ class PreciseBlocks(Blocks):
         return Precise([p for p in self.parameters() if p.requires_grad])
 
 
-def _resume_with_precise_states(folder: Path, state_dict_type: str) -> tuple[Any, Any]:
+def _resume_with_precise_states(folder: Path) -> tuple[Any, Any]:
     def run(name: str, **options: Any) -> Any:
-        strategy = FSDPStrategy(state_dict_type=state_dict_type)
-        return train(strategy, 2, PreciseBlocks(), callbacks=[SaveAtEnd(folder / name)], **options)["weights"]
+        return train("fsdp", 2, PreciseBlocks(), callbacks=[SaveAtEnd(folder / name)], **options)["weights"]
 
     run("first", max_epochs=1)
     return run("second", ckpt_path=folder / "first"), run("whole")
 
 
-@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
-def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(state_dict_type: str, tmp_path: Path) -> None:
-    work = functools.partial(_resume_with_precise_states, tmp_path, state_dict_type)
-    (resumed, expected), _ = run_distributed(work, 2, init=False, timeout=300)
+def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(tmp_path: Path) -> None:
+    (resumed, expected), _ = run_distributed(_resume_with_precise_states, 2, tmp_path, init=False, timeout=300)
     assert_equal_weights(resumed, expected)
     (tree,), (whole,) = (read_checkpoint(tmp_path / name).optimizers for name in ("second", "whole"))
     assert tree["state"]["blocks.0.mix.weight"]["sum"].dtype == torch.float64
     assert same(tree, whole)
-
-
-class LocalBlocks(Blocks):
-    """Blocks with an optimizer that keeps a state of this rank's shard alone."""
-
-    def on_train_epoch_end(self) -> None:
-        optimizer: Any = self.optimizers()
-        parameter: Any = self.blocks[0].mix.weight  # type: ignore[union-attr]
-        optimizer.state[parameter]["mine"] = parameter.to_local().detach().clone()
-
-
-def _save_local_state(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        train("fsdp", 2, LocalBlocks(), max_epochs=1, callbacks=[SaveAtEnd(path)])
-    return str(caught.value)
-
-
-def test_a_state_of_one_ranks_shard_alone_is_refused_at_the_save(tmp_path: Path) -> None:
-    messages = run_distributed(lambda: _save_local_state(tmp_path / "a"), 2, init=False, timeout=300)
-    assert all("keeps 'mine'" in message and "only rank 0 would save it" in message for message in messages)
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_two_four_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
-    expected = train("single", 1, max_epochs=4)["weights"]
-    mesh = FSDPStrategy(device_mesh=(2, 2))
-    steps: list[tuple[int, Any, int]] = [(2, "fsdp", 1), (4, mesh, 2), (1, "single", 3), (4, "fsdp", 4)]
-    path: Path | None = None
-    for processes, strategy, epochs in steps:
-        target = tmp_path / str(epochs)
-
-        options = {"max_epochs": epochs, "callbacks": [SaveAtEnd(target)], "ckpt_path": path}
-        work = functools.partial(train, strategy, processes, **options)
-        by_rank = run_distributed(work, processes, init=False, timeout=400) if processes > 1 else [work()]
-        path = target
-    for weights in by_rank:
-        torch.testing.assert_close(weights["weights"], expected, rtol=0, atol=1e-5)
 
 
 # A rank that cannot

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,15 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import SaveAtEnd, StepRecorder, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint import read_checkpoint
+from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.layers.known_models import check_plan
-from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
@@ -229,100 +223,17 @@ def test_a_split_model_trains_evaluates_and_predicts_as_one_process_does(
     assert_trained_alike([found[plan] for found in split], alone, 1, 1e-5)
 
 
-def _train_all_on_four() -> dict[str, Any]:
-    found = {name: train(FSDPStrategy(tp=2), 2, Gpt(plan)) for name, plan in _PLANS.items()}
-    replicas = FSDPStrategy(tp=2, device_mesh=(2, 1), activation_checkpointing=True)
-    return found | {"replicas": train(replicas, 2)}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_model_that_is_split_and_sharded_trains_as_one_process_does(alone: dict[str, Any]) -> None:
-    by_rank = run_distributed(_train_all_on_four, 4, init=False, timeout=600)
-    for name in (*_PLANS, "replicas"):
-        assert_trained_alike([found[name] for found in by_rank], alone, 2, 1e-5)
-
-
 # Checkpoints
-
-
-def _continue(strategy: Any, dp_size: int, path: Path | None, save_to: Path | None = None, epochs: int = 2) -> Any:
-    """Go on from a checkpoint until the end of an epoch; return the weights."""
-    savers = [] if save_to is None else [SaveAtEnd(save_to)]
-    return train(strategy, dp_size, max_epochs=epochs, callbacks=savers, ckpt_path=path)["weights"]
-
-
-@pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
-@pytest.mark.distributed
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.exhaustive
-def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, tmp_path: Path) -> None:
-    def strategy() -> Any:
-        return "tp" if processes == 2 else FSDPStrategy(tp=2)
-
-    dp_size = processes // 2
-    _continue("single", 1, None, tmp_path / "half", 1)
-    expected = _continue("single", 1, tmp_path / "half", tmp_path / "single")
-    last = _continue("single", 1, tmp_path / "single", epochs=3)
-
-    def run() -> Any:
-        second = _continue(strategy(), dp_size, tmp_path / "half", tmp_path / "split")
-        return second, _continue("tp", 1, tmp_path / "split", epochs=3)  # over all ranks
-
-    for weights, third in run_distributed(run, processes, init=False, timeout=240):
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(third, last, rtol=0, atol=1e-5)
-    found = _continue("single", 1, tmp_path / "split", epochs=3)
-    torch.testing.assert_close(found, last, rtol=0, atol=1e-5)
-    held = [
-        json.loads(path.read_text())["pieces"] for path in sorted((tmp_path / "split" / "model").glob("rank-*.json"))
-    ]
-    assert len(held) == processes
-    assert sum(entry["tensor"].endswith("qkv.weight") for entries in held for entry in entries) >= 3 * 2
-    split, whole = read_checkpoint(tmp_path / "split"), read_checkpoint(tmp_path / "single")
-    torch.testing.assert_close(split.model, whole.model, rtol=0, atol=1e-5)
-    torch.testing.assert_close(split.optimizers[0]["state"], whole.optimizers[0]["state"], rtol=0, atol=1e-5)
-    assert split.model["head.weight"].data_ptr() == split.model["tokens.weight"].data_ptr()
 
 
 # What each rank holds and draws
 
 
-class _Draws(Callback):
-    def __init__(self) -> None:
-        self.draws: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.draws.append(float(torch.rand(())))
-
-
-def _draw() -> Any:
-    callback = _Draws()
-    found = train("tp", task=Gpt(dropout=0.2), callbacks=[callback])
-    return callback.draws, found["losses"], found["weights"]
-
-
 @pytest.mark.distributed
 def test_ranks_draw_the_same_numbers() -> None:
-    first, second = run_distributed(_draw, 2, init=False, timeout=120)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-
-
-def _odd_and_mixed() -> Any:
-    losses = {}
-    for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
-        losses[precision] = train("tp", precision=precision)["losses"]
-    return losses
-
-
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_other_precisions_come_close_to_one_process_in_them() -> None:
-    by_rank = run_distributed(_odd_and_mixed, 2, init=False, timeout=240)
-    for precision, losses in by_rank[0].items():
-        expected = train("single", precision=precision)["losses"]
-        torch.testing.assert_close(losses, expected, rtol=2**-8, atol=0)  # the last place of bfloat16
+    first, second = run_distributed(lambda: train("tp", task=Gpt(dropout=0.2)), 2, init=False, timeout=120)
+    torch.testing.assert_close(first["losses"], second["losses"], rtol=0, atol=0)
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
 
 
 # What is refused
@@ -353,7 +264,7 @@ def test_sizes_that_do_not_make_up_the_run_are_refused_with_those_that_would(
 
 @pytest.mark.parametrize(
     ("sizes", "processes", "num_nodes", "tp"),
-    [((2, 2), 4, 1, 2), (("auto", 2), 4, 1, 2), ((4, "auto"), 8, 1, 2), (("auto", "auto"), 4, 2, 4)],
+    [(("auto", 2), 4, 1, 2), ((4, "auto"), 8, 1, 2), (("auto", "auto"), 4, 2, 4)],
 )
 def test_lightnings_sizes_say_over_how_many_ranks_layers_are_split(
     sizes: Any, processes: int, num_nodes: int, tp: int
@@ -361,37 +272,8 @@ def test_lightnings_sizes_say_over_how_many_ranks_layers_are_split(
     assert lengths(ModelParallelStrategy(*sizes), processes, num_nodes)[-1] == tp
 
 
-def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"does not equal the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
-    ):
-        lengths(ModelParallelStrategy(3, 2), 4)
-    with pytest.raises(ConfigurationError, match="data_parallel_size=0: use a number of ranks"):
-        ModelParallelStrategy(0)
-
-
 def _loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(rows(4)), batch_size=4)
-
-
-class TwoHeads(Gpt):
-    def __init__(self) -> None:
-        super().__init__(heads=2)
-        self.plan = None
-
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        need_divisible(mesh["tp"].size(), num_heads=2)
-        return _PLAN
-
-
-class _Broken(Gpt):
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return self.no_such_thing
-
-
-class _AsksForRanks(Gpt):
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
 
 
 @pytest.mark.parametrize(
@@ -403,37 +285,18 @@ class _AsksForRanks(Gpt):
         ),
         ({"head": "colwize"}, "style 'colwize', which is unknown. Did you mean 'colwise'"),
         ({"norm": "colwise"}, "splits norm with ColwiseParallel, which does not support LayerNorm"),
-        (
-            {"head": "fused_colwise", "norm": "fused_colwise"},
-            "splits norm with FusedColwise, which does not support LayerNorm",
-        ),
         ({"odd": "colwise"}, r"odd: its width 9 is not divisible by tp=2. Use a width that is a multiple of 2 \(10\)"),
-        ({"odd": ColwiseParallel()}, "odd: its width 9"),
         ({"odd": "rowwise"}, "odd: its width 15"),
         ({"blocks.0.attention.out": "fused_colwise"}, "its width 16 of 3 blocks is not divisible by tp=2"),
-        ({"block": "colwise"}, r"names 'block', which matches no module.*Did you mean 'blocks'"),
-        ({"blocks.*.mlp.1": "colwise"}, "does not support GELU"),
     ],
 )
-@pytest.mark.parametrize("strategy", ["tp", FSDPStrategy(tp=2)], ids=["tp", "fsdp"])
-def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(strategy: Any, plan: Any, text: str) -> None:
+def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(plan: Any, text: str) -> None:
     task = Gpt(plan)
     task.odd = nn.Linear(15, 9)
     before = {name: id(p) for name, p in task.named_parameters()}
     with pytest.raises(ConfigurationError, match=text):
-        quiet_trainer(devices=2, strategy=strategy, max_epochs=1).fit(task, _loader())
+        quiet_trainer(devices=2, strategy="tp", max_epochs=1).fit(task, _loader())
     assert {name: id(p) for name, p in task.named_parameters()} == before
-
-
-def test_a_number_of_heads_that_tp_does_not_divide_is_refused_before_a_process_starts() -> None:
-    with pytest.raises(ConfigurationError, match=r"num_heads=2 is not divisible by tp=4. Use tp=2"):
-        quiet_trainer(devices=4, strategy=FSDPStrategy(tp=4), max_epochs=1).fit(TwoHeads(), _loader())
-
-
-def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
-    check_plan(_AsksForRanks(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        check_plan(_Broken(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
 
 
 class _NoPlan(Gpt):

@@ -15,7 +15,7 @@ from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.known_models import PlannedMesh, find_plan, propose_plan, ready_plan
+from trainwright.strategies.fsdp.layers.known_models import propose_plan, ready_plan
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
@@ -55,38 +55,6 @@ def train(strategy: str, task: Hf) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_CASES: dict[str, tuple[str, dict[str, bool] | None]] = {
-    "llama": ("llama", None),
-    "llama, sequence and loss": ("llama", {"sequence_parallel": True, "loss_parallel": True}),
-    "gpt2": ("gpt2", None),
-    "gpt2, loss": ("gpt2", {"loss_parallel": True}),
-    "qwen3": ("qwen3", None),
-    "qwen3, sequence and loss": ("qwen3", {"sequence_parallel": True, "loss_parallel": True}),
-    "bert": ("bert", None),
-    "bert, loss": ("bert", {"loss_parallel": True}),
-    "t5": ("t5", None),
-    "t5, loss": ("t5", {"loss_parallel": True}),
-    "mt5": ("mt5", None),
-    "phi, as proposed": ("phi", None),
-}
-
-
-def _train_all() -> dict[str, Any]:
-    return {name: train("tp", Hf(kind, options)) for name, (kind, options) in _CASES.items()}
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models are split")
-@pytest.mark.exhaustive
-def test_models_of_transformers_train_split_as_they_do_in_one_process() -> None:
-    by_rank = run_distributed(_train_all, 2, init=False, timeout=300)
-    for name, (kind, _) in _CASES.items():
-        alone = train("single", Hf(kind))
-        for found in by_rank:
-            torch.testing.assert_close(found[name], alone, rtol=0, atol=1e-5)
-
-
 def _train_odd(folder: Path, strategy: Any, *, kind: str = "gpt2", rows: int, resume: Any = None) -> dict[str, Any]:
     """Train two steps with a vocabulary of 25, with a checkpoint of the first, or resume from one."""
     savers = [] if resume else [ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)]
@@ -123,58 +91,6 @@ def test_ranks_may_have_parts_of_a_vocabulary_of_unequal_size(
     bert = _train_odd(tmp_path / "one-bert", "single", kind="bert", rows=4, resume=tmp_path / "bert" / "epoch=0-step=1")
     expected = _train_odd(tmp_path / "whole-bert", "single", kind="bert", rows=4)
     torch.testing.assert_close(bert, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models are split")
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "bert", "t5", "mt5"])
-def test_ready_plans_name_modules_that_there_are(kind: str) -> None:
-    model = make_model(kind)
-    names = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in model.named_modules()]
-    plan = ready_plan(model, 2)
-    assert set(plan) <= set(names)
-    expected = {
-        "gpt2": "transformer.h.*.attn.c_attn",
-        "bert": "bert.encoder.layer.*.attention.self.query",
-        "t5": "decoder.block.*.layer.*.EncDecAttention.q",
-        "mt5": "encoder.block.*.layer.*.SelfAttention.relative_attention_bias",
-    }
-    assert expected.get(kind, "model.layers.*.self_attn.q_proj") in plan
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models are split")
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (
-            "phi",
-            {
-                **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-                "model.layers.*.self_attn.dense": "rowwise",
-                "model.layers.*.mlp.fc1": "colwise",
-                "model.layers.*.mlp.fc2": "rowwise",
-            },
-        ),
-        (
-            "gpt_neox",
-            {
-                "gpt_neox.layers.*.attention.query_key_value": "colwise",
-                "gpt_neox.layers.*.attention.dense": "rowwise",
-                "gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
-                "gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
-            },
-        ),
-    ],
-)
-def test_a_plan_is_proposed_for_another_model(kind: str, expected: dict[str, str]) -> None:
-    model = make_model(kind)
-    with pytest.raises(ConfigurationError) as caught:
-        ready_plan(model, 2)
-    assert f"in its repeated blocks: {expected}" in str(caught.value)
-    mesh: Any = PlannedMesh({"tp": 2})
-    with pytest.raises(ConfigurationError, match=r"plan for ModuleDict\. .*in its repeated blocks: {'mine\."):
-        find_plan(torch.nn.ModuleDict({"mine": model}), None, mesh)
 
 
 @pytest.mark.slow

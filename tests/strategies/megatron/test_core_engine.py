@@ -112,17 +112,6 @@ def test_losses_weights_and_checkpoints_are_those_of_one_process(kind: str, tmp_
         assert float(run["val"]) == pytest.approx(float(one["val"]), abs=1e-5)
 
 
-@pytest.mark.requires("cuda", reason="its kernels compute there")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_losses_on_a_gpu_are_those_of_torch(kind: str) -> None:
-    runs = [
-        _train(kind, strategy, accelerator="cuda", devices=1, accumulate_grad_batches=1)
-        for strategy in ("single", MegatronStrategy(engine="megatron-core"))
-    ]
-    assert runs[1]["losses"] == pytest.approx(runs[0]["losses"], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("options", "model", "words"),
     [

@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
-from tests.helpers.distributed import RankError, run_distributed
+from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.parity_tape import GRADIENT, LOSS, NORM, PARAMETER, StepTape, Tape, Tolerance, compare
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.core.process import detect
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.plan import need_divisible
 from trainwright.strategies.megatron.runner import SCHEDULES
-from trainwright.strategies.megatron.staged_model import Pipeline
 from trainwright.strategies.megatron.stages import find_stages
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
@@ -160,7 +154,6 @@ def two(folder: Path) -> list[dict[str, Any]]:
         return {
             **{name: run(name, schedule=name) for name in SCHEDULES},
             "mixed": run("mixed", batches(_MIXED)),
-            "mixed v": run("mixed-v", batches(_MIXED), schedule="zbvzerobubble"),
             "full": run("full", recompute="full"),
             "selective": run("selective", recompute="selective"),
         }
@@ -172,73 +165,12 @@ def two(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "data"),
-    [*((name, "even") for name in (*SCHEDULES, "full", "selective")), ("mixed", "mixed"), ("mixed v", "mixed")],
+    [*((name, "even") for name in (*SCHEDULES, "full", "selective")), ("mixed", "mixed")],
 )
 def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: Any) -> None:
     for found in (two[0][name], two[1][name]):
         assert_same(found, one[data])
         torch.testing.assert_close(found["predictions"], one[data]["predictions"], rtol=1e-5, atol=1e-5)
-
-
-_OF_FOUR: dict[str, dict[str, Any]] = {
-    "1f1b": {"dp_shard": 2, "weights_after_stage": "all"},
-    "interleaved1f1b": {"distributed_optimizer": False},
-    "interleavedzerobubble": {"dp_shard": 2, "recompute": "full"},
-}
-
-
-@pytest.mark.slow
-def test_four_ranks_divide_stages_and_data(one: Any, folder: Path) -> None:
-    def runs() -> dict[str, Any]:
-        return {
-            name: train(folder / f"four-{name}", MegatronStrategy(pp=2, schedule=name, **options))
-            for name, options in _OF_FOUR.items()
-        }
-
-    found = run_distributed(runs, 4, init=False, timeout=180)
-    for name in _OF_FOUR:
-        result = compare(one["even"]["tape"], found[0][name]["tape"], _EXACT)
-        assert result.equal, (name, result.found)
-        for rank in found:
-            assert rank[name]["metrics"]["val_loss"] == pytest.approx(one["even"]["metrics"]["val_loss"], abs=1e-5)
-
-
-class Counting(Speaker):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.log("count", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("num", [27, 25])  # 25: a rank has no last batch
-def test_data_parallel_pipelines_may_have_batches_of_other_shapes(num: int, folder: Path) -> None:
-    def run(strategy: Any, batch_size: int) -> dict[str, Any]:
-        trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=3, accumulate_grad_batches=4)
-        task = Counting()
-        trainer.fit(task, DataLoader(torch.cat(batches())[:num], batch_size=batch_size))  # the last one has 1 or 3 rows
-        return {"weights": weights_of(task), "count": float(trainer.callback_metrics["count"])}
-
-    found = run_distributed(run, 4, MegatronStrategy(pp=2, dp_shard=2), 2, init=False, timeout=60)[0]
-    assert found["count"] == num
-    torch.testing.assert_close(found["weights"], run("single", 4)["weights"], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.distributed
-def test_batches_are_divided_into_micro_batches(folder: Path) -> None:
-    rows = [torch.cat(batches()[i : i + 4]) for i in range(0, 12, 4)]
-
-    def run() -> dict[str, Any]:
-        trainer = quiet_trainer(strategy=MegatronStrategy(pp=2, num_micro_batches=5), devices="auto", max_epochs=2)
-        task = Speaker()
-        trainer.fit(task, rows)
-        return {"weights": weights_of(task), "metrics": dict(trainer.callback_metrics)}
-
-    task = Speaker()
-    trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(task, rows)
-    found = run_distributed(run, 2, init=False, timeout=60)[0]
-    torch.testing.assert_close(found["weights"], weights_of(task), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.distributed
@@ -274,39 +206,15 @@ def test_layers_are_divided_by_their_parameters() -> None:
         ({"pipeline": 2, "pp": 2}, 2, "MegatronStrategy has no argument 'pipeline'"),
         ({"pp": 3, "split_points": ["model.blocks.1"]}, 3, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, 2, r"is not a layer. Did you mean 'model.blocks.1'"),
-        ({"pp": 2, "split_points": ["model.blocks.0"]}, 2, "or a stage has no layers"),
         ({"pp": 2, "dp_shard": 2}, 2, r"dp_shard=2\) needs 4 processes, and the run has 2. Start 4, or choose pp=2"),
         ({"pp": 2, "schedule": "1f2b"}, 2, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
-        ({"pp": 0}, 1, "pp=0: use an integer"),
         ({"pp": 2, "dp_shard": 2}, 6, "Start 4, or choose pp=2, dp_shard=3 or pp=3, dp_shard=2 for 6 processes"),
-        ({"pp": 4}, 6, "Start 4 or 8, or choose pp=6 or pp=3, dp_shard=2 for 6 processes"),
-        ({"pp": 2, "tp": 2}, 6, "Start 4 or 8, or choose pp=2, tp=3 or pp=3, tp=2 for 6 processes"),
         ({"pp": 2, "sp": 2}, 6, "Start 4 or 8, or choose pp=2, sp=3 or pp=3, sp=2 for 6 processes"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: Any, devices: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(strategy=MegatronStrategy(**arguments), devices=devices, max_steps=1).fit(Speaker(), batches())
-
-
-def test_a_torch_whose_schedules_do_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PipelineScheduleSingle, "step", lambda self: None)
-    engine = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2).run.engine
-    with pytest.raises(ConfigurationError, match="pp=2 needs a newer torch than"):
-        engine.start(detect())
-
-
-class SplitLayers(Speaker):
-    """Has a plan that needs a number of heads that tp divides."""
-
-    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        need_divisible(mesh["tp"].size(), num_heads=4)
-        return {"model.blocks.*.mix": "colwise_gathered"}
-
-
-def test_heads_that_tp_does_not_divide_are_refused_before_a_process_starts() -> None:
-    with pytest.raises(ConfigurationError, match="num_heads=4"):
-        quiet_trainer(strategy=MegatronStrategy(pp=2, tp=3), devices=6, max_steps=1).fit(SplitLayers(), batches())
 
 
 class Twice(Speaker):
@@ -330,55 +238,12 @@ class Leaky(Speaker):
         return logits
 
 
-class Recomputing(Speaker):
-    """Scales the input of each layer, and recomputes the layers in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.forward = self._forward  # type: ignore[method-assign]  # as a subclass would define it
-
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        model = self.model
-        x, mask = model.embed(tokens) + model.positions[: tokens.shape[1]], (tokens > 0).unsqueeze(-1).float()
-        for block in model.blocks:
-            x = checkpoint(block, 0.9 * x, mask, use_reentrant=False)
-        logits: torch.Tensor = model.head(model.norm(x))
-        return logits
-
-
-@pytest.mark.distributed
-def test_a_model_may_recompute_its_layers_and_compute_between_them(folder: Path) -> None:
-    def run(name: str, strategy: Any) -> dict[str, Any]:
-        return train(folder / name, strategy, task=Recomputing())
-
-    one = run("recomputing-one", "single")
-    for found in run_distributed(lambda: run("recomputing", MegatronStrategy(pp=2)), 2, init=False, timeout=120):
-        assert_same(found, one)
-        torch.testing.assert_close(found["predictions"], one["predictions"], rtol=1e-5, atol=1e-5)
-
-
-class Reading(Leaky):
-    """Reads the weight of the embedding, which is in the first stage, in place of a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.head = nn.Identity()  # type: ignore[assignment]  # there is none
-
-    def _forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        model = self.model
-        x, mask = model.embed(tokens), (tokens > 0).unsqueeze(-1).float()
-        for block in model.blocks:
-            x = block(x, mask)
-        return functional.linear(model.norm(x), model.embed.weight)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("task", "message"),
     [
         (Twice, "called the model twice"),
         (Leaky, "argument 1 of Block .* comes from another pipeline stage"),
-        (Reading, r"reads model\.embed\.weight, which is in another pipeline stage.*define pipeline_stages"),
     ],
 )
 def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:
@@ -393,34 +258,3 @@ def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: A
     found = run_distributed(run, 2, init=False, timeout=60)
     with pytest.raises(TaskError, match=message):
         raise TaskError(" ".join(found))
-
-
-class Norms(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for parameter in pl_module.parameters():
-            parameter.norm().item()
-
-
-@pytest.mark.distributed
-def test_a_callback_that_reads_weights_of_other_stages_is_told_so() -> None:
-    def run() -> None:
-        trainer = quiet_trainer(devices="auto", strategy=MegatronStrategy(pp=2), max_steps=1, callbacks=[Norms()])
-        trainer.fit(Speaker(), batches())
-
-    with pytest.raises(
-        RankError, match=r"(?s)are in stages of other ranks.*skip parameters whose is_meta.*has 1 micro-batch"
-    ):
-        run_distributed(run, 2, init=False, timeout=60)
-
-
-def test_the_pipeline_leaves_no_trace_on_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = Speaker()
-    before = {name: set(vars(module)) for name, module in task.named_modules()}
-
-    class StageLinks:
-        rank, ranks, own, device = 0, [0, 1], [0], torch.device("cpu")
-
-    links: Any = StageLinks()
-    Pipeline(task, find_stages(task, 2, None), links).install()()
-    assert {name: set(vars(module)) for name, module in task.named_modules()} == before
-    assert all(module._compiled_call_impl is None for module in task.modules())

@@ -63,10 +63,8 @@ def train(folder: Path, task: Hf, strategy: Any = "single") -> dict[str, Any]:
 
 
 _CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    **{kind: (kind, {}, 1) for kind in ("gpt2", "llama", "mistral", "qwen2", "qwen3", "bert")},
-    "gpt2, no cache": ("gpt2", {"use_cache": False}, 1),
+    **{kind: (kind, {}, 1) for kind in ("gpt2", "llama", "qwen3")},
     "llama, no cache": ("llama", {"use_cache": False}, 1),
-    "gpt2, rows with other numbers of labels": ("gpt2", {}, 3),
     "bert, rows with other numbers of labels": ("bert", {}, 2),
 }
 
@@ -93,36 +91,20 @@ def test_two_stages_train_as_one_process(name: str, two: Any, tmp_path: Path) ->
         assert_same(found[name], one)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2}], ids=["tp", "dp_shard"])
-def test_four_ranks_train_as_one_process(sizes: Any, tmp_path: Path) -> None:
-    def runs() -> dict[str, Any]:
-        return {
-            kind: train(tmp_path / kind, Hf(kind), MegatronStrategy(pp=2, weights_after_stage="all", **sizes))
-            for kind in ("gpt2", "qwen3", "bert")
-        }
-
-    by_rank = run_distributed(runs, 4, init=False, timeout=300)
-    for kind in ("gpt2", "qwen3", "bert"):
-        assert_same(by_rank[0][kind], train(tmp_path / f"{kind}-one", Hf(kind)))
-
-
-@pytest.mark.parametrize(("kind", "name"), [("t5", "T5ForConditionalGeneration"), ("bart", "BartModel")])
-def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts(kind: str, name: str) -> None:
+def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts() -> None:
     trainer = quiet_trainer(strategy=MegatronStrategy(pp=2), devices=2, max_steps=1)
-    with pytest.raises(ConfigurationError, match=f"{name} has an encoder and a decoder.*Use pp=1 with tp=2"):
-        trainer.fit(Hf(kind), batches(4))
+    with pytest.raises(ConfigurationError, match=r"has an encoder and a decoder.*Use pp=1 with tp=2"):
+        trainer.fit(Hf("t5"), batches(4))
 
 
-def _sequence_parallel(folder: Path, pp: int) -> dict[str, Any]:
-    strategy = MegatronStrategy(pp=pp, tp=2, sequence_parallel=True)
+def _sequence_parallel(folder: Path) -> dict[str, Any]:
+    strategy = MegatronStrategy(pp=2, tp=2, sequence_parallel=True)
     return train(folder, Hf("llama", use_cache=False), strategy)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_norms_work_on_parts_of_sequences(pp: int, tmp_path: Path) -> None:
+def test_norms_work_on_parts_of_sequences(tmp_path: Path) -> None:
     one = train(tmp_path / "one", Hf("llama", use_cache=False))
-    assert_same(run_distributed(_sequence_parallel, 2 * pp, tmp_path / "split", pp, timeout=120)[0], one)
+    assert_same(run_distributed(_sequence_parallel, 4, tmp_path / "split", timeout=120)[0], one)
 
 
 def test_sequence_parallel_needs_split_layers() -> None:

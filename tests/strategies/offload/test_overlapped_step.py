@@ -1,4 +1,4 @@
-"""The optimizer steps while gradients still come and weights already go, and no bit changes by that."""
+"""Steps overlap with copies: no bit changes by that, and whoever writes weights meanwhile is heard."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.runs import assert_equal_weights
-from tests.helpers.selection import mostly_exhaustive
-from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer
-from tests.strategies.offload.test_training import DEPTH, PLACES, WIDTH, Tiny
+from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer, writes
+from tests.strategies.offload.test_training import DEPTH, Tiny
 from trainwright import OffloadStrategy
-from trainwright.callbacks import EMAWeightAveraging
+from trainwright.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Throughput,
+    Timer,
+)
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.offload import prefetch, streaming
 from trainwright.strategies.offload.step import can_be_split
@@ -34,19 +38,8 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 LISTENERS: dict[str, Callable[[], list[Callback]]] = {
     "nobody": list,
-    "one who writes": lambda: [writer("on_train_step_end")],
     "averages": lambda: [EMAWeightAveraging(decay=0.5)],
 }
-
-
-CASES: list[Any] = [(*places, "nobody") for places in PLACES]
-CASES += [
-    (*places, who) for places in (("cpu", "cpu"), ("device", "cpu"), ("disk", "disk")) for who in [*LISTENERS][1:]
-]
-
-
-QUICK = (("device", "cpu", "nobody"), ("disk", "disk", "nobody"))
-CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @functools.cache
@@ -54,131 +47,26 @@ def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
     return train("single", *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("copies", mostly_exhaustive(["late", "at once"], keep=["late"]))
-@pytest.mark.parametrize(("parameters", "state", "listener"), CASES)
-def test_every_bit_is_that_of_training_in_one_place(
-    parameters: Any, state: Any, listener: str, copies: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if copies == "late":
-        request.getfixturevalue("late")
-    for accumulate, clip in ((1, None), (3, None), (1, 0.5), (3, 0.5)):
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize(
+    ("parameters", "state", "listener"),
+    [
+        ("device", "cpu", "nobody"), ("disk", "disk", "nobody"), ("cpu", "disk", "nobody"),
+        ("cpu", "cpu", "averages"), ("device", "cpu", "averages"),
+    ],
+)  # fmt: skip
+def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any, listener: str, tmp_path: Path) -> None:
+    for accumulate, clip in ((1, None), (3, None), (3, 0.5)):
         strategy = OffloadStrategy(parameters, state, stream=True, offload_folder=tmp_path)
-        found = train(
-            strategy, *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip
-        )  # fmt: skip
+        found = train(strategy, *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
         assert_same(found, plainly(listener, accumulate, clip))
 
 
 # Order
 
 
-@pytest.fixture
-def trace(late: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """Write down what is waited for, steps and is copied: (what, the unit's index, gradients on their way then)."""
-    found: list[tuple[str, int, int]] = []
-    units: list[streaming.Unit] = []
-
-    def note(what: str, unit: streaming.Unit) -> None:
-        found.append((what, units.index(unit), len(LateStream.all[1].waiting)))
-
-    def watch(name: str, what: str) -> None:
-        own = getattr(streaming.Unit, name)
-
-        @functools.wraps(own)
-        def watched(unit: streaming.Unit, *args: Any) -> Any:
-            if unit not in units:  # they are made in the order of the forward, what is in no unit last
-                units.append(unit)
-            if what != "copy" or not unit.fresh:
-                note(what, unit)
-            return own(unit, *args)
-
-        monkeypatch.setattr(streaming.Unit, name, watched)
-
-    own_init, own_step = streaming.Unit.__init__, torch.optim.AdamW.step
-
-    def init(unit: streaming.Unit, *args: Any, **options: Any) -> None:
-        own_init(unit, *args, **options)
-        units.append(unit)
-
-    @functools.wraps(own_step)
-    def step(optimizer: Any, *args: Any) -> Any:
-        stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for unit in units:
-            if stepped & set(unit.parameters):
-                note("step", unit)
-        return own_step(optimizer, *args)
-
-    monkeypatch.setattr(streaming.Unit, "__init__", init)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    watch("wait_for_gradients", "wait")
-    watch("fetch", "copy")
-    return found
-
-
-ROOT = DEPTH
-IN_ORDER = [*range(DEPTH - 1, -1, -1), ROOT]  # the embedding's gradient comes last
-
-
-def last_step(trace: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """Return what happened from the last step's first wait for gradients on."""
-    begins = [i for i, (what, unit, _) in enumerate(trace) if (what, unit) == ("wait", IN_ORDER[0])]
-    return trace[begins[-1] :]
-
-
-def test_a_unit_steps_before_the_gradients_of_the_next_one_are_waited_for(trace: Any) -> None:
-    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0)
-    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
-    assert [entry[:2] for entry in steps] == [(what, unit) for unit in IN_ORDER for what in ("wait", "step")]
-    on_their_way = [entry[2] for entry in steps if entry[0] == "step"]
-    assert on_their_way == sorted(on_their_way, reverse=True)
-    assert on_their_way[0] > DEPTH
-    assert on_their_way[-1] == 0
-
-
-def test_gradients_of_the_last_micro_batch_are_added_when_their_unit_steps(trace: Any) -> None:
-    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0, accumulate_grad_batches=5)
-    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
-    assert [entry[1] for entry in steps if entry[0] == "step"] == IN_ORDER
-    assert [entry[2] > 0 for entry in steps if entry[0] == "step"] == [unit != ROOT for unit in IN_ORDER]
-
-
-def test_the_host_holds_the_gradients_of_two_units_that_are_to_be_added(late: None) -> None:
-    task = Tiny()
-    found: list[int] = []
-
-    def count(*_: Any) -> None:
-        found.append(sum(bool(unit._to_add) for unit in task.trainer.strategy.weight_stream.units))
-
-    for block in task.blocks:
-        block.norm.weight.register_hook(count)
-    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0, accumulate_grad_batches=5)
-    assert max(found) == 2
-
-
-def test_the_weights_of_a_unit_are_on_their_way_when_the_next_one_steps(trace: Any) -> None:
-    train(OffloadStrategy("device", stream=True), limit_val_batches=0)
-    found = [entry[:2] for entry in last_step(trace) if entry[0] != "wait"]
-    assert found == [(what, unit) for unit in IN_ORDER for what in ("step", "copy")]
-
-
-def test_as_many_units_go_to_the_device_early_as_it_has_room_for(trace: Any) -> None:
-    train(OffloadStrategy(stream=True, prefetch=2), limit_val_batches=0)
-    copied = [unit for what, unit, _ in last_step(trace) if what == "copy"]
-    assert copied == [1, 0, ROOT]
-
-
-def test_clipping_waits_for_gradients_and_not_for_weights(trace: Any) -> None:
-    train(OffloadStrategy("device", stream=True), limit_val_batches=0, gradient_clip_val=0.5)
-    found = last_step(trace)
-    assert {on_their_way for _, _, on_their_way in found} == {0}
-    assert [entry[:2] for entry in found if entry[0] != "wait"] == [
-        (what, unit) for unit in IN_ORDER for what in ("step", "copy")
-    ]
-
-
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"])
+@pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step"])
 def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
     def look(sums: list[float]) -> Callback:
         def note(self: Any, trainer: Any, task: Any, *_: Any) -> None:
@@ -191,62 +79,6 @@ def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
     assert_same(train(OffloadStrategy(stream=True), look(found)), train("single", look(wanted)))
     assert found == wanted
     assert wanted
-
-
-@pytest.mark.usefixtures("late")
-def test_a_group_is_looked_at_when_all_its_gradients_are_there() -> None:
-    class Odd(Tiny):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            # A finite loss and a gradient that is no number, of the weight whose gradient comes last.
-            return loss + (0 * self.embed.weight).sum().sqrt() if batch_idx == 2 else loss
-
-    options: dict[str, Any] = {"on_nonfinite": "skip"}
-    with pytest.warns(UserWarning, match="not finite"):
-        found = train(OffloadStrategy("device", stream=True), task=Odd(), **options)
-    with pytest.warns(UserWarning, match="not finite"):
-        wanted = train(task=Odd(), **options)
-    assert found[2].skipped_batches == wanted[2].skipped_batches
-    assert_equal_weights(found[1], wanted[1])
-
-
-@pytest.mark.usefixtures("late")
-def test_a_gradient_that_comes_in_two_parts_is_their_sum() -> None:
-    class Recomputing(Tiny):
-        """Has one layer in two parts that are computed anew, each with a backward of its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            with torch.random.fork_rng():
-                self.mix = torch.nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = self.blocks[0](self.embed(tokens))
-            for _ in range(2):
-                hidden = checkpoint(self.mix, hidden, use_reentrant=True)
-            scores: torch.Tensor = self.head(hidden)
-            return scores
-
-    torch.manual_seed(0)
-    found = train(OffloadStrategy(stream=True), task=Recomputing(), limit_val_batches=0)
-    torch.manual_seed(0)
-    assert_same(found, train(task=Recomputing(), limit_val_batches=0))
-
-
-@pytest.mark.usefixtures("late")
-def test_without_the_waits_other_weights_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming.Unit, "wait_for_gradients", lambda unit: None)
-    found = train(OffloadStrategy(stream=True), limit_val_batches=0)
-    assert found[0] != train(limit_val_batches=0)[0]
-
-
-@pytest.mark.usefixtures("late")
-def test_the_device_keeps_the_gradients_of_one_unit() -> None:
-    task = Tiny()
-    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0)
-    of_root = task.embed.weight.nbytes + sum(parameter.nbytes for parameter in task.head.parameters())
-    of_unit = sum(parameter.nbytes for parameter in task.blocks[0].parameters())
-    assert 0 < LateStream.all[1].most_kept <= of_unit + of_root
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -308,22 +140,6 @@ def test_a_failure_amid_a_step_leaves_weights_at_home_and_all_gradients(
     assert stepped == [False] * (DEPTH - 2) + [True, True]
 
 
-@pytest.mark.usefixtures("late")
-def test_several_optimizers_may_share_a_unit() -> None:
-    def task() -> Tiny:
-        made = Tiny()
-        norms = [p for name, p in made.named_parameters() if "norm" in name]
-        others = [p for name, p in made.named_parameters() if "norm" not in name]
-        made.automatic_optimization = True  # two optimizers on one loss are meant
-        made.configure_optimizers = lambda: (  # type: ignore[method-assign]
-            [torch.optim.SGD(others, lr=0.1, momentum=0.9), torch.optim.Adam(norms, lr=0.1)]
-        )
-        return made
-
-    for parameters in ("cpu", "device"):
-        assert_same(train(OffloadStrategy(parameters, stream=True), task=task()), train(task=task()))
-
-
 class SharedNorm(torch.optim.SGD):
     """Divides by the norm of all gradients."""
 
@@ -365,20 +181,109 @@ def test_torchs_optimizers_are_split_unless_somebody_would_notice() -> None:
         handle.remove()
 
 
-@pytest.mark.requires("cuda", "copies that are made beside a device's computation")
-@pytest.mark.parametrize(("parameters", "state"), PLACES)
-def test_on_a_device_every_bit_is_that_of_waiting(parameters: Any, state: Any, tmp_path: Path) -> None:
-    class Waiting(Callback):
-        def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-            """Might look at gradients."""
+EVENTS = ("on_train_batch_start", "on_train_step_end", "on_train_epoch_end", "on_validation_epoch_start")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_a_callback_writes_is_what_is_trained_on(event: str) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2}
+    wanted = train("single", writer(event), **options)
+    for parameters in ("cpu", "device"):
+        assert_same(train(OffloadStrategy(parameters, stream=True), writer(event), **options), wanted)
+
+
+class Assigning(Callback):
+    """Puts other tensors in the place of weights: for good after a step, for the time of an evaluation."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
+        for parameter in task.parameters():
+            parameter.data = parameter.data.clamp(-0.3, 0.3)
+
+    def on_validation_start(self, trainer: Any, task: Any) -> None:
+        self.own = [parameter.data for parameter in task.parameters()]
+        for parameter in task.parameters():
+            parameter.data = parameter.data * 0.5
+
+    def on_validation_end(self, trainer: Any, task: Any) -> None:
+        for parameter, own in zip(task.parameters(), self.own, strict=True):
+            parameter.data = own
+
+
+@pytest.mark.parametrize(("parameters", "state"), [("cpu", "cpu"), ("disk", "disk"), ("device", "cpu")])
+def test_what_is_assigned_is_used_and_may_be_put_back(parameters: Any, state: Any) -> None:
+    wanted = train("single", Assigning())
+    assert_same(train(OffloadStrategy(parameters, state, stream=True), Assigning()), wanted)
+
+
+def test_what_a_task_writes_is_what_is_trained_on() -> None:
+    class Writing(Tiny):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            writes(None, self)
+
+    class Scheduling(Tiny):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+            super().lr_scheduler_step(scheduler, metric)
+            writes(None, self)
+
+    for kind in (Writing, Scheduling):
+        assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
+
+
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters: Any) -> None:
+    class Taught(Tiny):
+        """The last block is a running average of the first one, and its teacher."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[0](self.embed(tokens))
+            with torch.no_grad():
+                wanted = self.blocks[-1](hidden)
+            scores: torch.Tensor = self.head(hidden - wanted)
+            return scores
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for old, new in zip(self.blocks[-1].parameters(), self.blocks[0].parameters(), strict=True):
+                old.data.lerp_(new.data, 0.5)
+            return loss
+
+    def task() -> Taught:
+        made = Taught()
+        made.blocks[-1].requires_grad_(False)
+        return made
+
+    strategy = OffloadStrategy(parameters, stream=True, prefetch=0)
+    assert_same(train(strategy, task=task(), limit_val_batches=0), train(task=task(), limit_val_batches=0))
+
+
+def test_what_torch_sees_written_is_copied_again() -> None:
+    class Visibly(Callback):
+        reads_only = True
+
+        @torch.no_grad()
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            for parameter in task.parameters():
+                parameter.mul_(0.9)
+
+    for parameters in ("cpu", "device"):
+        assert_same(train(OffloadStrategy(parameters, stream=True), Visibly()), train("single", Visibly()))
+
+
+def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:
+    found: list[tuple[int, bool]] = []
+
+    class Look(Callback):
+        reads_only = True
 
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            """Might write weights."""
+            units = trainer.strategy.weight_stream.all_units
+            found.append((trainer.global_step, all(unit.fresh for unit in units)))
 
-    for accumulate in (1, 3):
-        options: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
-        found = [
-            train(OffloadStrategy(parameters, state, offload_folder=tmp_path), *callbacks, **options)
-            for callbacks in ([], [Waiting()])
-        ]
-        assert_same(*found)
+    options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": True, "logger": "csv"}
+    callbacks = [
+        EarlyStopping("val_loss"), LearningRateMonitor(), ModelCheckpoint(every_n_train_steps=2), Throughput(), Timer()
+    ]  # fmt: skip
+    strategy = OffloadStrategy("device", stream=True)
+    run = train(strategy, Look(), *callbacks, default_root_dir=tmp_path, **options)
+    assert found == [(step, True) for step in range(1, 11)]
+    assert_same(run, train())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -13,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
-from trainwright.strategies.offload.host_storage import HostStorage
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
@@ -93,19 +88,6 @@ def test_the_order_of_the_first_pass_is_fetched_ahead_in_the_second() -> None:
     _idle(prefetcher, in_use=2)
 
 
-def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> None:
-    prefetcher = Prefetcher(10)
-    parts, numbers = _parts(prefetcher, 2)
-    _take(prefetcher, numbers)
-    parts[1].gate.clear()
-    _begin_use(prefetcher, numbers[0])
-    _until(any(job.started for job in prefetcher._jobs.values()) for _ in itertools.count())
-    threading.Timer(0.05, parts[1].gate.set).start()
-    _begin_use(prefetcher, numbers[1])
-    assert parts[1].fetched_by == ["MainThread", "prefetch"]
-    _idle(prefetcher, in_use=2)
-
-
 def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     prefetcher = Prefetcher(25)
     parts, numbers = _parts(prefetcher, 6)
@@ -115,14 +97,6 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
     assert prefetcher._held_bytes <= 25
     _idle(prefetcher, in_use=1)
-
-
-@pytest.mark.parametrize(("budget", "num_bytes"), [(0, 10), (10, 11)], ids=["no budget", "larger than the budget"])
-def test_a_unit_that_the_budget_does_not_allow_is_fetched_when_it_is_needed(budget: int, num_bytes: int) -> None:
-    prefetcher = Prefetcher(budget)
-    parts, numbers = _parts(prefetcher, 3, num_bytes=num_bytes)
-    assert _take(prefetcher, numbers * 3) == [0, 1, 2] * 3
-    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
 
 def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
@@ -136,78 +110,6 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
     parts[1].error = None
     assert _begin_use(prefetcher, numbers[1]) == 1
     _idle(prefetcher, in_use=2)
-
-
-def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
-    prefetcher = Prefetcher(100)
-    _, numbers = _parts(prefetcher, 3)
-    _take(prefetcher, numbers)
-    _take(prefetcher, numbers[:1])
-    scarce = Part(9)
-    failures = iter([torch.OutOfMemoryError("out of memory")])
-
-    def fetch() -> Fetched:
-        for error in failures:
-            raise error
-        return Fetched({"weight": torch.tensor(int(prefetcher._held_bytes))})
-
-    scarce.fetch = fetch  # type: ignore[method-assign]
-    assert _take(prefetcher, [prefetcher.add(scarce)]) == [0]
-    _idle(prefetcher)
-
-
-def test_what_nobody_came_for_is_dropped_and_the_reader_ends() -> None:
-    prefetcher = Prefetcher(100)
-    _, numbers = _parts(prefetcher, 3)
-    _take(prefetcher, [*numbers, *numbers[:1]])
-    _idle(prefetcher)
-    assert not prefetcher._jobs
-    assert prefetcher._held_bytes == 0
-    assert _take(prefetcher, numbers) == [0, 1, 2]
-    _idle(prefetcher)
-
-
-def test_a_reader_does_not_keep_a_model_s_weights_alive() -> None:
-    prefetcher = Prefetcher(100)
-    parts, numbers = _parts(prefetcher, 3)
-    _take(prefetcher, numbers * 2)
-    _idle(prefetcher)
-    del parts
-    end_s = time.monotonic() + 5.0
-    while len(prefetcher._units) and time.monotonic() < end_s:  # the reader's last turn may not be over
-        time.sleep(0.001)
-    assert len(prefetcher._units) == 0
-
-
-@pytest.mark.slow
-@given(st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=6), st.integers(0, 60))
-def test_every_order_gets_the_weights_that_it_asks_for(passes: list[list[int]], budget: int) -> None:
-    prefetcher = Prefetcher(budget)
-    _, numbers = _parts(prefetcher, 6)
-    for order in passes:
-        assert _take(prefetcher, [numbers[index] for index in order]) == order
-        assert prefetcher._held_bytes <= budget
-    _idle(prefetcher)
-
-
-def test_threads_with_orders_of_their_own_get_their_weights() -> None:
-    prefetcher = Prefetcher(30)
-    _, numbers = _parts(prefetcher, 6)
-    wrong: list[list[int]] = []
-
-    def run(order: list[int]) -> None:
-        for _ in range(30):
-            found = _take(prefetcher, [numbers[index] for index in order])
-            if found != order:
-                wrong.append(found)
-
-    threads = [threading.Thread(target=run, args=(order,)) for order in ([0, 1, 2, 3], [5, 4, 3], [2, 2, 0])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    _idle(prefetcher)
 
 
 def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and_back() -> None:
@@ -233,24 +135,6 @@ def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and
     assert brought[8:] == [[1, 2], [2, 3], [3], []]
     assert [len(part.fetched_by) for part in parts] == [3, 3, 3, 3]
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
-
-
-def test_what_is_forgotten_gives_its_memory_back_when_its_copy_is_made() -> None:
-    prefetcher = Prefetcher(num_units=1)
-    parts, numbers = _parts(prefetcher, 2)
-    events: list[str] = []
-
-    class Copies(CopyStream):
-        def join(self, event: Any, made: Any = ()) -> None:
-            events.append(f"join {event}")
-
-    fetched = Fetched({}, Copies(torch.device("cpu")), "copy", free=lambda: events.append("free"))
-    parts[0].fetch = lambda: fetched  # type: ignore[method-assign]
-    prefetcher.prefetch(numbers)
-    prefetcher.discard(numbers[0])
-    prefetcher.discard(numbers[0])
-    assert events == ["join copy", "free"]
-    assert list(prefetcher._jobs) == [numbers[1]]
 
 
 class OnHost(Part):
@@ -289,40 +173,6 @@ def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was
     assert in_turn(2) == {"MainThread"}
     parts[2].slow_s = 0.3
     assert "prefetch" in in_turn(2)
-
-
-ENDS = """
-import time
-import torch
-from trainwright.strategies.offload.copy_stream import Fetched
-from trainwright.strategies.offload.prefetch import Prefetcher
-
-class Unit:
-    num_bytes, stays_on_host = 4, False
-
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def fetch(self):
-        until = time.monotonic() + self.seconds
-        while time.monotonic() < until:
-            torch.ones(1)
-        return Fetched({})
-
-prefetcher = Prefetcher()
-units = [Unit(0.0), Unit(0.5)]
-quick, slow = (prefetcher.add(unit) for unit in units)
-for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
-    prefetcher.acquire(number)
-    prefetcher.follow(number)
-    prefetcher.release()
-"""
-
-
-@pytest.mark.slow
-def test_a_program_may_end_while_the_reader_reads() -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # Copies beside a computation
@@ -388,23 +238,6 @@ def test_a_copy_begins_after_the_computation_so_far(copies: CopyStream) -> None:
     ]
 
 
-def test_a_copy_may_begin_after_a_mark(copies: CopyStream) -> None:
-    _run()
-    mark = copies.mark()
-    _run()
-    copies.queue(_run, after=mark)
-    assert FakeStream.log[2:] == [("copies", "waits for", ("computes", 1)), ("copies", "runs", 1)]
-
-
-def test_the_host_waits_for_one_copy_or_for_all(copies: CopyStream) -> None:
-    first = copies.queue(_run)
-    copies.queue(_run)
-    copies.wait(first)
-    copies.synchronize()
-    copies.synchronize()  # there is nothing more
-    assert [entry[2] for entry in FakeStream.log if entry[0] == "host"] == [("copies", 1), ("copies", 2)]
-
-
 def test_what_is_copied_from_stays_until_the_computation_has_waited(copies: CopyStream) -> None:
     source = torch.ones(2)
     alive = weakref.ref(source)
@@ -425,16 +258,3 @@ def test_on_the_host_copies_are_made_at_once() -> None:
     for wait in (copies.join, copies.wait):
         wait(event)
     assert copies.num_queued == 2
-
-
-def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
-    with torch.device("meta"):
-        assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
-        assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"
-
-
-def test_a_buffer_made_in_inference_mode_can_be_filled_outside_of_it() -> None:
-    with torch.inference_mode():
-        buffer = PinnedBuffers(8, pinned=False).acquire()
-    buffer.fill_(3)
-    assert buffer.sum() == 24

@@ -7,27 +7,18 @@ The last line of the output is the result as JSON.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import json
-import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
 
-from tests.helpers.calls import calls_of
-from trainwright import Accelerator, ModelCheckpoint, TaskModule, Trainer, seed_everything
-from trainwright.callbacks import EMAWeightAveraging
-from trainwright.state import AcceleratorState
+from trainwright import TaskModule, Trainer, seed_everything
 
 WIDTH, SAMPLES = 8, 64
 
@@ -35,7 +26,7 @@ WIDTH, SAMPLES = 8, 64
 class Regression(TaskModule):
     """A small network with tied weights and, if told, dropout."""
 
-    def __init__(self, dropout: float = 0.0, *, manual: bool = False) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
@@ -43,7 +34,6 @@ class Regression(TaskModule):
         self.second.weight = self.first.weight
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(WIDTH, 1)
-        self.automatic_optimization = not manual
         self.losses: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,11 +42,6 @@ class Regression(TaskModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         loss = nn.functional.mse_loss(self(x), y)
-        if not self.automatic_optimization:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
         self.log("loss", loss)
         self.losses.append(loss.detach())
         return loss
@@ -80,9 +65,9 @@ def trainer(folder: str, **options: Any) -> Trainer:
     return Trainer(enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder, **given)
 
 
-def fit(folder: str, dropout: float = 0.0, manual: bool = False, **options: Any) -> tuple[Regression, Trainer]:
-    task, run = Regression(dropout, manual=manual), trainer(folder, **options)
-    run.fit(task, loader(), None if manual else loader(32))
+def fit(folder: str, **options: Any) -> tuple[Regression, Trainer]:
+    task, run = Regression(), trainer(folder, **options)
+    run.fit(task, loader(), loader(32))
     return task, run
 
 
@@ -100,60 +85,6 @@ def equal_losses(folder: str, **options: Any) -> dict[str, Any]:
         "tied": task.first.weight is task.second.weight,
         "devices": sorted({parameter.device.type for parameter in task.parameters()}),
     }
-
-
-class Language(TaskModule):
-    """A language model of one block with tied embeddings, weighed by tokens, with a metric of torchmetrics."""
-
-    def __init__(self, words: int = 16, width: int = 16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
-        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, words, bias=False)
-        self.head.weight = self.embedding.weight
-        self.accuracy = MulticlassAccuracy(words)
-
-    def num_items(self, batch: Any) -> torch.Tensor:
-        return (batch[0][:, 1:] != 0).sum()
-
-    def predictions(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens `(batch, time)` to logits `(batch × (time - 1), words)`."""
-        x = self.embedding(tokens[:, :-1])
-        query, key, value = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
-        x = x + nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
-        return self.head(x).flatten(0, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(self.predictions(batch[0]), batch[0][:, 1:].flatten(), ignore_index=0)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.accuracy(self.predictions(batch[0]), batch[0][:, 1:].flatten())
-        self.log("accuracy", self.accuracy)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def language_model(folder: str, **options: Any) -> list[dict[str, float]]:
-    """Train a language model with callbacks under XLA and on the CPU; the metrics of both, and of a test."""
-    tokens = torch.randint(0, 16, (32, 12), generator=torch.Generator().manual_seed(0))
-    batches = DataLoader(TensorDataset(tokens), batch_size=8)
-    found = []
-    for chosen in (options, {"accelerator": "cpu"}):
-        task = Language()
-        run = trainer(
-            folder,
-            accumulate_grad_batches=2,
-            gradient_clip_val=1.0,
-            callbacks=[ModelCheckpoint(monitor="accuracy", mode="max"), EMAWeightAveraging()],
-            **({"enable_checkpointing": True} | chosen),
-        )
-        run.fit(task, batches, batches)
-        metrics = {name: float(value) for name, value in run.callback_metrics.items()}
-        found.append(metrics | {"score": run.validate(task, batches, verbose=False)[0]["accuracy"]})
-    return found
 
 
 def counters() -> dict[str, int]:
@@ -219,216 +150,30 @@ def saves(folder: str, strategy: str = "xla") -> dict[str, Any]:
     return {"resumed": apart(whole, resumed), "to_cpu": apart(there, here), "from_cpu": apart(there, back)}
 
 
-def own_loop(folder: str, accumulate: int = 1, **options: Any) -> dict[str, Any]:
-    """Train in a user-written loop under XLA and then on the CPU: their losses."""
-
-    def run(**options: Any) -> tuple[list[float], Accelerator]:
-        accelerator = Accelerator(gradient_accumulation_steps=accumulate, **options)
-        model = Regression()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer, train, evaluation = accelerator.prepare(model, optimizer, loader(), loader())
-        found = []
-        for _ in range(3):
-            model.train()
-            for x, y in train:
-                with accelerator.accumulate(model):
-                    accelerator.backward(nn.functional.mse_loss(model(x), y))
-                    if accelerator.sync_gradients:
-                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()
-                    optimizer.zero_grad()
-            model.eval()
-            for x, y in evaluation:
-                with torch.no_grad():
-                    predictions, targets = accelerator.gather_for_metrics((model(x), y))
-                found.append(nn.functional.mse_loss(predictions, targets).item())
-        accelerator.save_state(str(Path(folder, "state")))
-        accelerator.load_state(str(Path(folder, "state")))
-        return found, accelerator
-
-    losses, accelerator = run(**options)
-    facts = {"device": accelerator.device.type, "type": str(accelerator.distributed_type)}
-    AcceleratorState._reset_state(reset_partial_state=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()  # the backend of a group is that of its first device
-    return {"losses": losses, "cpu": run(cpu=True)[0], **facts}
-
-
-def _warnings(task: TaskModule, run: Trainer, samples: int = SAMPLES) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.fit(task, loader(samples=samples))
-    return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
-
-
 def ragged(folder: str) -> list[str]:
     """Train with a last batch of another size; the warnings."""
-    return _warnings(Regression(), trainer(folder, strategy="xla", max_epochs=2), samples=70)
-
-
-def changing(folder: str) -> list[str]:
-    """Train with a step that computes something else for each batch; the warnings."""
-
-    class Changing(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            for _ in range(self.trainer.global_step):
-                loss = loss + self.head.weight.square().mean()
-            return loss
-
-    return _warnings(Changing(), trainer(folder, strategy="xla", max_epochs=3))
-
-
-def _error_of(function: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except Exception as error:  # noqa: BLE001  # its text is the result
-        return f"{type(error).__name__}: {error}"
-    return "none"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(folder, strategy="xla", max_epochs=2).fit(Regression(), loader(samples=70))
+    return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
 
 
 def too_late(folder: str) -> str:
     """Train on the CPU first, which torch_xla does not allow; the error."""
     fit(folder, accelerator="cpu")
-    return _error_of(fit, folder, strategy="xla")
-
-
-def too_many_devices(folder: str) -> str:
-    """Train in processes with more devices than processes; the error."""
-    import torch_xla.runtime as runtime
-
-    runtime.world_size = lambda: int(os.environ["WORLD_SIZE"]) + 1
-    return _error_of(fit, folder, strategy="xla")
-
-
-def launched(folder: str) -> str:
-    """Train in the replicas that torch_xla starts; the error."""
-    import torch_xla
-
-    return _error_of(torch_xla.launch, _train_replica, args=(folder,))
-
-
-def _train_replica(index: int, folder: str) -> None:
-    fit(f"{folder}/{index}", strategy="xla")
-
-
-def calls(folder: str) -> dict[str, float]:
-    """Return the Python calls of a step of a Trainer and of a loop by hand."""
-    import torch_xla
-
-    def counted(function: Callable[[], None]) -> int:
-        return len(calls_of(function)[0])
-
-    def by_hand(steps: int) -> Callable[[], None]:
-        def loop() -> None:
-            device, task = torch_xla.device(), Regression()
-            task.to(device)
-            optimizer = torch.optim.AdamW(task.parameters(), lr=1e-2)
-            for x, y in loader(samples=16 * steps):
-                loss = nn.functional.mse_loss(task(x.to(device)), y.to(device))
-                loss.backward()
-                nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                torch_xla.sync()
-
-        return loop
-
-    class Plain(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return nn.functional.mse_loss(self(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    def ours(steps: int) -> Callable[[], None]:
-        run = trainer(folder, max_epochs=1, strategy="xla", gradient_clip_val=1.0, log_every_n_steps=1000)
-        return lambda: run.fit(Plain(), loader(samples=16 * steps))
-
-    found = {}
-    for name, make in (("by hand", by_hand), ("ours", ours)):
-        make(4)()
-        found[name] = (counted(make(40)) - counted(make(20))) / 20
-    return found
-
-
-def downcast(folder: str) -> list[str]:
-    """Return the dtypes of a weight on the device and in a checkpoint with `downcast_bf16`."""
-    from trainwright.strategies import XLAStrategy
-
-    run = trainer(folder, strategy=XLAStrategy(downcast_bf16=True), max_epochs=1)
-    task = Regression()
-    run.fit(task, loader())
-    import torch_xla
-
-    return [str(task.head.weight.dtype), torch_xla._XLAC._get_xla_tensor_debug_info(torch.ones(1, device="xla"))]
-
-
-def connect_on_the_host() -> None:
-    """Let replicas communicate through gloo: torch_xla's collectives of several processes abort on the CPU.
-
-    Ordinals of devices are the ranks in reverse order, because torch_xla promises no order.
-    """
-    import torch_xla
-    import torch_xla.core.xla_model as xm
-    import torch_xla.runtime as runtime
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    operations = {xm.REDUCE_SUM: dist.ReduceOp.SUM, xm.REDUCE_MAX: dist.ReduceOp.MAX, xm.REDUCE_MIN: dist.ReduceOp.MIN}
-    programs = hashlib.sha256()
-    groups: dict[Any, Any] = {}
-
-    def meet(*tensors: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
-        """Return the group for the host and copies there, and record the shapes that a program contains."""
-        if dist.group.WORLD not in groups:
-            groups.clear()
-            groups[dist.group.WORLD] = dist.new_group(backend="gloo")
-        group = groups[dist.group.WORLD]
-        programs.update(str([tuple(one.shape) for one in tensors]).encode())
-        found: list[Any] = [None] * size
-        dist.all_gather_object(found, programs.hexdigest(), group=group)
-        assert len(set(found)) == 1, "the processes run different programs"
-        torch_xla.sync()
-        return group, [one.cpu() for one in tensors]
-
-    @torch.no_grad()
-    def all_reduce(
-        reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, pin_layout: bool = True
-    ) -> Any:
-        tensors = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        group, copies = meet(*tensors)
-        for tensor, copy in zip(tensors, copies, strict=True):
-            dist.all_reduce(copy, operations[reduce_type], group)
-            tensor.copy_(copy * scale if scale != 1 else copy)
-        return inputs
-
-    def all_gather(value: torch.Tensor, dim: int = 0, groups: Any = None, **options: Any) -> torch.Tensor:
-        group, (copy,) = meet(value)
-        found = [torch.empty_like(copy) for _ in range(size)]
-        dist.all_gather(found, copy.contiguous(), group=group)
-        return torch.cat(found[::-1], dim).to(torch_xla.device())
-
-    for module, name, function in (
-        (runtime, "world_size", lambda: size),
-        (runtime, "global_ordinal", lambda: size - 1 - rank),
-        (xm, "all_reduce", all_reduce),
-        (xm, "all_gather", all_gather),
-    ):
-        theirs, ours = ([*inspect.signature(one).parameters] for one in (getattr(module, name), function))
-        assert theirs[:3] == ours[:3], f"{name} of this torch_xla has other arguments"
-        setattr(module, name, function)
+    try:
+        fit(folder, strategy="xla")
+    except Exception as error:  # noqa: BLE001  # its text is the result
+        return str(error)
+    return "none"
 
 
 def main() -> None:
-    """Run the program that the arguments name, in several processes if a launcher has started them."""
+    """Run the program that the arguments name."""
     name, options = sys.argv[1], json.loads(sys.argv[2])
-    replicas = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if replicas:
-        connect_on_the_host()
     with tempfile.TemporaryDirectory() as folder:
-        found = globals()[name](options.pop("folder", folder), **options)
-    if not replicas or os.environ["RANK"] == "0":
-        print(json.dumps(found))
+        found = globals()[name](folder, **options)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
