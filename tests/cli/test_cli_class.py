@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule, Trainer, TrainwrightWarning
+from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule
 from trainwright.cli import OptimizerCallable, ReduceLROnPlateau, SaveConfigCallback
 
 
@@ -114,15 +112,6 @@ def test_a_file_of_lightnings_form_is_read(tmp_path: Path) -> None:
     assert config.scheduler.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_task_is_an_alias_of_model(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("task: {lr: 0.5}\n")
-    made = cli("--config=config.yaml", "--task.tag=x", run=False)
-    assert (made.model.lr, made.model.tag) == (0.5, "x")
-    (tmp_path / "config.yaml").write_text("task: {lr: 0.5}\nmodel: {lr: 0.5}\n")
-    with pytest.raises(ConfigurationError, match="'model' and 'task', which mean the same"):
-        cli("--config=config.yaml", run=False)
-
-
 def test_links_defaults_and_user_defined_arguments() -> None:
     class Linked(CLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
@@ -143,20 +132,6 @@ def test_links_defaults_and_user_defined_arguments() -> None:
     assert stopping.patience == 7
 
 
-def test_an_optimizer_that_a_script_adds_has_its_defaults() -> None:
-    class Adds(CLI):
-        def add_arguments_to_parser(self, parser: Any) -> None:
-            parser.add_optimizer_args(torch.optim.Adam)
-            parser.add_lr_scheduler_args(torch.optim.lr_scheduler.ExponentialLR)
-            parser.set_defaults({"lr_scheduler.gamma": 0.5})
-
-    made = cli("fit", "--optimizer.lr=0.5", of=Adds)
-    optimizer = made.trainer.optimizers[0]
-    assert type(optimizer) is torch.optim.Adam
-    assert optimizer.param_groups[0]["lr"] == 0.25  # one epoch has passed
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-
-
 def test_an_optimizer_linked_to_the_task() -> None:
     class Keeps(Net):
         def __init__(self, optimizer_init: dict[str, Any], width: int = 2) -> None:
@@ -170,22 +145,6 @@ def test_an_optimizer_linked_to_the_task() -> None:
     made = cli("--sgd.lr=0.5", of=Links, model=Keeps, run=False)
     assert made.model.optimizer_init["class_path"] == "torch.optim.sgd.SGD"
     assert made.model.optimizer_init["init_args"]["lr"] == 0.5
-
-
-def test_two_optimizers_without_link_to_are_an_error() -> None:
-    class Adds(CLI):
-        def add_arguments_to_parser(self, parser: Any) -> None:
-            parser.add_optimizer_args(torch.optim.Adam, nested_key="adam")
-            parser.add_optimizer_args(torch.optim.SGD, nested_key="sgd")
-
-    with pytest.raises(ConfigurationError, match=r"one optimizer, and adam, sgd were.*link_to='model\.optimizer_init'"):
-        cli("--sgd.lr=0.5", of=Adds, run=False)
-
-
-def test_a_configured_optimizer_replaces_the_tasks_with_a_warning() -> None:
-    with pytest.warns(TrainwrightWarning, match="configure_optimizers is not called"):
-        made = cli("fit", "--optimizer=SGD", "--optimizer.lr=0.5", model=OwnOptimizer)
-    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
 
 
 def test_the_configuration_selects_the_class_of_the_model() -> None:
@@ -244,32 +203,6 @@ def test_the_users_own_file_is_kept_and_saving_can_be_extended_or_left_out(tmp_p
     assert not (tmp_path / "other/config.yaml").exists()
 
 
-def test_the_seed_is_read_from_the_command_line() -> None:
-    weight = cli("--seed_everything=7", run=False).model.layer.weight
-    assert cli("--seed_everything=7", run=False).model.layer.weight.equal(weight)
-    assert isinstance(cli(run=False).config.seed_everything, int)
-    assert cli(run=False, seed_everything_default=False).config.seed_everything is False
-
-
-def test_trainer_defaults_may_hold_objects_and_callbacks() -> None:
-    class Own(Trainer):
-        pass
-
-    stopping = EarlyStopping("val_loss")
-    made = cli("--trainer.max_steps=3", run=False, trainer_class=Own, trainer_defaults={"callbacks": stopping})
-    assert type(made.trainer) is Own
-    assert stopping in made.trainer.callbacks
-    assert made.trainer.max_steps == 3
-
-
-def test_arguments_may_be_a_mapping() -> None:
-    made = CLI(Net, Points, args={"model": {"lr": 0.5}, "trainer": QUIET}, run=False)
-    assert made.model.lr == 0.5
-    made = CLI(Net, Points, args={"fit": {"model": {"lr": 0.25}, "trainer": QUIET, "optimizer": "SGD"}})
-    assert made.subcommand == "fit"
-    assert made.model.lr == 0.25
-
-
 def test_configuration_before_the_stage_has_one_section_per_stage(tmp_path: Path) -> None:
     (tmp_path / "all.yaml").write_text("fit: {model: {lr: 0.5}, optimizer: SGD}\ntest: {model: {lr: 0.75}}\n")
     assert cli("--config=all.yaml", "fit").model.lr == 0.5
@@ -291,36 +224,3 @@ def test_a_mistake_is_one_line(words: list[str], says: str) -> None:
         cli(*words)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-SCRIPT = """
-from trainwright import CLI
-from tests.cli.test_cli_class import QUIET, Net, Points
-
-if __name__ == "__main__":
-    cli = CLI(Net, Points, trainer_defaults=QUIET)
-    print("steps", cli.trainer.global_step)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_a_script_runs_on_two_processes(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "script.py", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, cwd=tmp_path)
-
-    done = run("fit", "--optimizer=SGD", "--trainer.devices=2", "--trainer.default_root_dir=two")
-    assert done.returncode == 0, done.stderr
-    assert "steps 1" in done.stdout
-    assert yaml.safe_load((tmp_path / "two/config.yaml").read_text())["trainer"]["max_epochs"] == 1
-    wrong = run("fit", "--model.lr=fast")
-    assert (wrong.returncode, wrong.stderr) == (2, "script.py: error: model.lr=fast: expected float.\n")
-    helped = run("fit", "--help")
-    assert helped.returncode == 0
-    assert "--model.width" in helped.stdout

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trainwright.cli.configs.explain_errors import explain
 from trainwright.cli.main import main
 
 PROJECT = """
@@ -88,30 +85,6 @@ def test_a_mistake_is_an_error_with_the_key_and_the_expected_type(
     assert capsys.readouterr().err == f"trainwright: error: {says}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("task: {init_args: {lrr: 3}}", LR),
-        ("data: {init_args: {batch_size: x}}", "data.batch_size=x: expected int."),
-        (
-            "trainer: {max_epoch: 3}",
-            "trainer.max_epoch: 'trainer' has no argument 'max_epoch'. Did you mean 'trainer.max_epochs'?",
-        ),
-        (
-            "trainer: {callbacks: [{class_path: EarlyStopping, init_args: {moniter: x}}]}",
-            "trainer.callbacks.moniter: trainwright.callbacks.early_stopping.EarlyStopping has no argument 'moniter'. "
-            "Did you mean 'monitor'?",
-        ),
-    ],
-)
-def test_a_mistake_in_a_file_has_the_same_message(
-    project: Path, text: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (project / "more.yaml").write_text(text)
-    assert main(["fit", "--config", "config.yaml", "--config", "more.yaml"]) == 2
-    assert capsys.readouterr().err == f"trainwright: error: {says}\n"
-
-
 @pytest.mark.usefixtures("project")
 def test_an_error_in_a_constructor_is_raised_unchanged() -> None:
     with pytest.raises(TypeError, match=r"^no batches of 8$") as caught:
@@ -120,73 +93,3 @@ def test_an_error_in_a_constructor_is_raised_unchanged() -> None:
     frames = [Path(str(entry.path)).name for entry in caught.traceback]
     assert frames[-1] == "mistaken.py"
     assert "_typehints.py" not in frames
-
-
-@pytest.mark.slow
-def test_the_traceback_of_a_constructor_is_what_the_command_prints(project: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trainwright", "fit", "--config", "config.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("TypeError: no batches of 8")
-    assert "jsonargparse" not in done.stderr
-
-
-def test_an_unknown_message_is_unchanged() -> None:
-    assert explain("something else went wrong") == "something else went wrong"
-
-
-_BILLION = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-
-
-def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1, error
-    return error
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        pytest.param(b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply", marks=pytest.mark.exhaustive),
-        (b"a: " + b"{b: " * 20_000 + b"1" + b"}" * 20_000, "nested too deeply"),
-        (b"trainer: &a\n  x: *a\n", "is used inside the value that it refers to"),
-        (b"task: &a [1, *a]\n", "is used inside the value that it refers to"),
-        (_BILLION.encode(), "more than 100000 values"),
-        (b"\xff\xfe\x00", "UTF-8"),
-        (b"a: 2026-13-45\n", "cannot be read"),
-        (b"a: " + b"9" * 5000, "cannot be read"),
-        (b"x" * 2**23, "has more than"),
-    ],
-    ids=["lists", "mappings", "loop", "loop of a list", "shared", "not UTF-8", "no date", "digits", "long"],
-)
-def test_an_unreadable_configuration_is_an_error_of_one_line(
-    text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.yaml").write_bytes(text)
-    assert message in one_line(["fit", "--config", str(tmp_path / "c.yaml")], capsys)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="there is no /dev/zero")
-def test_a_configuration_must_be_a_regular_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in ("/dev/zero", str(tmp_path)):
-        assert "is not a file" in one_line(["fit", "--config", path], capsys)
-
-
-def test_a_new_project_in_an_impossible_folder_is_an_error_of_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    (tmp_path / "file").write_text("x")
-    for path in (
-        tmp_path / "loop" / "project",
-        tmp_path / "loop",
-        tmp_path / "file" / "project",
-        tmp_path / ("x" * 300),
-    ):
-        one_line(["new", str(path)], capsys)
-    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 import trainwright
 from trainwright.callbacks import Callback
 from trainwright.cli.configs.option_groups import TRAINER_GROUPS
-from trainwright.cli.fit import build_parser, save_config, write_predictions
+from trainwright.cli.fit import build_parser, write_predictions
 from trainwright.cli.main import main
 from trainwright.core.errors import TaskError
 from trainwright.loggers import Logger
@@ -174,14 +173,6 @@ def test_a_configuration_builds_trainer_task_and_data() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_the_command_line_overrides_the_file_in_whichever_order() -> None:
-    trainer, asked = run("task.lr=0.01", "--config", "config.yaml", "--trainer.max_epochs", "3", "data.batch_size=2")
-    assert trainer.max_epochs == 3
-    assert asked["task"].lr == 0.01
-    assert asked["datamodule"].batch_size == 2
-
-
-@pytest.mark.usefixtures("project")
 def test_everything_can_be_given_without_a_file() -> None:
     _, asked = run("--task=cli_project.Mine", "task.width=3")
     assert asked["task"].layer.in_features == 3
@@ -243,11 +234,6 @@ def test_an_optimizer_has_its_own_arguments_and_inherits_none_of_another_class(
     assert ("weight_decay=0.25" in capsys.readouterr().err) == ("config.yaml" in words and name == "SGD")
 
 
-@pytest.mark.usefixtures("project")
-def test_a_text_that_looks_like_a_class_stays_a_text() -> None:
-    assert run("--task=cli_project.Other", "task.note=SGD")[1]["task"].note == "SGD"
-
-
 @pytest.mark.parametrize("stage", ["fit", "plan"])
 def test_without_a_class_as_its_type_an_argument_keeps_its_mapping(
     project: Path, stage: str, monkeypatch: pytest.MonkeyPatch
@@ -276,12 +262,6 @@ def test_without_a_class_as_its_type_an_argument_keeps_its_mapping(
         return {name: given(item) for name, item in value.items()}
 
     assert [given(value) for value in built.values] == list(values.values())
-
-
-def test_an_optimizer_in_a_file_does_not_inherit_the_arguments_of_the_task_s_default(project: Path) -> None:
-    (project / "sgd.yaml").write_text("task: {class_path: cli_project.Mine, init_args: {optimizer: {class_path: SGD}}}")
-    optimizer = optimizer_of(run("--config", "sgd.yaml")[1]["task"])
-    assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
 @pytest.mark.usefixtures("project")
@@ -328,36 +308,11 @@ def test_the_saved_configuration_builds_the_same_run(project: Path) -> None:
     assert optimizer_of(asked["task"]).param_groups[0]["lr"] == 0.125
 
 
-def test_a_default_that_yaml_cannot_hold_is_left_to_be_the_default_again(project: Path) -> None:
-    run("--task=cli_project.Mine", "trainer.default_root_dir=runs")
-    _, asked = run("--config", "runs/config.yaml")
-    assert optimizer_of(asked["task"]).param_groups[0]["lr"] == 0.5
-
-
-def test_evaluation_saves_no_configuration(project: Path) -> None:
-    run("--config", "config.yaml", stage="validate")
-    assert not (project / "runs").exists()
-
-
-def test_only_the_main_process_saves_the_configuration(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    run("--config", "config.yaml")
-    assert not (project / "runs").exists()
-
-
 def test_the_users_own_configuration_is_never_overwritten(project: Path) -> None:
     before = (project / "config.yaml").read_text()
     run("--config", "config.yaml", "trainer.default_root_dir=.")
     assert (project / "config.yaml").read_text() == before
     assert (project / "config.resolved.yaml").is_file()
-
-
-def test_a_later_run_replaces_the_configuration_of_an_earlier_one(tmp_path: Path) -> None:
-    save_config("a: 1\n", tmp_path)
-    assert save_config("a: 2\n", tmp_path) == tmp_path / "config.yaml"
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"a": 2}
-    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 def test_predictions_are_written_into_the_run_s_folder_or_elsewhere(
@@ -368,12 +323,6 @@ def test_predictions_are_written_into_the_run_s_folder_or_elsewhere(
     assert f"predictions: {Path('runs/predictions.safetensors')} (predictions (3,))" in capsys.readouterr().out
     run("--config", "config.yaml", "--output", "elsewhere.safetensors", stage="predict")
     assert (project / "elsewhere.safetensors").is_file()
-
-
-def test_without_an_output_no_prediction_is_kept(project: Path) -> None:
-    _, asked = run("--config", "config.yaml", "--output", "none", stage="predict")
-    assert asked["return_predictions"] is False
-    assert not (project / "runs").exists()
 
 
 @pytest.mark.usefixtures("project")
@@ -414,22 +363,6 @@ def test_the_help_of_a_class_takes_its_short_name(
     assert f"--trainer.{key}.{argument}" in capsys.readouterr().out
 
 
-def test_the_help_of_an_unknown_class_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--trainer.strategy.help", "FSDPStrateg"]) == 2
-    assert "FSDPStrateg: no such class is known. Did you mean 'FSDPStrategy'?" in capsys.readouterr().err
-    assert main(["fit", "--task.help", "Nowhere"]) == 2
-    assert "--task.help Nowhere: no such class is known. Write a path" in capsys.readouterr().err
-
-
-def test_each_option_has_a_sentence() -> None:
-    assert [action.dest for action in build_parser("fit")._actions if not action.help] == []
-
-
-def test_each_argument_of_the_trainer_is_in_one_group_of_the_help() -> None:
-    grouped = [name for _, names in TRAINER_GROUPS.values() for name in names]
-    assert sorted(grouped) == sorted(inspect.signature(trainwright.Trainer).parameters)
-
-
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict", "plan"])
 def test_the_help_has_groups_with_a_sentence_each(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = stage if stage != "test" else "test --task=project.Net"
@@ -441,11 +374,6 @@ def test_the_help_has_groups_with_a_sentence_each(stage: str, capsys: pytest.Cap
         _, _, group = text.partition(f"\n{title}:\n  {sentence}\n\n")
         first = group.partition("\n\n")[0]
         assert [name for name in names if f"  --trainer.{name} " not in first] == []
-
-
-@pytest.mark.parametrize("cls", [trainwright.Trainer, trainwright.TaskModule, trainwright.DataModule])
-def test_the_titles_of_the_help_are_full_sentences(cls: type) -> None:
-    assert (inspect.getdoc(cls) or "").splitlines()[0].endswith(".")
 
 
 @pytest.mark.usefixtures("project")
@@ -468,14 +396,6 @@ def test_a_mistake_is_one_clean_message_and_nothing_runs(
     assert says in printed
     assert printed.startswith("trainwright: error: ")
     assert CALLS == []
-
-
-def test_an_unknown_key_of_the_file_is_an_error_that_names_the_nearest(
-    project: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (project / "bad.yaml").write_text("trainr: {max_epochs: 3}\n")
-    assert main(["fit", "--config", "bad.yaml"]) == 2
-    assert "key 'trainr'. Did you mean 'trainer'?" in capsys.readouterr().err
 
 
 def test_every_argument_of_the_real_trainer_can_be_set_and_keeps_its_default() -> None:
@@ -511,27 +431,8 @@ def test_the_real_trainer_s_arguments_are_read_with_the_type_that_they_mean(word
     assert type(found) is type(value)
 
 
-def test_tensors_of_all_batches_are_joined_in_order(tmp_path: Path) -> None:
-    path = tmp_path / "out" / "p.safetensors"
-    shapes = write_predictions([torch.tensor([1, 2]), torch.tensor([3])], path)
-    assert shapes == {"predictions": (3,)}
-    assert load_file(path)["predictions"].tolist() == [1, 2, 3]
-    assert [found.name for found in path.parent.iterdir()] == ["p.safetensors"]
-
-
-def test_mappings_are_joined_name_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "p.safetensors"
-    write_predictions([{"label": torch.ones(2), "logits": torch.zeros(2, 3)}] * 2, path)
-    assert {name: tuple(tensor.shape) for name, tensor in load_file(path).items()} == {"label": (4,), "logits": (4, 3)}
-
-
 @pytest.mark.parametrize("output", ["text", torch.tensor(1.0), {"a": [1, 2]}, {1: torch.ones(2)}])
 def test_what_cannot_be_joined_is_refused_and_nothing_is_written(tmp_path: Path, output: Any) -> None:
     with pytest.raises(TaskError, match="--output none"):
         write_predictions([output], tmp_path / "p.safetensors")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_batches_with_different_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="different names"):
-        write_predictions([{"a": torch.ones(1)}, {"b": torch.ones(1)}], tmp_path / "p.safetensors")

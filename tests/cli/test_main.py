@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from trainwright import __version__
 from trainwright.cli import main as main_module
-from trainwright.cli.env import collect
 from trainwright.cli.main import COMMANDS, Command, main
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.registry import import_object
 
 
 def _fail_on_purpose(arguments: Sequence[str]) -> int:
@@ -61,11 +56,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main_module, "import_object", lambda target: globals()[target.partition(":")[2]])
 
 
-def test_every_command_of_the_table_can_be_imported() -> None:
-    for command in COMMANDS.values():
-        assert callable(import_object(command.target))
-
-
 def test_help_lists_every_command_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
@@ -93,11 +83,6 @@ def test_an_unknown_sub_command_is_one_line_with_the_nearest_name(
     assert capsys.readouterr().err.startswith(start)
     assert main([command, "frob"]) == 2
     assert "has no command 'frob'. Known: " in capsys.readouterr().err
-
-
-def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"trainwright {__version__}\n"
 
 
 @pytest.mark.usefixtures("commands")
@@ -134,43 +119,6 @@ def test_traceback_shows_where_an_error_of_ours_comes_from(
     assert "_fail_on_purpose" in printed
 
 
-@pytest.mark.usefixtures("commands")
-@pytest.mark.parametrize(
-    ("arguments", "handed_on"),
-    [
-        (["show", "a", "--traceback"], ["a"]),
-        (["show", "a", "--", "--traceback"], ["a", "--", "--traceback"]),
-        (["--traceback", "show", "a"], ["a"]),
-    ],
-)
-def test_traceback_is_left_to_other_programs(
-    arguments: list[str], handed_on: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(arguments)
-    assert json.loads(capsys.readouterr().out) == handed_on
-
-
-@pytest.mark.usefixtures("commands")
-def test_an_error_that_is_not_ours_passes_through() -> None:
-    with pytest.raises(KeyError):
-        main(["bug"])
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nosuch"], ["checkpoint", "--help"]])
-def test_help_imports_neither_torch_nor_anything_else_that_is_slow(arguments: list[str]) -> None:
-    script = (
-        "import sys\n"
-        "from trainwright.cli.main import main\n"
-        f"main({arguments!r})\n"
-        "slow = {'torch', 'numpy', 'jsonargparse', 'jinja2', 'yaml', 'rich', 'tqdm', 'torchmetrics', 'tensorboard'}\n"
-        "found = sorted(slow & set(sys.modules))\n"
-        "sys.exit(f'imported: {found}' if found else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     import torch
 
@@ -184,19 +132,6 @@ def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixt
     assert facts["process"].startswith("rank 0 of 1")
     assert ("avx512_bf16" in facts["cpu instructions"]) == torch.cpu._is_avx512_bf16_supported()
     assert ("amx_tile" in facts["cpu instructions"]) == torch.cpu._is_amx_tile_supported()
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [("cuda: Optional[str] = '12.6'", "12.6"), ('cuda = "13.0"', "13.0"), ("cuda = None\nhip = '6'", None)],
-)
-def test_env_reads_the_cuda_version_from_the_file_of_torch(
-    text: str, version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "version.py").write_text(f"__version__ = '2.0+cu126'\n{text}\n")
-    spec = importlib.machinery.ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
-    assert collect()["cuda"] == version
 
 
 def test_env_prints_one_line_per_fact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -39,19 +38,6 @@ def test_the_command_ends_with_three_commands_to_paste(
         "trainwright report runs",
     ]
     assert printed.count("\n  ") == 3
-
-
-def test_no_command_changes_to_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["new", "."]) == 0
-    assert "cd " not in capsys.readouterr().out
-
-
-def test_another_name_can_be_given(tmp_path: Path) -> None:
-    assert main(["new", str(tmp_path / "somewhere"), "--name", "Zip-Codes"]) == 0
-    assert 'name = "Zip-Codes"' in (tmp_path / "somewhere" / "pyproject.toml").read_text()
 
 
 def test_an_empty_working_folder_is_filled_and_stays_the_same_folder(
@@ -96,21 +82,6 @@ def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_project_s_folder_has_the_usual_permissions(tmp_path: Path) -> None:
-    umask = os.umask(0o022)
-    try:
-        write_project(tmp_path / "project")
-    finally:
-        os.umask(umask)
-    assert (tmp_path / "project").stat().st_mode & 0o777 == 0o755
-
-
-@pytest.mark.parametrize("name", ["", "-x", "a b", "x/", "naïve", 'x"'])
-def test_what_cannot_name_a_distribution_is_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="is not a project's name"):
-        project_names(name)
-
-
 @pytest.mark.parametrize(
     ("name", "package"),
     [
@@ -147,11 +118,3 @@ def test_jinja_files_are_rendered_others_copied_and_names_filled_in(template: Pa
         "my_digits_data.txt": b"{{ not rendered }}",
         ".gitignore": b"runs/\n",
     }
-
-
-def test_a_variable_that_nobody_defines_is_an_error(template: Path) -> None:
-    import jinja2
-
-    (template / "a.jinja").write_text("{{ nmae }}")
-    with pytest.raises(jinja2.UndefinedError, match="nmae"):
-        render(template, project_names("x"))

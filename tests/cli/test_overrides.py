@@ -6,11 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from trainwright.cli.configs import class_defaults
 from trainwright.cli.configs.overrides import read_command_line, read_configs, swap_classes
 from trainwright.core.errors import ConfigurationError
 
@@ -41,26 +37,6 @@ def test_the_class_after_a_help_option_is_its_value() -> None:
     assert found.assignments == [("seed_everything", "1")]
 
 
-@pytest.mark.parametrize("words", [["--trainer.max_epochs"], ["--trainer.max_epochs", "--print_config"], ["--config"]])
-def test_an_option_without_its_value_is_an_error_that_names_it(words: list[str]) -> None:
-    with pytest.raises(ConfigurationError, match=f"{words[0]} has no value"):
-        read_command_line(words)
-
-
-def test_a_word_that_is_no_setting_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot read the argument 'config'"):
-        read_command_line(["config"])
-
-
-_KEYS = st.from_regex(r"[a-z][a-z_]*(\.[a-z][a-z_]*){0,2}", fullmatch=True).filter(lambda key: key != "config")
-
-
-@pytest.mark.slow
-@given(st.lists(st.tuples(_KEYS, st.text()), max_size=5))
-def test_whatever_the_values_hold_they_are_read_back(pairs: list[tuple[str, str]]) -> None:
-    assert read_command_line([f"--{key}={value}" for key, value in pairs]).assignments == pairs
-
-
 def _write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text)
@@ -80,16 +56,6 @@ def test_a_later_file_that_changes_a_class_drops_the_old_arguments(tmp_path: Pat
     first = _write(tmp_path, "a.yaml", "task: {class_path: m.A, init_args: {lr: 1, depth: 3}}\n")
     second = _write(tmp_path, "b.yaml", "task: {class_path: m.B, init_args: {lr: 2}}\n")
     assert read_configs([first, second])["task"] == {"class_path": "m.B", "init_args": {"lr": 2}}
-
-
-def test_a_later_file_that_repeats_a_class_keeps_the_other_arguments(tmp_path: Path) -> None:
-    first = _write(tmp_path, "a.yaml", "task: {class_path: m.A, init_args: {lr: 1, depth: 3}}\n")
-    second = _write(tmp_path, "b.yaml", "task: {class_path: A, init_args: {lr: 2}}\n")
-    assert read_configs([first, second])["task"]["init_args"] == {"lr": 2, "depth": 3}
-
-
-def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
-    assert read_configs([_write(tmp_path, "a.yaml", "")]) == {}
 
 
 @pytest.mark.parametrize(("text", "says"), [("- a\n- b\n", "holds a list"), ("a: [1\n", "is not YAML")])
@@ -115,14 +81,6 @@ def test_another_optimizer_starts_from_its_own_defaults_and_a_note_says_what_wen
     assert "weight_decay=0.5" in notes[0]
 
 
-@pytest.mark.parametrize("value", ["torch.optim.AdamW", "AdamW"])
-def test_naming_the_same_class_again_keeps_its_arguments(value: str) -> None:
-    config = _config()
-    _, notes = swap_classes(config, [("task.optimizer", value)])
-    assert config["task"]["init_args"]["optimizer"]["init_args"] == {"lr": 0.3, "weight_decay": 0.5}
-    assert notes == []
-
-
 @pytest.mark.parametrize(
     "assignment", [("task.width", "9"), ("task.optimizer", "null"), ("trainer.max_epochs", "3"), ("data", "data.Mine")]
 )
@@ -130,7 +88,3 @@ def test_assignments_that_swap_no_class_are_left_as_they_are(assignment: tuple[s
     config = _config()
     assert swap_classes(config, [assignment]) == ([assignment], [])
     assert config == _config()
-
-
-def test_a_class_without_a_signature_has_no_defaults() -> None:
-    assert class_defaults._own_defaults(torch.device) == {}

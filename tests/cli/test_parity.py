@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data
 from trainwright.cli import parity as parity_command
 from trainwright.cli.main import main
-from trainwright.cli.parity import ParityPlan, class_path, load_strategy
+from trainwright.cli.parity import ParityPlan, load_strategy
 from trainwright.cli.parity_tape import (
     COPY,
     GRADIENT,
@@ -123,39 +122,10 @@ def test_the_first_different_gradient_is_reported_with_its_values_and_index(tmp_
     assert "at [0, 5]; greatest difference 2 " in result.found[0].text  # of two micro-batches
 
 
-def test_other_data_is_reported_in_a_note(tmp_path: Path) -> None:
-    other = regression_data(20, seed=1)
-    result = compared(
-        record(tmp_path / "a", RegressionTask()),
-        record(tmp_path / "b", RegressionTask(), data=DataLoader(other, batch_size=2, shuffle=True)),
-    )
-    assert result.found[0].kind == LOSS
-    assert "micro-batch 0 of epoch 0 holds other values" in result.notes()[0]
-
-
-def test_a_run_of_fewer_steps_differs(tmp_path: Path) -> None:
-    first = record(tmp_path / "a", RegressionTask())
-    for file in (tmp_path / "a").glob("step-00004.*"):
-        file.unlink()
-    result = compared(Tape.read("shorter", tmp_path / "a"), first)
-    assert result.found[0].text == "shorter made 3 step(s), single 4"
-
-
 def test_tolerances_are_wider_in_lower_precisions_and_can_be_given() -> None:
     rtols = [Tolerance.of(name, None, None).rtol for name in ("64-true", "32-true", "bf16-mixed")]
     assert rtols == sorted(rtols)
     assert Tolerance.of("32-true", 0.5, 0.25).bound(torch.tensor([1.0, -2.0])) == 1.0
-
-
-def test_infinities_and_nans_are_equal_to_themselves_only(tmp_path: Path) -> None:
-    class Spoilt(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return self.loss(batch) * (float("nan") if self.trainer.state.step == 1 else 1.0)
-
-    first, second = record(tmp_path / "a", Spoilt()), record(tmp_path / "b", Spoilt())
-    assert compared(first, second).equal
-    result = compared(record(tmp_path / "c", RegressionTask()), first)
-    assert (result.step, result.found[0].kind) == (2, LOSS)
 
 
 def test_gradients_that_are_rounding_noise_are_reported_and_not_compared(tmp_path: Path) -> None:
@@ -344,23 +314,6 @@ def test_meshes_with_a_pipeline_equal_one_process(project: Path, capfd: pytest.C
     ]
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_a_loss_that_depends_on_the_rank_is_found_at_its_step_and_tensor(
-    project: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = main(["parity", "parity_tasks.py:RankBound", "--data", "parity_tasks.py:Numbers", "--steps", "4"])
-    printed, told = capfd.readouterr()
-    assert code == 1, printed + told
-    assert re.search(
-        r"^ddp differs from single first in step 3:\n  loss: .*\n  gradient of net.2.bias: .*\n  gradient norm: ",
-        printed,
-        re.MULTILINE,
-    )
-    assert "greatest difference 0.5" in printed
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "run_module", lambda _, arguments: parity_command.run_plan(Path(arguments[0])))
@@ -386,13 +339,6 @@ def test_a_strategy_that_cannot_train_is_reported_with_the_others(
     assert f"{broken} could not train" in printed
 
 
-@pytest.mark.usefixtures("here")
-def test_too_little_data_fails(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--data", "parity_tasks:Numbers", "--strategies", "single,single", "trainer.limit_train_batches=0"]
-    assert main(["parity", "parity_tasks:Sound", *arguments]) == 1
-    assert "0 step(s)" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -412,18 +358,6 @@ def test_arguments_that_cannot_be_compared_are_errors(
     assert complaint in capsys.readouterr().err
 
 
-def test_a_launcher_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["parity", "a.yaml"]) == 2
-    assert "a launcher has started parity" in capsys.readouterr().err
-
-
-def test_a_class_is_named_by_its_module_or_file(project: Path) -> None:
-    assert class_path("package.module:Class") == "package.module.Class"
-    assert class_path("parity_tasks.py:Sound") == "parity_tasks.Sound"
-
-
 def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
     def load(name: str) -> tuple[Any, int]:
         return load_strategy(ParityPlan(name, 3, 1, 0, {}, [], []))
@@ -434,18 +368,6 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
     assert devices == 3
     with pytest.raises(ConfigurationError, match="a dict is not a Strategy"):
         load("builtins:dict")
-
-
-def test_a_step_that_ranks_do_not_divide_is_an_error(tmp_path: Path) -> None:
-    class ThreeRanks:
-        data_ranks = SimpleNamespace(num_readers=3)
-
-    class FakeRun:
-        strategy = ThreeRanks()
-
-    tape: Any = StepTape(tmp_path, 2, 0)
-    with pytest.raises(ConfigurationError, match="2 micro-batches cannot be divided over 3"):
-        tape.setup(FakeRun(), RegressionTask(), "fit")
 
 
 def test_one_process_records_every_micro_batch(tmp_path: Path) -> None:

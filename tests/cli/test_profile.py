@@ -171,20 +171,6 @@ def test_the_table_names_the_largest_part(capsys: pytest.CaptureFixture[str]) ->
     assert lines[10] == "Largest part: data wait."
 
 
-@pytest.mark.parametrize("words", [["--config", "config.yaml"], ["-c", "config.yaml", "--trainer.max_epochs", "3"]])
-def test_the_configuration_is_given_as_to_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", *words, "--steps", "1", "--warmup", "1"]) == 0
-    assert "Mean of 1 steps" in capsys.readouterr().out
-
-
-def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "config.yaml", "--steps", "0"]) == 2
-    assert "expected at least 1 of each" in capsys.readouterr().err
-    assert main(["profile", "config.yaml", "--step", "5"]) == 2
-    assert "unknown option --step. Did you mean '--steps'?" in capsys.readouterr().err
-    assert main(["profile", "config.yaml", "trainer.limit_train_batches=0"]) == 2
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -255,11 +241,3 @@ def test_advice_depends_on_what_is_set_and_measured() -> None:
     assert "less work per sample" in _advice("data wait")[0]
     assert "prefetch_factor" not in _advice("data wait")[0]
     assert "prefetch_factor=4" in _advice("data wait", longest=70.0)[0]
-
-
-@pytest.mark.parametrize("part", [*PARTS, OTHER])
-def test_each_part_has_advice_with_its_number(part: str) -> None:
-    (text,) = _advice(part)
-    assert text.startswith(f"{part} is 70 % of a step")
-    short = _advice(part, 0.7, step_ms=1.0)
-    assert "a step takes 1 ms with batch_size=4, little work" in short[-1]

@@ -70,23 +70,6 @@ def test_settings_name_the_file_the_command_line_and_the_variable(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "planned_project.py"]
 
 
-def test_seed_everything_is_the_seed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"seed_everything: 3\n{_CONFIG}")
-    assert main(["plan", "config.yaml"]) == 0
-    assert "seed 3 seed_everything of config.yaml" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "config.yaml", "seed_everything=4"]) == 0
-    assert "seed 4 seed_everything of command line" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "config.yaml", "trainer.seed=5"]) == 0
-    assert "seed 5 command line" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_text_is_that_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", "config.yaml"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["strategy", "DDPStrategy", "config.yaml"] in lines
-    assert ["global_batch", "4"] in lines
-
-
 def test_setup_data_counts_the_batches_of_the_data_module(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     project = tmp_path / "planned_project.py"
     project.write_text(f"{_PROJECT}\n    def setup(self, stage):\n        pass\n")

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -149,18 +148,6 @@ def test_changes_are_those_of_arguments_that_exist_and_are_not_set(monkeypatch: 
     }
 
 
-def test_the_whole_step_is_compared_with_its_blocks() -> None:
-    assert change({"trainer": {"compile": "regional"}}, "compile") == (["trainer.compile=true"], (1, 1))
-    assert change({"trainer": {"compile": "regional"}}, "regional") == "not tried: it is regional already"
-    assert change({"trainer": {"compile": "max-autotune"}}, "compile") == "not tried: it is max-autotune already"
-
-
-def test_threads_within_the_cores_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.get_num_threads", lambda: 1)
-    monkeypatch.setattr("trainwright.cli.tuning.usable_cores", lambda: 1)
-    assert change({}, "threads") == "not tried: 1 of 1 cores have no half and no double"
-
-
 def _measures(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Replace trial runs by numbers: 2 and 4 workers and larger batches gain, compile fails, bf16 changes losses."""
     seen = []
@@ -238,39 +225,7 @@ def test_wrong_options_are_refused_before_a_trial(
     assert not seen
 
 
-def test_without_a_gain_nothing_is_written(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _measures(monkeypatch)
-    assert main(["profile", "config.yaml", "--apply", "fused"]) == 0
-    assert capsys.readouterr().out.endswith("No change is kept, and no configuration is written.\n")
-    assert not (folder / "config.tuned.yaml").exists()
-
-
 @pytest.mark.slow
 def test_a_trial_runs_with_its_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
     tuning = Tuning(["config.yaml", "task=tuned_project.Threads"], 1, 1, 2, lambda row: None)
     assert {tuning.trial([f"OMP_NUM_THREADS={number}"]).losses[0] for number in (1, 2)} == {1.0, 2.0}
-
-
-@pytest.mark.slow
-def test_a_configuration_that_cannot_train_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "config.yaml", "--apply", "task=tuned_project.Fails"]) == 2
-    assert "a trial run of the configuration failed: RuntimeError: no kernel" in capsys.readouterr().err
-    assert not (folder / "config.tuned.yaml").exists()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than cores
-def test_workers_are_found_for_samples_that_wait(capsys: pytest.CaptureFixture[str]) -> None:
-    def samples_per_s(workers: int) -> float:
-        words = ["--steps", "40", "--warmup", "20", "--json", f"data.num_workers={workers}"]
-        assert main(["profile", "config.yaml", *words]) == 0
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return 4000 / found["step_ms"]
-
-    assert main(["profile", "config.yaml", "--apply", "workers", "--steps", "40", "--repeats", "2"]) == 0
-    assert "data.num_workers=2" in capsys.readouterr().out
-    chosen = yaml.safe_load(Path("config.tuned.yaml").read_text())["data"]["init_args"]["num_workers"]
-    assert samples_per_s(chosen) >= 4 * samples_per_s(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,12 +16,8 @@ import torch
 from trainwright import Accelerator
 from trainwright.cli.main import main
 from trainwright.launch import check_processes
-from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, complete, failed, table
+from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, Finding, failed, table
 from trainwright.launch.check_processes import Check, combined
-
-
-def _rows(*names: str) -> list[Finding]:
-    return [Finding(name, PASS, "good") for name in names]
 
 
 def test_the_table_has_the_advice_below_a_failure() -> None:
@@ -32,18 +27,6 @@ def test_the_table_has_the_advice_below_a_failure() -> None:
         "clocks       fail     3.0 s",
         f"{'':<21} advice: {PARTS['clocks']}",
     ]
-
-
-def test_parts_that_were_not_reached_have_rows() -> None:
-    assert complete(_rows(*PARTS), "") == _rows(*PARTS)
-    names = list(PARTS)
-    found = complete(_rows(*names[:-2]), "rank 1 ended (signal SIGKILL)")
-    assert [row.result for row in found[-3:]] == [PASS, FAIL, SKIPPED]
-    assert found[-2].found == f"{STOPPED}rank 1 ended (signal SIGKILL)"
-    assert "its error" in found[-2].advice
-    found = complete([*_rows(*names[:-3]), failed(names[-3], f"{STOPPED}rank 1 did not finish")], "rank 0 ended")
-    assert [row.result for row in found[-3:]] == [FAIL, SKIPPED, SKIPPED]
-    assert complete([], "")[0] == failed("processes", f"{STOPPED}processes ended without a result")
 
 
 def test_a_failure_of_one_rank_is_a_failure() -> None:
@@ -80,12 +63,6 @@ def one(tmp_path: Path) -> Check:
     return Check(Accelerator(cpu=True), tmp_path / "run")
 
 
-def test_one_process_passes_without_a_launcher(one: Check) -> None:
-    rows = [one.run(part, work) for part, work in zip(PARTS, check_processes._WORK, strict=True)]
-    assert {row.part for row in rows if row.result == SKIPPED} == {"clocks", "collectives"}
-    assert [row for row in rows if row.result == FAIL] == []
-
-
 def test_another_result_than_that_of_plain_pytorch_is_a_failure(one: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = check_processes.plain_training
 
@@ -104,13 +81,6 @@ def test_a_state_that_is_not_restored_is_a_failure(one: Check, monkeypatch: pyte
     one.folder.mkdir()
     monkeypatch.setattr(Accelerator, "load_state", lambda *_: None)
     assert "differ" in one.run("resume", check_processes.resume).found
-
-
-def test_samples_that_are_missing_are_a_failure(one: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accelerator, "gather_for_metrics", lambda _, batch: batch[:1])
-    row = one.run("data", check_processes.data)
-    assert row.result == FAIL
-    assert row.found.startswith("of 11 samples [")
 
 
 @pytest.mark.parametrize(
@@ -172,36 +142,6 @@ def test_every_part_passes(options: str, kind: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
-    rows, code = _check("--num_processes", 2, "--run_folder", tmp_path / "missing")
-    assert code == 1
-    assert "No such file" in rows["run folder"]["found"]
-    assert rows["run folder"]["advice"] == PARTS["run folder"]
-    assert (rows["parity"]["result"], rows["resume"]["result"]) == (PASS, SKIPPED)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)])
-def test_a_rank_that_is_gone_is_named(number: signal.Signals, tmp_path: Path) -> None:
-    options = _command("--num_processes", 2)
-    options["env"] |= {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(**options, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
-        os.kill(_process_of(tmp_path, 1), number)
-        start_s = time.monotonic()
-        output, _ = run.communicate(timeout=120)
-    assert run.returncode == 1
-    assert time.monotonic() - start_s < 60
-    (line,) = [line for line in output.splitlines() if " fail  " in line]
-    expected = "rank 1 ended (signal SIGKILL)" if number == signal.SIGKILL else "rank 1 does not respond"
-    assert STOPPED in line
-    assert expected in line
-    assert "not reached" in output
-    assert list(tmp_path.iterdir()) == []
-
-
 _ONE_FAILS = """
 import sys
 from pathlib import Path
@@ -231,15 +171,3 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert time.monotonic() - start_s < 30
     last = max((file.read_text().splitlines() for file in results.glob("*.jsonl")), key=len)[-1]
     assert "rank 1: ValueError: only here; rank 0 did not finish" in json.loads(last)["found"]
-
-
-def _process_of(folder: Path, rank: int) -> int:
-    """Return the process of a rank, after its first part."""
-    deadline_s = time.monotonic() + 60
-    while time.monotonic() < deadline_s:
-        for file in folder.glob("trainwright-check-*/results/*.jsonl"):
-            variables = Path(f"/proc/{file.stem}/environ").read_bytes().split(b"\0")
-            if f"RANK={rank}".encode() in variables and file.read_text():
-                return int(file.stem)
-        time.sleep(0.02)
-    raise TimeoutError("the rank did not start")

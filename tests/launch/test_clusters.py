@@ -23,7 +23,6 @@ from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
 from trainwright.checkpoint import find_checkpoints
 from trainwright.core.errors import ConfigurationError, MissingPackageError
-from trainwright.launch.check import check
 from trainwright.launch.clusters import mpirun_command, sbatch_script
 from trainwright.launch.launch import check_options, launch
 from trainwright.launch.launch_config import LaunchConfig
@@ -94,10 +93,6 @@ def test_a_script_for_sbatch_has_one_line_for_each_option(name: str) -> None:
         sbatch_script(LaunchCommand(config, text if name == "script" else "a.py", [], "script", []))
 
 
-def test_jobs_on_the_cpu_request_no_gpus() -> None:
-    assert "gpus" not in sbatch_script(_command(slurm=True, cpu=True))
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -124,11 +119,6 @@ def test_options_that_do_not_fit_are_errors(options: dict[str, Any], says: str) 
     with pytest.raises(ConfigurationError) as caught:
         _command(**options)
     assert says in str(caught.value)
-
-
-def test_a_check_of_the_set_up_starts_no_job() -> None:
-    with pytest.raises(ConfigurationError, match=r"Remove --slurm\."):
-        check(["--slurm", "--num_processes", "2"])
 
 
 @pytest.mark.parametrize(("engine", "says"), [("slurm", "sbatch is missing.*--print"), ("mpi", "mpirun is missing")])
@@ -174,18 +164,6 @@ def test_the_command_of_mpirun(
         assert f" {' '.join(variable).format(name, value)} " in text
 
 
-def test_open_mpi_allows_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _mpirun("mpirun (Open MPI) 4.1.4", tmp_path, monkeypatch)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert "--allow-run-as-root" in mpirun_command(_command(mpi=True))
-
-
-def test_an_unknown_mpirun_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _mpirun("something else", tmp_path, monkeypatch)
-    with pytest.raises(ConfigurationError, match="not of Open MPI, Intel MPI or MPICH: 'something else'"):
-        mpirun_command(_command(mpi=True))
-
-
 def test_a_file_of_accelerate_for_mpirun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _mpirun(_INTEL, tmp_path, monkeypatch)
     content = {
@@ -228,11 +206,6 @@ def test_the_commands_of_our_page_are_right(
     assert "train.py" in (capsys.readouterr().out + "".join(file.read_text() for file in tmp_path.glob("*.yaml")))
 
 
-def test_the_script_of_our_page_is_that_of_its_first_command() -> None:
-    (script,) = re.findall(r"```text\n(.*?)```", _PAGE, re.DOTALL)
-    assert sbatch_script(read_command(_COMMANDS[0])).replace(sys.executable, "/venv/bin/python") == script
-
-
 # Real jobs
 
 _SCRIPT = """
@@ -271,14 +244,6 @@ def test_mpirun_starts_two_ranks(tmp_path: Path) -> None:
     assert sorted(found.stdout.splitlines()) == ["sum 3.0 2 bf16 a  b"] * 2, found.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@_needs_mpirun
-def test_a_failure_under_mpirun_is_the_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import sys; sys.exit(3)")
-    assert _launch(tmp_path, "--mpi", "train.py").returncode == 3
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, slurm_cluster(Path(folder)) as variables:
@@ -306,15 +271,6 @@ def test_a_job_of_slurm_trains_two_ranks(cluster: dict[str, str], tmp_path: Path
     assert found.stdout.startswith("Submitted batch job ")
     output = _wait(tmp_path, found.stdout.split()[-1], cluster)
     assert sorted(output.splitlines()) == ["sum 3.0 2 bf16 a  b"] * 2
-
-
-@pytest.mark.slow
-@needs_slurm
-def test_an_error_of_sbatch_is_shown(cluster: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_SCRIPT)
-    found = _launch(tmp_path, "--slurm", "--slurm_partition", "no-such", "train.py", **cluster)
-    assert (found.returncode, found.stdout) == (1, "")
-    assert "invalid partition specified: no-such" in found.stderr
 
 
 _RESTARTED = """

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from trainwright.commands.launch import launch_command, launch_command_parser
-from trainwright.core.errors import ConfigurationError
 
 _MODULES = {
     "config": "config",
@@ -28,14 +27,6 @@ def test_a_module_runs_its_command(module: str) -> None:
     run = [sys.executable, "-m", f"trainwright.commands.{module}", "--help"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert f"trainwright {_MODULES[module]}" in done.stdout
-
-
-def test_the_modules_are_also_those_of_accelerate() -> None:
-    program = "import trainwright; trainwright.as_accelerate(); from accelerate.commands.launch import launch_command"
-    subprocess.run([sys.executable, "-c", program], check=True)
-    run = [sys.executable, "-m", "trainwright.as_accelerate", "-m", "accelerate.commands.env", "--help"]
-    done = subprocess.run(run, capture_output=True, text=True, check=True)
-    assert "trainwright env" in done.stdout
 
 
 def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,13 +56,6 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ["--fsdp_transformer_layer_cls_to_wrap=A\nB", "--", "script.py", "--y"],
         1,
     )
-
-
-def test_a_wrong_option_of_a_program_is_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.touch()
-    with pytest.raises(ConfigurationError, match="num_processes"):
-        launch_command(launch_command_parser().parse_args(["--num_processes", "two", str(script)]))
 
 
 @pytest.mark.slow

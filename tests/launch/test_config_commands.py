@@ -106,48 +106,6 @@ def test_env_shows_the_configuration_or_what_is_wrong_with_it(
     assert "has the unknown key 'services'" in shown("--config_file", str(tmp_path / "a.yaml"))[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("services: {web: {image: a}}", "has the unknown key 'services'. `trainwright config` writes such a file"),
-        ("1: 2", "has the unknown key 1."),
-        ("[1]", "does not hold a mapping"),
-        ("a: [", "is not YAML"),
-        ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}", "fsdp_version='3' is unknown. Known: 1, 2"),
-    ],
-)
-@pytest.mark.parametrize("command", [["config", "update"], ["config", "show"], ["to-fsdp2", "--overwrite"]])
-def test_a_file_of_another_tool_is_an_error_and_stays(
-    command: list[str], text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(text)
-    _fails([*command, "--config_file", str(file)], says, capsys)
-    assert file.read_text() == text
-
-
-@pytest.mark.parametrize("place", ["file/config.yaml", "file/new/config.yaml"])
-def test_a_place_that_cannot_be_written_is_an_error(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    _fails(["config", "default", "--config_file", str(tmp_path / place)], "cannot be written: ", capsys)
-
-
-def test_questions_need_a_terminal_and_their_package(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _fails(["config"], "this is not a terminal. Use `trainwright config default", capsys)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    _fails(["config"], "`trainwright config` needs the package 'questionary'", capsys)
-
-
-def test_update_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    _fails(["config", "update"], "there is no configuration file", capsys)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
@@ -200,13 +158,6 @@ def test_tpu_config_prints_its_command(
     assert shlex.split(capsys.readouterr().out) == [*start, "compute", "tpus", "tpu-vm", "ssh", pod, *last]
 
 
-@pytest.mark.parametrize("options", [["--install_accelerate"], ["--accelerate_version", "1.2"]])
-def test_tpu_config_installs_nothing_from_pypi(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["tpu-config", "--tpu_name", "a", "--tpu_zone", "z", "--command", "ls", *options]
-    assert main(command) == 2
-    assert "pass --command 'pip install PATH'" in capsys.readouterr().err
-
-
 def test_gcloud_is_run_or_its_absence_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,16 +169,3 @@ def test_gcloud_is_run_or_its_absence_is_an_error(
     (tmp_path / "gcloud").chmod(0o755)
     assert main(command) == 3
     assert capfd.readouterr().out == "compute tpus tpu-vm ssh a --zone z --command cd /usr/share; ls --worker all\n"
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--command", "ls"], "needs --tpu_name and --tpu_zone"),
-        (["--tpu_name", "a", "--tpu_zone", "z"], "no command was given"),
-        (["--tpu_name", "a", "--tpu_zone", "z", "--command_file", "/no/such"], "cannot be read"),
-    ],
-)
-def test_tpu_config_names_what_is_missing(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tpu-config", *options]) == 2
-    assert text in capsys.readouterr().err

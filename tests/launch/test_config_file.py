@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -114,13 +113,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
     assert read_file(path)[1] == {"num_processes": 1}
 
 
-def test_a_link_to_a_file_stays_one(tmp_path: Path) -> None:
-    (tmp_path / "link.yaml").symlink_to(tmp_path / "real.yaml")
-    write_file(LaunchConfig(num_processes=2), tmp_path / "link.yaml")
-    assert (tmp_path / "link.yaml").is_symlink()
-    assert yaml.safe_load((tmp_path / "real.yaml").read_text())["num_processes"] == 2
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -139,15 +131,6 @@ def test_options_of_fsdp1_become_those_of_fsdp2(given: dict[str, Any], expected:
     before = LaunchConfig(**options_of({"distributed_type": "FSDP", "fsdp_config": given}, "a.yaml"))
     after, _ = to_fsdp2(before, "a.yaml")
     assert content_of(after)["fsdp_config"] == {"fsdp_version": 2, **expected}
-
-
-def test_a_replica_for_each_machine_becomes_an_axis() -> None:
-    before = LaunchConfig(use_fsdp=True, num_machines=2, num_processes=8, fsdp_sharding_strategy="HYBRID_SHARD")
-    content = content_of(to_fsdp2(before, "a.yaml")[0])
-    assert content["parallelism_config"] == {
-        "parallelism_config_dp_replicate_size": 2,
-        "parallelism_config_dp_shard_size": 4,
-    }
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.core.errors import ConfigurationError
 from trainwright.launch import hostfile
 from trainwright.launch.hostfile import read_hosts, start_machines, with_hostfile
 from trainwright.launch.launch_config import LaunchConfig
@@ -104,18 +104,6 @@ def test_a_machine_or_launcher_that_does_not_fit_is_an_error(
         with_hostfile(_command("192.0.2.77 slots=1\n", tmp_path, **options))
 
 
-def test_pdsh_without_a_hostfile_is_an_error_for_several_machines() -> None:
-    config = LaunchConfig(deepspeed_multinode_launcher="pdsh", num_machines=2)
-    with pytest.raises(ConfigurationError, match="needs --deepspeed_hostfile too"):
-        with_hostfile(LaunchCommand(config, "a.py", [], "script", []))
-
-
-def test_missing_pdsh_names_its_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingPackageError, match="apt-get install pdsh"):
-        start_machines(_command(_HOSTS, tmp_path), {"node-1": [0]})
-
-
 @_needs_pdsh
 @pytest.mark.parametrize(("name", "kind"), [("no-such-machine", "rsh"), ("192.0.2.77", "ssh")])
 def test_a_machine_that_cannot_be_reached_is_named(
@@ -143,19 +131,6 @@ def test_variables_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert found["NCCL_DEBUG"] == "INFO"
     assert {"PATH"} <= set(found)
     assert not {"SECRET", "ACCELERATE_MIXED_PRECISION"} & set(found)
-
-
-def test_each_machine_gets_its_slots_as_devices(tmp_path: Path) -> None:
-    command, machines = with_hostfile(
-        _command(
-            _HOSTS, tmp_path, deepspeed_multinode_launcher="pdsh", deepspeed_inclusion_filter="node-1:0,1@node-2:2,3"
-        )
-    )
-    assert machines == {"node-1": [0, 1], "node-2": [2, 3]}
-    text = hostfile._remote_text(command, machines)
-    assert "case %n in 0) d=0,1;; 1) d=2,3;; esac" in text
-    assert "--machine_rank=%n --gpu_ids=$d --num_processes=4 --num_machines=2 --main_process_ip=node-1" in text
-    assert "hostfile" not in text.partition("trainwright launch ")[2]
 
 
 _SCRIPT = """
@@ -223,18 +198,6 @@ def _ended(tmp_path: Path) -> None:
     while any(Path(f"/proc/{file.stem}").exists() for file in tmp_path.glob("*.pid")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@_needs_pdsh
-def test_a_failure_ends_all_machines(tmp_path: Path) -> None:
-    run = _start(tmp_path, "script.py", "fail", launcher="pdsh")
-    _, err = run.communicate(timeout=100)
-    assert run.returncode == 1
-    assert "127.0.0.1: trainwright launch: rank 1 failed first" in err
-    assert "127.0.0.1: trainwright launch: this machine ended with exit code 1" in err
-    _ended(tmp_path)
 
 
 @pytest.mark.slow

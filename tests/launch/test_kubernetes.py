@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,23 +97,6 @@ def test_a_job_set(capsys: pytest.CaptureFixture[str]) -> None:
     rank = pod["containers"][0]["env"][-1]
     assert rank["name"] == "PET_NODE_RANK"
     assert "job-completion-index" in rank["valueFrom"]["fieldRef"]["fieldPath"]
-
-
-def test_one_machine_without_gpus_has_no_worker(capsys: pytest.CaptureFixture[str]) -> None:
-    launch(["--kubernetes", "--kubernetes_image", "a", "--cpu", "--num_processes", "1", "-m", "package.train"])
-    spec = yaml.safe_load(capsys.readouterr().out)["spec"]
-    assert spec["pytorchReplicaSpecs"].keys() == {"Master"}
-    assert spec["pytorchReplicaSpecs"]["Master"]["restartPolicy"] == "Never"
-    (container,) = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
-    assert container["command"] == ["torchrun", "-m", "package.train"]
-    assert "resources" not in container
-
-
-def test_the_manifest_is_written_to_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "job.yaml"
-    assert launch(f"{_COMMAND} --kubernetes_output {file} train.py".split()) == 0
-    assert yaml.safe_load(file.read_text())["kind"] == "PyTorchJob"
-    assert f"kubectl create -f {file}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

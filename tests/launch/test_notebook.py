@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import torch
 
 from tests.processes.test_launchers import environment
 from trainwright import Accelerator, ConfigurationError, debug_launcher, notebook_launcher
-from trainwright.core.errors import TrainwrightWarning, WorkerError
+from trainwright.core.errors import WorkerError
 from trainwright.launch import notebook
 from trainwright.processes.partial_state import PartialState
 
@@ -47,12 +46,6 @@ def _fail_once(file: Path) -> int:
     return attempt
 
 
-def _lock() -> object:
-    import threading
-
-    return threading.Lock()
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_the_processes_share_topology_and_precision_and_the_first_ones_result_returns() -> None:
@@ -63,12 +56,6 @@ def test_the_processes_share_topology_and_precision_and_the_first_ones_result_re
     assert debug_launcher(_facts, ("d",)) == ("d", 2, [0, 1], "no")
     assert dict(os.environ) == before
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
-
-
-def test_a_single_process_is_this_one() -> None:
-    before = dict(os.environ)
-    assert notebook_launcher(_facts, ("w",), num_processes=1, mixed_precision="bf16") == ("w", 1, [0], "bf16")
-    assert dict(os.environ) == before
 
 
 @pytest.mark.slow
@@ -90,19 +77,6 @@ def test_an_error_is_raised_once_and_ends_the_others(how: str, told: str, capfd:
 def test_processes_start_again_after_a_failure(tmp_path: Path) -> None:
     assert notebook_launcher(_fail_once, (tmp_path / "calls",), num_processes=2, max_restarts=1) == 1
     assert len((tmp_path / "calls").read_text()) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_result_that_cannot_be_sent_is_none_with_a_warning() -> None:
-    with pytest.warns(TrainwrightWarning, match="result of _lock cannot be sent"):
-        assert debug_launcher(_lock, num_processes=1) is None
-
-
-def test_on_a_tpu_one_process_is_told_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PJRT_DEVICE", raising=False)
-    monkeypatch.setattr(notebook, "device_type", lambda accelerator: "xla")
-    assert notebook_launcher(lambda: os.environ["PJRT_DEVICE"]) == "TPU"
 
 
 def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,11 +108,6 @@ def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPa
 def test_wrong_arguments_are_errors(arguments: dict[str, object], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         notebook_launcher(_facts, **arguments)  # type: ignore[arg-type]  # wrong on purpose
-
-
-def test_another_thread_is_an_error() -> None:
-    with ThreadPoolExecutor() as pool, pytest.raises(ConfigurationError, match="main thread"):
-        pool.submit(debug_launcher, _facts, ("w",)).result()
 
 
 # It has no `if __name__ == "__main__"`.

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from trainwright.cli.main import main
-from trainwright.launch.reading import read_command
 from trainwright.processes.launcher import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -51,78 +47,6 @@ def _facts(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(found[1] for found in re.finditer(r"facts (.*)", done.stdout))
 
 
-_FSDP = """
-compute_environment: LOCAL_MACHINE
-debug: false
-distributed_type: FSDP
-downcast_bf16: 'no'
-fsdp_config:
-  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
-  fsdp_backward_prefetch_policy: BACKWARD_PRE
-  fsdp_forward_prefetch: false
-  fsdp_cpu_ram_efficient_loading: true
-  fsdp_offload_params: false
-  fsdp_sharding_strategy: FULL_SHARD
-  fsdp_state_dict_type: SHARDED_STATE_DICT
-  fsdp_sync_module_states: true
-  fsdp_transformer_layer_cls_to_wrap: BertLayer
-  fsdp_use_orig_params: true
-machine_rank: 0
-main_training_function: main
-mixed_precision: bf16
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-tpu_env: []
-tpu_use_cluster: false
-tpu_use_sudo: false
-use_cpu: false
-"""
-_DEEPSPEED_FILE = """
-compute_environment: LOCAL_MACHINE
-deepspeed_config:
-  deepspeed_config_file: ds_config.json
-  zero3_init_flag: true
-distributed_type: DEEPSPEED
-downcast_bf16: 'no'
-dynamo_backend: 'NO'
-fsdp_config: {}
-machine_rank: 0
-main_training_function: main
-megatron_lm_config: {}
-num_machines: 1
-num_processes: 2
-rdzv_backend: static
-same_network: true
-use_cpu: false
-"""
-_DS_CONFIG = {
-    "bf16": {"enabled": True},
-    "zero_optimization": {
-        "stage": 3,
-        "stage3_gather_16bit_weights_on_model_save": False,
-        "offload_optimizer": {"device": "none"},
-        "offload_param": {"device": "none"},
-    },
-    "gradient_clipping": 1.0,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": 1,
-    "steps_per_print": 2000000,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize(("text", "kind"), [(_FSDP, "FSDP"), (_DEEPSPEED_FILE, "DEEPSPEED")])
-def test_the_files_of_the_pages_start_their_engine(text: str, kind: str) -> None:
-    Path("my_config.yaml").write_text(text)
-    Path("ds_config.json").write_text(json.dumps(_DS_CONFIG))
-    done = _run("trainwright launch --config_file my_config.yaml script.py")
-    assert _facts(done) == [f"{rank} 2 bf16 {kind}" for rank in range(2)]
-
-
 # The commands of docs/launching.md
 
 _PAGE = (_ROOT / "docs/launching.md").read_text(encoding="utf-8")
@@ -145,10 +69,6 @@ def _write_programs() -> None:
     Path("fsdp1.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n")
 
 
-def test_the_page_has_commands_for_each_case() -> None:
-    assert (len(_COMMANDS), len(_MACHINES)) == (20, 2)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("command", _STARTS)
@@ -160,16 +80,6 @@ def test_the_launch_commands_of_our_page_run(command: str) -> None:
     )
     ending = f"{'bf16' if 'bf16' in command else 'no'} {kind if ranks > 1 else 'NO'}"
     assert _facts(_run(command)) == [f"{rank} {ranks} {ending}" for rank in range(ranks)]
-
-
-def test_the_other_commands_of_our_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    _write_programs()
-    for command in _COMMANDS:
-        if " launch " not in command and " check " not in command:
-            assert main(shlex.split(command)[1:]) == 0, command
-    assert "mixed_precision=bf16" in capsys.readouterr().out
-    assert read_command(["--config_file", "old.yaml", "train.py"]).config.mixed_precision == "fp16"
-    assert read_command(["--config_file", "fsdp2.yaml", "train.py"]).config.fsdp_version == 2
 
 
 @pytest.mark.slow

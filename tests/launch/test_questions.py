@@ -208,27 +208,3 @@ def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
         "num_processes: 2\n"
         "use_cpu: true\n"
     )
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_ctrl_c_in_a_terminal_writes_nothing(tmp_path: Path) -> None:
-    terminal = _Terminal("--config_file", str(tmp_path / "new/config.yaml"))
-    terminal.answer("sagemaker: ", "n")
-    terminal.answer("num_machines: ", _ENTER)
-    terminal.answer("cpu: ", "\x03")
-    assert terminal.end() == 130
-    assert "Traceback" not in terminal.shown
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_file_is_replaced_only_after_a_yes(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text("num_processes: 3\n")
-    terminal = _Terminal("--config_file", str(file))
-    terminal.answer("Replace it?", _ENTER)
-    assert terminal.end() == 1
-    assert "Nothing was written." in terminal.shown
-    assert file.read_text() == "num_processes: 3\n"

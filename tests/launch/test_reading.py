@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -42,43 +41,6 @@ def test_a_command_line_is_read(
     assert (_set(found.config), found.script, found.arguments, found.kind) == (expected, script, arguments, kind)
 
 
-HOSTILE = ("x\ntouch PWN\n#", "\r", "\x1b[2J", "\0", "\u2028", "\u202e", "\ufeff")
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_value_that_is_not_one_line_of_printable_text_is_an_error(text: str) -> None:
-    texts = [option for option in options() if option.read is str and not option.repeats]
-    assert {"slurm_account", "kubernetes_image", "main_process_ip", "role", "base_job_name"} <= {o.name for o in texts}
-    for option in texts:
-        where = {option.section: {option.name: text}} if option.section else {option.name: text}
-        with pytest.raises(ConfigurationError) as caught:
-            options_of(where, "config.yaml")
-        assert str(caught.value).isprintable()
-        with pytest.raises(ConfigurationError):
-            read_command([f"--{option.name}", text, "a.py"])
-
-
-def _nested(depth: int) -> str:
-    return "a: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, depth))
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (f"{_nested(40)}num_processes: *a39\n", "more than 100000 values"),
-        ("num_processes: &a [*a]\n", "an alias"),
-        ("num_processes: " + "[" * 5000, "nested too deeply"),
-        ("num_processes: 2024-99-99\n", "cannot be read"),
-        ("a: [1\n", "is not YAML"),
-    ],
-)
-def test_a_file_that_is_not_a_small_tree_is_an_error(text: str, says: str, tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigurationError, match=says):
-        read_command(["--config_file", str(file), "a.py"])
-
-
 def test_flags_win_over_variables_and_these_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("mixed_precision: fp16\nnum_processes: 4\nuse_cpu: true\ngradient_accumulation_steps: 3\n")
@@ -100,43 +62,6 @@ def test_flags_win_over_variables_and_these_over_a_file(tmp_path: Path, monkeypa
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3",
     }
-
-
-@pytest.mark.parametrize(
-    ("precision", "section", "named"),
-    [
-        ("fp8", {"backend": "TE", "pad_inner_dim": False, "enable_fsdp_float8_all_gather": True},
-         "fp8_enable_fsdp_float8_all_gather, fp8_pad_inner_dim"),
-        ("fp8", {"backend": "AO", "fp8_format": "E4M3", "margin": None}, "fp8_format"),
-        ("fp8", {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}, None),
-        ("fp8", {"backend": "TE", "margin": 1}, None),
-        ("bf16", {"backend": "AO", "margin": 1}, None),
-        ("fp8", None, None),
-    ],
-)  # fmt: skip
-def test_options_of_fp8_in_a_file_that_have_no_effect_are_named(
-    precision: str, section: Any, named: str | None, tmp_path: Path
-) -> None:
-    file = tmp_path / "a.yaml"
-    file.write_text(json.dumps({"mixed_precision": precision, "fp8_config": section}))
-    notes = read_command(["--config_file", str(file), "a.py"]).notes
-    assert len(notes) == (named is not None)
-    assert named is None or notes[0].startswith(f"{named} without effect: ")
-
-
-@pytest.mark.parametrize(
-    ("words", "value"), [([], True), (["true"], True), (["no"], False), (["--fp8_margin", "1"], True)]
-)
-def test_a_truth_value_of_a_section_may_be_left_out(words: list[str], value: bool) -> None:
-    command = read_command(["--dynamo_use_dynamic", "--fp8_use_autocast_during_eval", *words, "show.py", "--lr", "1"])
-    assert command.config.dynamo_use_dynamic is True
-    assert command.config.fp8_use_autocast_during_eval is value
-    assert (command.script, command.arguments) == ("show.py", ["--lr", "1"])
-
-
-def test_an_option_of_ms_amp_alone_is_named() -> None:
-    notes = read_command(["--mixed_precision", "fp8", "--fp8_opt_level", "O2", "a.py"]).notes
-    assert notes == ["fp8_opt_level without effect: the options are not those of fp8_backend=AO."]
 
 
 def test_the_default_file_is_ours_or_that_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

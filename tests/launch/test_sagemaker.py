@@ -16,13 +16,12 @@ from unittest import mock
 import pytest
 
 from tests.launch.sagemaker_signatures import RECORDED, signatures
-from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.core.errors import ConfigurationError
 from trainwright.launch import questions, sagemaker
 from trainwright.launch.config_file import content_of
 from trainwright.launch.launch import launch
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import options_of
-from trainwright.launch.sagemaker import container_options, hyperparameters
 from trainwright.processes.launcher import free_port
 
 _COMMAND = ("--config_file", "sm.yaml", "train.py")
@@ -153,18 +152,6 @@ def _options(*more: str) -> list[str]:
     return [*words.split(), *more]
 
 
-def test_inputs_and_metrics_come_from_files_and_a_local_job_has_a_local_session(sdk: _Sdk) -> None:
-    Path("inputs.tsv").write_text("channel\tlocation\ntrain\ts3://bucket/train\n")
-    Path("metrics.tsv").write_text("name\tregex\nloss\tloss=(.*)\n")
-    files = "--sagemaker_inputs_file inputs.tsv --sagemaker_metrics_file metrics.tsv"
-    assert launch(_options(*files.split(), "train.py")) == 0
-    (job,) = sdk.jobs
-    assert job["class"] == "sagemaker.pytorch.PyTorch"
-    assert (job["entry_point"], job["inputs"]) == ("train.py", {"train": "s3://bucket/train"})
-    assert job["metric_definitions"] == [{"Name": "loss", "Regex": "loss=(.*)"}]
-    assert job["sagemaker_session"][0] == "local"
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -204,47 +191,6 @@ def test_a_session_without_region_or_credentials_submits_nothing(change: dict[st
     assert sdk.jobs == []
 
 
-def test_errors_of_the_service_are_reported(sdk: _Sdk, capsys: pytest.CaptureFixture[str]) -> None:
-    sdk.failure = sdk.errors.ClientError("AccessDenied")
-    with pytest.raises(ConfigurationError, match="SageMaker: AccessDenied"):
-        launch(_options("train.py"))
-    sdk.failure = sdk.status("the job has failed")
-    assert launch(_options("train.py")) == 1
-    assert "trainwright launch: the job has failed." in capsys.readouterr().err
-
-
-def test_a_missing_or_newer_package_is_an_error(sdk: _Sdk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sagemaker, "version", lambda _: "3.27.0")
-    with pytest.raises(MissingPackageError, match=r"pip install 'sagemaker>=2.257,<3'"):
-        launch(_options("train.py"))
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--a 3 --b 0.5 --c x --d True --e=False", {"a": 3, "b": 0.5, "c": "x", "d": True, "e": False}),
-        ("-b -1 --big 12345678901234567 --n nan --f 1e3", {"b": -1, "big": 12345678901234567, "n": "nan", "f": 1000}),
-        ("--flag", "--flag has no value"),
-        ("--flag --a 3", "--flag has no value"),
-        ("--a 3 4", "4: SageMaker passes named arguments only"),
-        ("--a 3 --a 4", "--a is given twice"),
-    ],
-)
-def test_arguments_become_hyperparameters(words: str, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert hyperparameters(words.split()) == expected
-    else:
-        with pytest.raises(ConfigurationError, match=expected):
-            hyperparameters(words.split())
-
-
-def test_additional_args_may_let_sagemaker_start_the_processes(sdk: _Sdk) -> None:
-    extra = '{"distribution": {"torch_distributed": {"enabled": true}}}'
-    assert launch(_options("--num_machines", "2", "--additional_args", extra, "train.py")) == 0
-    assert sdk.jobs[0]["entry_point"] == "train.py"
-    assert sdk.jobs[0]["distribution"] == {"torch_distributed": {"enabled": True}}
-
-
 def test_answers_make_a_file_that_accelerate_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "sagemaker": True,
@@ -277,17 +223,6 @@ def test_answers_make_a_file_that_accelerate_reads(monkeypatch: pytest.MonkeyPat
         "mixed_precision": "bf16",
     }
     assert LaunchConfig(**options_of(content, "a.yaml")) == found
-
-
-def test_a_container_with_gpus_has_the_options_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
-    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
-    monkeypatch.setenv("SM_NUM_GPUS", "4")
-    place = "--num_machines 2 --machine_rank 1 --main_process_ip algo-1 --main_process_port 7777"
-    assert container_options() == ["--num_processes", "8", *place.split()]
-    monkeypatch.setenv("SM_CURRENT_HOST", "algo-3")
-    with pytest.raises(ConfigurationError, match="SM_CURRENT_HOST=algo-3 is not among"):
-        container_options()
 
 
 _SCRIPT = """

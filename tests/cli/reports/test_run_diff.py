@@ -14,7 +14,6 @@ from trainwright.cli.main import main
 from trainwright.cli.reports.run_diff import compare
 from trainwright.cli.reports.run_files import read_run
 from trainwright.loggers.csv_logger import CSVLogger
-from trainwright.loggers.jsonl_logger import JSONLinesLogger
 
 
 class _Task(RegressionTask):
@@ -70,14 +69,6 @@ def test_another_order_of_the_data_is_shown(tmp_path: Path) -> None:
     assert compare(*runs)["data order"] == [["seed", 0, 1], ["samples after step 1", 2, 4]]
 
 
-def test_logs_beside_a_record_are_of_its_run(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.05), ("b", 0.06)):
-        loggers = [JSONLinesLogger(tmp_path / name, name="json"), CSVLogger(tmp_path / name, name="csv")]
-        quiet_trainer(log_every_n_steps=1, logger=loggers, max_steps=2, seed=0).fit(_Task(lr), regression_loader(16, 2))
-    found = compare(*(read_run(tmp_path / name / "csv/version_0") for name in "ab"))
-    assert found["hyperparameters"] == [["lr", 0.05, 0.06]]
-
-
 def test_without_records_only_curves_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -85,15 +76,3 @@ def test_without_records_only_curves_are_compared(tmp_path: Path, capsys: pytest
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     printed = capsys.readouterr().out
     assert "equal: metrics, curves\nnot known: code, settings and environment" in printed
-
-
-def test_runs_that_share_nothing_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.csv").write_text(f"step,{name}_loss\n0,1\n")
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
-    assert "share nothing" in capsys.readouterr().err
-    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 2
-    assert "both paths name the run" in capsys.readouterr().err
-    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
-    assert f"Pass two of: {tmp_path / 'a'}, {tmp_path / 'b'}." in capsys.readouterr().err

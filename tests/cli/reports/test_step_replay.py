@@ -136,15 +136,6 @@ def test_a_replay_skips_what_the_run_has_skipped(tmp_path: Path) -> None:
     assert [event["sample_ids"] for event in run.events if event["event"] == "skipped"] == [[[6, 7]]]
 
 
-def test_a_folder_of_checkpoints_is_an_error_that_lists_them(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saver = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    quiet_trainer(max_steps=2, callbacks=[saver]).fit(RegressionTask(), regression_loader(16, 2))
-    assert main(["replay", str(tmp_path / "saved"), "--step", "2"]) == 2
-    assert "saved contains checkpoints. Pass the folder of one of them: step=1, step=2." in capsys.readouterr().err
-
-
 def test_a_missing_checkpoint_or_configuration_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "absent"), "--step", "1"]) == 2
     assert "is not a folder" in capsys.readouterr().err
