@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,6 @@ from trainwright import (
     ConfigurationError,
     check_device_map,
     cpu_offload,
-    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
@@ -121,17 +119,6 @@ def test_a_device_that_is_none_or_not_here_is_named(
     net = make_net()
     with refused(net, safetensors.parent, ConfigurationError, rf"device_map\['blocks.0'\].*{complaint}"):
         CALLS[call](net, safetensors, MIXED | {"blocks.0": device})
-
-
-@pytest.mark.parametrize("offload", [cpu_offload, cpu_offload_with_hook], ids=["cpu_offload", "with_hook"])
-def test_a_device_to_run_on_that_is_not_here_is_named(offload: Callable[..., Any], tmp_path: Path) -> None:
-    net = make_net()
-    with refused(net, tmp_path, ConfigurationError, r"cuda:77.*not on this machine"):
-        offload(net, "cuda:77")
-        with pytest.raises(ConfigurationError, match=r"cuda:77.*not on this machine"):
-            disk_offload(net, tmp_path / "o", "cuda:77")
-        with pytest.raises(ConfigurationError, match=r"cuda:77.*not on this machine"):
-            dispatch_model(net, MIXED, "cuda:77", offload_dir=tmp_path / "o")
 
 
 def test_a_name_in_a_map_that_the_model_lacks_is_an_error_on_request(tmp_path: Path) -> None:
@@ -332,12 +319,3 @@ def test_pickling_an_offloaded_model_says_what_to_do_instead(save: Callable[[Net
     with pytest.raises(ConfigurationError, match=r"cannot be pickled.*save_model"):
         save(offloaded)
     save(copy.deepcopy(remove_hook_from_module(copy.deepcopy(offloaded), recurse=True)))
-
-
-def test_a_misspelt_name_in_a_device_map_is_warned_of_once(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    save_file(net.state_dict(), tmp_path / "model.safetensors")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_checkpoint_and_dispatch(net, tmp_path / "model.safetensors", device_map={"": "cpu", "1.wieght": "cpu"})
-    assert ["1.wieght" in str(warning.message) for warning in caught] == [True]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import pickle
 import threading
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import nn
 from tests.bigmodels.nets import TOKENS, make_net
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device, has_offloaded_params
 from trainwright.bigmodels.dispatch.attach import (
-    attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
 )
@@ -28,7 +25,6 @@ from trainwright.bigmodels.dispatch.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from trainwright.core.errors import CheckpointError
 
 
 class Recorder(ModelHook):
@@ -52,22 +48,6 @@ class Recorder(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         self.log.append(f"{self.name} detach")
         return module
-
-
-def test_a_hook_changes_what_goes_in_and_what_comes_out() -> None:
-    layer = nn.Linear(3, 3)
-    inputs = torch.randn(2, 3)
-    expected = layer(inputs + 1) * 2
-    add_hook_to_module(layer, Recorder("a", [], add=1.0, times=2.0))
-    assert torch.equal(layer(inputs), expected)
-
-
-def test_a_second_hook_takes_the_place_of_the_first_which_is_detached() -> None:
-    log: list[str] = []
-    layer = add_hook_to_module(nn.Linear(3, 3), Recorder("a", log))
-    add_hook_to_module(layer, Recorder("b", log))
-    layer(torch.zeros(1, 3))
-    assert log == ["a init", "a detach", "b init", "b pre", "b post"]
 
 
 def test_an_appended_hook_runs_after_the_one_that_is_there() -> None:
@@ -101,13 +81,6 @@ def test_taking_hooks_off_leaves_a_module_as_it_was(how: str) -> None:
     after = dict(net.named_parameters(remove_duplicate=False))
     assert all(after[name] is parameter for name, parameter in parameters.items())
     assert after["head.weight"] is after["embed.weight"]
-
-
-def test_the_forward_itself_is_not_replaced() -> None:
-    net = make_net()
-    cpu_offload(net, "cpu")
-    assert list(inspect.signature(net.forward).parameters) == ["tokens"]
-    assert "forward" not in vars(net)
 
 
 def test_a_deep_copy_runs_with_its_own_weights() -> None:
@@ -194,15 +167,6 @@ def test_weights_brought_in_inference_mode_serve_a_backward_later() -> None:
     assert hidden.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [({"weight": torch.ones(2, 2)}, "'bias'"), ({"weight": torch.ones(3, 3), "bias": torch.ones(2)}, r"\(3, 3\)")],
-)
-def test_weights_that_do_not_fit_are_named_when_the_hook_is_put_on(weights: Any, message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
-        add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook("cpu", offload=True, weights_map=weights))
-
-
 def test_inputs_follow_the_module_and_the_output_goes_back() -> None:
     layer = nn.Linear(3, 3)
     add_hook_to_module(layer, AlignDevicesHook("meta", io_same_device=True))
@@ -213,14 +177,6 @@ def test_inputs_follow_the_module_and_the_output_goes_back() -> None:
     assert args[0].is_meta
     assert kwargs["other"][0].is_meta
     assert kwargs["cache"].device.type == "cpu"
-
-
-def test_what_need_not_move_is_handed_on_as_the_same_object() -> None:
-    hook = AlignDevicesHook("cpu")
-    tree = {"a": [torch.ones(1), 3, None], "b": (torch.ones(1), "text")}
-    _, kwargs = hook.pre_forward(nn.Identity(), **tree)
-    assert kwargs["a"] is tree["a"]
-    assert kwargs["b"] is tree["b"]
 
 
 def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_have_one() -> None:
@@ -241,16 +197,6 @@ def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_ha
         "blocks.1.1",
         "head",
     }
-
-
-def test_preloaded_classes_come_and_go_as_one() -> None:
-    net = make_net()
-    expected = net(TOKENS)
-    attach_align_device_hook(net, "cpu", offload=True, preload_module_classes=["Sequential"])
-    assert has_offloaded_params(net.blocks[0])
-    assert "_hf_hook" not in vars(net.blocks[0][0])
-    assert net.blocks[0][0].weight.is_meta
-    assert torch.equal(net(TOKENS), expected)
 
 
 def test_blocks_are_offloaded_each_as_the_map_says() -> None:
@@ -276,15 +222,6 @@ def test_a_module_s_own_weights_can_be_brought_for_a_block_of_code() -> None:
     assert net.embed.weight.is_meta
 
 
-def test_weights_that_are_not_offloaded_are_moved_and_moved_back() -> None:
-    layer = nn.Linear(2, 2)
-    with align_module_device(layer):
-        assert layer.weight.device.type == "cpu"
-    with align_module_device(layer, "cpu"):
-        layer.weight.data.zero_()
-    assert not layer.weight.any()
-
-
 def test_a_pipeline_s_former_model_leaves_when_the_next_one_runs() -> None:
     first, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
     offloaded = []
@@ -301,15 +238,6 @@ def test_a_pipeline_s_former_model_leaves_when_the_next_one_runs() -> None:
     assert offloaded == [first, first]
 
 
-def test_a_hook_can_be_pickled_with_its_module() -> None:
-    layer = nn.Linear(2, 2)
-    expected = layer(torch.ones(1, 2))
-    cpu_offload(layer, "cpu", prefetch_bytes=0)
-    hook = pickle.loads(pickle.dumps(AlignDevicesHook("cpu")))
-    assert hook.execution_device == torch.device("cpu")
-    assert torch.equal(layer(torch.ones(1, 2)), expected)
-
-
 def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
     expected = nn.Sequential(*copy.deepcopy(list(net)))
@@ -322,13 +250,6 @@ def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
     assert torch.equal(net(torch.ones(1, 4)), expected(torch.ones(1, 4)))
     assert seen == [torch.float32]
     assert net[0].weight.dtype is torch.bfloat16
-
-
-def test_layerwise_casting_spares_modules_by_pattern() -> None:
-    net = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
-    attach_layerwise_casting_hooks(net, torch.float16, torch.float32, skip_modules_pattern="head")
-    assert net["body"].weight.dtype is torch.float16
-    assert net["head"].weight.dtype is torch.float32
 
 
 class ReportsGradMode(nn.Module):

@@ -16,10 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
-from trainwright import cpu_offload, disk_offload
-from trainwright.bigmodels.dispatch.dispatch import dispatch_model
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from trainwright.bigmodels.dispatch.single_tensors import load_state_dict
 from trainwright.bigmodels.weights.empty import init_empty_weights
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint.format.model import write_model
@@ -91,17 +88,6 @@ def test_weights_with_values_are_written_over_in_place(tmp_path: Path) -> None:
     assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == addresses
 
 
-def test_writing_to_a_loaded_weight_does_not_reach_the_file(tmp_path: Path) -> None:
-    folder = _single(tmp_path / "c")
-    net = empty_net()
-    load_checkpoint_in_model(net, folder)
-    with torch.no_grad():
-        net.embed.weight.zero_()
-    again = empty_net()
-    load_checkpoint_in_model(again, folder)
-    assert torch.equal(again(TOKENS), EXPECTED)
-
-
 @pytest.mark.parametrize("places", [None, {"": "cpu"}, MIXED, ALL_DISK], ids=["no map", "cpu", "mixed", "disk"])
 def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_from_it_are_used(
     places: dict[str, str] | None, tmp_path: Path
@@ -114,17 +100,6 @@ def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_fr
     assert str(path) not in Path("/proc/self/maps").read_text()
     torch.save(net.state_dict(), path)
     assert torch.equal(net(TOKENS), EXPECTED)
-
-
-def test_a_state_dict_read_from_a_file_of_torch_is_in_memory_with_its_ties(tmp_path: Path) -> None:
-    shared = torch.arange(6.0)
-    torch.save({"a": shared, "b": shared.view(2, 3)}, tmp_path / "m.bin")
-    found = load_state_dict(tmp_path / "m.bin")
-    gc.collect()
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    torch.save(found, tmp_path / "m.bin")
-    found["a"].add_(1)
-    assert torch.equal(found["b"], torch.arange(1.0, 7.0).view(2, 3))
 
 
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])
@@ -149,13 +124,6 @@ def test_a_weight_in_a_safetensors_file_is_converted_as_it_is_brought(tmp_path: 
     expected = nn.functional.linear(inputs, weights["weight"].bfloat16(), weights["bias"].bfloat16())
     assert torch.equal(net(inputs), expected)
     assert torch.equal(net(inputs), expected)
-
-
-def test_what_was_loaded_to_the_disk_can_be_dispatched_in_a_second_call(tmp_path: Path) -> None:
-    net = empty_net()
-    load_checkpoint_in_model(net, _single(tmp_path / "c"), MIXED)
-    dispatch_model(net, MIXED)
-    assert torch.equal(net(TOKENS), EXPECTED)
 
 
 def test_a_bin_file_is_converted_once(tmp_path: Path) -> None:
@@ -210,17 +178,6 @@ def test_what_does_not_fit_is_named_and_leaves_model_and_files_alone(
     assert tree_of(tmp_path) == files
 
 
-def test_an_index_whose_files_are_links_is_read(tmp_path: Path) -> None:
-    """As in a hub's cache, where the files of a snapshot are links to blobs elsewhere."""
-    real = save_sharded(tmp_path / "blobs", STATE)
-    (tmp_path / "snapshot").mkdir()
-    for path in real.iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
-    net = empty_net()
-    load_checkpoint_in_model(net, tmp_path / "snapshot")
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
 def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     save_file(net.state_dict(), tmp_path / "m.safetensors")
@@ -252,43 +209,6 @@ def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="neither a file nor a folder"):
         read_checkpoint(tmp_path / "nowhere")
-
-
-def test_safetensors_come_before_bin_where_a_folder_has_both(tmp_path: Path) -> None:
-    folder = _single(tmp_path / "c")
-    torch.save({}, folder / "pytorch_model.bin")
-    assert set(read_checkpoint(folder)) == set(STATE)
-
-
-def test_an_unknown_word_for_a_map_and_an_unknown_dtype_are_refused(tmp_path: Path) -> None:
-    folder = _single(tmp_path / "c")
-    with pytest.raises(ConfigurationError, match="autp"):
-        load_checkpoint_and_dispatch(empty_net(), folder, device_map="autp")
-    with pytest.raises(ConfigurationError, match="floaty"):
-        load_checkpoint_in_model(empty_net(), folder, dtype="floaty")
-
-
-def test_auto_places_by_the_budgets(tmp_path: Path) -> None:
-    net = empty_net()
-    folder = _single(tmp_path / "c")
-    load_checkpoint_and_dispatch(
-        net, folder, device_map="auto", max_memory={"cpu": 900}, no_split_module_classes=["Sequential"]
-    )
-    assert "disk" in net.hf_device_map.values()
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK, MIXED], ids=["no map", "cpu", "disk", "mixed"])
-def test_a_model_that_is_not_sharded_takes_map_and_dtype_whatever_is_said_of_shards(
-    places: dict[str, str] | None, tmp_path: Path
-) -> None:
-    net = empty_net()
-    path = _bin(tmp_path / "c")
-    load_checkpoint_and_dispatch(
-        net, path, places, dtype=torch.bfloat16, offload_folder=tmp_path / "o", full_state_dict=False
-    )
-    with torch.no_grad():
-        assert torch.equal(net(TOKENS), make_net().bfloat16()(TOKENS))
 
 
 def test_a_model_of_sharded_tensors_is_loaded_as_it_is_and_refuses_another_dtype(tmp_path: Path) -> None:
@@ -356,16 +276,6 @@ def test_a_model_loads_and_runs_under_inference_mode(place: str, empty: bool, su
             assert torch.equal(loaded(x), wanted)
     with torch.no_grad():
         assert torch.equal(loaded(x), wanted)
-
-
-def test_models_built_in_inference_mode_can_be_offloaded(tmp_path: Path) -> None:
-    with torch.inference_mode():
-        net, x = _net(), torch.ones(2, 4)
-        wanted = net(x)
-        assert torch.equal(cpu_offload(net, "cpu")(x), wanted)
-        net = _net()
-        wanted = net(x)
-        assert torch.equal(disk_offload(net, tmp_path, "cpu")(x), wanted)
 
 
 def _two_layers() -> nn.Module:

@@ -101,28 +101,6 @@ def test_hooks_taken_off_give_back_the_weights_that_were_loaded_last(kind: str, 
 
 
 @torch.no_grad()
-def test_weights_that_are_kept_in_memory_are_written_over_there(tmp_path: Path) -> None:
-    net = make_net()
-    before = dict(net.named_parameters())
-    addresses = {name: parameter.data_ptr() for name, parameter in before.items()}
-    cpu_offload(net, "cpu")
-    load_checkpoint_in_model(net, _checkpoint(tmp_path, "safetensors"))
-    remove_hook_from_submodules(net)
-    for name, parameter in net.named_parameters():
-        assert parameter is before[name]
-        assert parameter.data_ptr() == addresses[name]
-    assert torch.equal(net(TOKENS), NEW_SCORES)
-
-
-@pytest.mark.parametrize("kind", ["on the disk", "cpu_offload"])
-@torch.no_grad()
-def test_a_dtype_is_that_of_the_next_forward(kind: str, tmp_path: Path) -> None:
-    net = SPREAD[kind](tmp_path)
-    load_checkpoint_in_model(net, _checkpoint(tmp_path, "safetensors"), dtype="bfloat16")
-    assert torch.equal(net(TOKENS), _other().bfloat16()(TOKENS))
-
-
-@torch.no_grad()
 def test_a_part_that_a_checkpoint_lacks_stays_on_the_disk_with_its_values(tmp_path: Path) -> None:
     net = _loaded(tmp_path, ALL_DISK)
     save_file({"blocks.0.0.weight": NEW["blocks.0.0.weight"]}, tmp_path / "part.safetensors")
@@ -242,18 +220,6 @@ def test_weights_written_to_after_they_came_back_are_those_that_are_offloaded(tm
         assert not torch.equal(expected, OLD_SCORES)
 
 
-@pytest.mark.parametrize("new", PLACES)
-@torch.no_grad()
-def test_hooks_that_are_removed_after_a_second_placement_leave_the_weights(new: str, tmp_path: Path) -> None:
-    net = FORMER["on the disk"](tmp_path)
-    PLACES[new](net, tmp_path)
-    for each in (copy.deepcopy(net), net):
-        remove_hook_from_submodules(each)
-        assert {tensor.device.type for tensor in each.state_dict().values()} == {"cpu"}
-        assert each.head.weight is each.embed.weight
-        assert torch.equal(each(TOKENS), OLD_SCORES)
-
-
 def test_an_optimizer_s_parameters_are_the_model_s_again(tmp_path: Path) -> None:
     net = make_net()
     before = dict(net.named_parameters())
@@ -310,11 +276,3 @@ def test_after_the_hooks_are_gone_a_checkpoint_s_weights_on_the_disk_can_be_had(
             each.cpu()
         dispatch_model(each, {"": "cpu"})
         assert torch.equal(each.to("cpu")(TOKENS), OLD_SCORES)
-
-
-@torch.no_grad()
-def test_a_part_left_on_the_disk_may_be_kept_in_memory_instead(tmp_path: Path) -> None:
-    net = FORMER["of a checkpoint"](tmp_path)
-    remove_hook_from_submodules(net)
-    cpu_offload(net, "cpu")
-    assert torch.equal(net(TOKENS), OLD_SCORES)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.bigmodels.nets import of_transformers
 from tests.helpers.distributed import run_distributed
 from trainwright import ConfigurationError, prepare_pippy
 
@@ -159,38 +158,6 @@ def test_results_are_joined_whatever_they_are(found: list[dict[str, Any]]) -> No
             assert (result["loss"], result["steps"]) == (None, 5)
             for name in ("flat", "hidden"):
                 torch.testing.assert_close(result[name], wanted[name], rtol=0, atol=1e-6)
-
-
-def _run_transformers() -> list[Any]:
-    import torch.distributed as dist
-    import transformers
-
-    found: list[Any] = []
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        config = transformers.GPT2Config(
-            n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=32, pad_token_id=0, bos_token_id=1,
-            eos_token_id=2,
-        )  # fmt: skip
-        tokens = torch.randint(1, 64, (6, 12))
-        for kind in (transformers.GPT2ForSequenceClassification, transformers.GPT2LMHeadModel):
-            model = kind(config).eval()
-            wanted = model(tokens).logits.detach()
-            staged = prepare_pippy(model, example_args=(tokens[:4],), no_split_module_classes=["GPT2Block"])
-            result = staged(tokens)
-            if dist.get_rank() == 1:
-                found.append((type(result).__name__, float((result.logits - wanted).abs().max())))
-            assert config.use_cache  # as it was
-    return found
-
-
-@of_transformers
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_models_of_transformers_run_as_a_pipeline() -> None:
-    last = run_distributed(_run_transformers, 2, timeout=200)[1]
-    assert [kind for kind, _ in last] == ["SequenceClassifierOutputWithPast", "CausalLMOutputWithCrossAttentions"]
-    assert max(difference for _, difference in last) < 1e-5
 
 
 def test_what_a_pipeline_cannot_be_made_of_is_refused() -> None:

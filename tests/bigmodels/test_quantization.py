@@ -21,14 +21,13 @@ from trainwright import (
     CheckpointError,
     ConfigurationError,
     TorchaoQuantizationConfig,
-    has_offloaded_params,
     init_empty_weights,
     load_and_quantize_model,
     quantized_state_dict,
     save_model,
     save_quantized_model,
 )
-from trainwright.bigmodels.quantization.quantized_layers import Int8Linear, flatten_quantized, to_absmax
+from trainwright.bigmodels.quantization.quantized_layers import flatten_quantized, to_absmax
 
 pytestmark = [
     pytest.mark.requires("bitsandbytes", reason="8 and 4 bit layers"),
@@ -125,15 +124,6 @@ def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, 
         save_quantized_model(model, tmp_path / "saved")
 
 
-def test_what_was_saved_quantized_is_loaded_into_the_same_empty_model(weights: Path, tmp_path: Path) -> None:
-    net = empty_net()
-    model = load_and_quantize_model(net, bnb(load_in_8bit=True), weights_location=weights, device_map="auto")
-    wanted = model(INPUTS)
-    save_model(model, tmp_path / "saved")
-    again = load_and_quantize_model(net, bnb(load_in_8bit=True), weights_location=tmp_path / "saved", device_map="auto")
-    assert torch.equal(again(INPUTS), wanted)
-
-
 @pytest.mark.parametrize("name", ["nf4", "torchao int8"])
 def test_quantized_weights_that_cannot_lie_on_the_disk_are_refused(name: str, weights: Path, tmp_path: Path) -> None:
     make = CONFIGS[name][0]
@@ -171,17 +161,6 @@ def _pack(layer: Any) -> None:
     layer.weight.data, _ = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
 
 
-@pytest.mark.parametrize("name", ["nf4", "fp4", "nf4 twice"])
-def test_what_is_packed_for_a_cpu_has_its_own_scales_in_a_state_dict(name: str, weights: Path) -> None:
-    model = load_and_quantize_model(empty_net(), CONFIGS[name][0](), weights_location=weights)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    for _ in range(2):
-        _pack(model.block[0])
-        after = model.state_dict()
-        assert before.keys() == after.keys()
-        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
-
-
 @pytest.mark.parametrize("double", [False, True], ids=["once", "twice"])
 def test_a_layer_that_somebody_else_quantized_and_that_is_packed_is_saved_as_it_computes(
     double: bool, tmp_path: Path
@@ -196,28 +175,6 @@ def test_a_layer_that_somebody_else_quantized_and_that_is_packed_is_saved_as_it_
     assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight.absmax"], packed.T.float().flatten())
     _pack(layer)
     assert torch.equal(layer.weight.quant_state.absmax, packed)
-
-
-def test_a_layer_that_cannot_be_packed_for_a_cpu_computes_nevertheless(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(96, 40), nn.Linear(40, 8)).eval()
-    inputs = torch.randn(4, 96)
-    with torch.no_grad():
-        wanted = net(inputs)
-        found = load_and_quantize_model(net, CONFIGS["nf4"][0]())(inputs)
-    assert 0 < float((found - wanted).abs().max()) < 0.3
-
-
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("name", ["8bit", "nf4 twice", "torchao int8"])
-def test_a_quantized_model_is_saved_in_shards_over_a_former_one(
-    name: str, safe: bool, weights: Path, tmp_path: Path
-) -> None:
-    make = CONFIGS[name][0]
-    model = load_and_quantize_model(empty_net(), make(), weights_location=weights)
-    for _ in range(2):
-        save_model(model, tmp_path / "saved", "4KB", safe)
-    again = load_and_quantize_model(empty_net(), make(), weights_location=tmp_path / "saved")
-    assert torch.equal(again(INPUTS), model(INPUTS))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -264,18 +221,6 @@ def test_modules_are_left_out_by_name_and_kept_in_float32(weights: Path) -> None
     assert model.block[0].weight.dtype == torch.int8
 
 
-@pytest.mark.parametrize(("name", "kind"), [("8bit", Int8Linear), ("nf4", nn.Linear), ("torchao int8", nn.Linear)])
-def test_what_is_on_the_disk_runs_from_there(name: str, kind: type, weights: Path, tmp_path: Path) -> None:
-    make, tolerance = CONFIGS[name]
-    model = load_and_quantize_model(
-        empty_net(), make(), weights_location=weights, device_map=ON_DISK, offload_folder=tmp_path / "offload"
-    )
-    assert type(model.block[0]) is kind
-    assert has_offloaded_params(model.block[0])
-    assert model.block[0].weight.is_meta
-    assert 0 < float((model(INPUTS) - make_net()(INPUTS)).abs().max()) < tolerance
-
-
 def test_a_map_counts_quantized_layers_by_their_width(weights: Path) -> None:
     fits = 64 * 128 + 128 * 128 + 4 * (128 + 2 * 128 + 128 * 10 + 10 + 10)  # bytes with int8 weights
     model = load_and_quantize_model(
@@ -305,13 +250,6 @@ def test_a_map_counts_quantized_layers_by_their_width(weights: Path) -> None:
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         BnbQuantizationConfig(**options)
-
-
-def test_defaults_are_those_of_the_two_widths() -> None:
-    assert BnbQuantizationConfig(load_in_8bit=True).torch_dtype == torch.float16
-    assert BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16").torch_dtype == torch.bfloat16
-    assert BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32").torch_dtype == torch.float32
-    assert TorchaoQuantizationConfig(torch_dtype="bfloat16").torch_dtype == torch.bfloat16
 
 
 def test_a_torchao_type_that_is_unknown_or_not_for_this_device_is_refused(weights: Path) -> None:

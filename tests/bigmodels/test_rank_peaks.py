@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ from trainwright.bigmodels.maps.rank_peaks import (
 )
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main
-from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
 
 _NAMES = ["llama", "gpt2", "t5"]
@@ -191,48 +188,6 @@ def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
     assert wanted == pytest.approx(found, rel=0.1)
 
 
-_SPLIT = ["llama", "gpt2"]  # those with a ready plan
-_IN_A_STEP = 4  # micro-batches of a pipeline
-
-
-def _measured_when_split(way: str) -> dict[tuple[Any, ...], int]:
-    """Return the peaks of this rank by model and shape of a micro-batch."""
-    warnings.simplefilter("ignore")
-    strategy: Any = {
-        "tp": "tp", "cp": FSDPStrategy(cp=2), "pp": MegatronStrategy(pp=2, weights_after_stage="none")
-    }[way]  # fmt: skip
-    # The command assumes a GPU, on which Adam updates all parameters at once, but not under tensor parallelism.
-    settings: dict[str, Any] = {
-        "foreach": way != "tp" or None,
-        "named": way == "cp",
-        "accumulate_grad_batches": _IN_A_STEP if way == "pp" else 1,
-    }
-    return {
-        (name, shape): _measured(name, strategy, shape, **settings) for name in _SPLIT for shape in (_SMALL, _LARGE)
-    }
-
-
-@of_transformers
-@pytest.mark.distributed
-@pytest.mark.parametrize("way", ["tp", "pp", "cp"])
-@pytest.mark.exhaustive
-def test_each_rank_of_a_split_model_needs_what_the_command_says(
-    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, other = run_distributed(_measured_when_split, 2, way, init=False, timeout=240)
-    wanted = {}
-    for name, (batch, tokens) in one:
-        model = _model(name, **_settings(name) if way == "cp" else {})
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(tmp_path / name)
-        arguments = ["--batch-size", str(batch), "--sequence-length", str(tokens), "--devices", "2", "--json"]
-        arguments += ["--num-micro-batches", str(_IN_A_STEP)]
-        capsys.readouterr()
-        assert main(["estimate", str(tmp_path / name), *arguments]) == 0
-        wanted[name, (batch, tokens)] = json.loads(capsys.readouterr().out)["peaks_float32_adam"][way]
-    assert wanted == pytest.approx({key: max(one[key], other[key]) for key in one}, rel=0.1)
-
-
 @of_transformers
 def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
     assert model_of_one_rank(torch.nn.Sequential(torch.nn.Linear(4, 4)), 2) is None
@@ -242,69 +197,6 @@ def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
     assert half is not None
     norms = sum(p.numel() for name, p in llama.named_parameters() if "norm" in name)
     assert training_shape(half).elements == (training_shape(llama).elements + norms) // 2
-
-
-_BUCKETS = ZeroBuckets(reduce=150_000, persistent=1_000, prefetch=50_000, reuse=300_000, live=300_000)
-_STAGES = (1, 2, 3)
-
-
-def _zero(stage: int) -> Any:
-    """Return a strategy with buckets that are filled several times in a step, and where stage 3 drops what it has."""
-    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
-
-    return DeepSpeedStrategy(
-        {
-            "zero_optimization": {
-                "stage": stage, "overlap_comm": True,
-                "reduce_bucket_size": _BUCKETS.reduce, "stage3_prefetch_bucket_size": _BUCKETS.prefetch,
-                "stage3_param_persistence_threshold": _BUCKETS.persistent,
-                "stage3_max_reuse_distance": _BUCKETS.reuse, "stage3_max_live_parameters": _BUCKETS.live,
-            },
-            "zero_allow_untested_optimizer": True,
-        }
-    )  # fmt: skip
-
-
-def _measured_under_zero() -> dict[tuple[Any, ...], int]:
-    """Return what this rank has reached by (stage, model, batch), and by stage with the buckets of the names."""
-    warnings.simplefilter("ignore")
-    found: dict[tuple[Any, ...], int] = {
-        (stage, name, shape): _measured(name, _zero(stage), shape)
-        for stage in _STAGES for name in _NAMES for shape in (_SMALL, _LARGE)
-    }  # fmt: skip
-    return found | {(stage,): _measured("llama", f"deepspeed_stage_{stage}", _SMALL) for stage in _STAGES}
-
-
-@pytest.fixture(scope="module")
-def under_zero() -> dict[tuple[Any, ...], int]:
-    """What the fuller one of two ranks has reached."""
-    one, other = run_distributed(_measured_under_zero, 2, init=False, timeout=400)
-    return {key: max(one[key], other[key]) for key in one}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
-@pytest.mark.parametrize("name", _NAMES)
-@pytest.mark.parametrize("stage", _STAGES)
-def test_each_stage_of_zero_needs_what_was_estimated(
-    stage: int, name: str, shape: tuple[int, int], under_zero: dict[tuple[Any, ...], int]
-) -> None:
-    wanted = _estimated(name, f"deepspeed_stage_{stage}", shape, 2, _BUCKETS)
-    assert wanted == pytest.approx(under_zero[stage, name, shape], rel=0.1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stage", _STAGES)
-def test_the_buckets_of_a_strategys_name_are_estimated(stage: int, under_zero: dict[tuple[Any, ...], int]) -> None:
-    wanted = _estimated("llama", f"deepspeed_stage_{stage}", _SMALL, 2)
-    assert wanted > 8 * 10**8
-    assert wanted == pytest.approx(under_zero[stage,], rel=0.01)
 
 
 def test_a_shape_knows_blocks_from_what_is_around_them() -> None:
@@ -338,19 +230,6 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "at least 1" in capsys.readouterr().err
     assert main(["estimate", str(tmp_path), "--devices", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
-
-
-@of_transformers
-def test_the_command_counts_a_language_head_that_ranks_split(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = _model("llama")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    arguments = ["--batch-size", "1", "--sequence-length", "16", "--devices", "2", "--json"]
-    assert main(["estimate", str(tmp_path), *arguments]) == 0
-    peaks = json.loads(capsys.readouterr().out)["peaks_float32_adam"]
-    assert peaks["tp"] < peaks["ddp"]
 
 
 @of_transformers

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import (
-    compute_module_sizes,
     dispatch_model,
-    infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -87,11 +85,6 @@ def _no_split(model: Any) -> list[str]:
     return list(model._no_split_modules or ())
 
 
-def test_all_on_the_host(saved: Saved) -> None:
-    model = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "cpu"})
-    assert torch.equal(saved.run(model), saved.wanted)
-
-
 def test_all_on_the_disk_and_nothing_is_written(saved: Saved) -> None:
     before = {path: path.stat().st_mtime_ns for path in saved.folder.iterdir()}
     model = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "disk"})
@@ -127,17 +120,6 @@ def test_every_budget_that_holds_the_largest_layer(saved: Saved) -> None:
     assert len(maps) > 2
 
 
-def test_a_model_with_values_is_dispatched_by_an_inferred_map(saved: Saved, tmp_path: Path) -> None:
-    model = saved.empty()
-    load_checkpoint_in_model(model, saved.folder)
-    sizes = compute_module_sizes(model)
-    places = infer_auto_device_map(
-        model, max_memory={"cpu": int(sizes[""] * 0.7)}, no_split_module_classes=_no_split(model)
-    )
-    dispatch_model(model, places, offload_dir=tmp_path / "offload")
-    assert torch.equal(saved.run(model), saved.wanted)
-
-
 def test_text_is_generated_alike_from_the_disk(saved: Saved) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     wanted = saved.model.generate(TOKENS[:1], **settings)
@@ -151,11 +133,3 @@ def test_a_model_is_dispatched_by_a_word(saved: Saved) -> None:
     model = dispatch_model(model, device_map="auto")
     assert set(model.hf_device_map.values()) == {0 if torch.accelerator.is_available() else "cpu"}  # type: ignore[operator,union-attr]
     torch.testing.assert_close(saved.run(model).cpu(), saved.wanted)
-
-
-def test_from_pretrained_in_the_context_leaves_a_model_that_can_be_loaded(saved: Saved) -> None:
-    with init_empty_weights(include_buffers=True):
-        model: Any = saved.auto.from_pretrained(saved.folder, dtype=torch.float16)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    model = load_checkpoint_and_dispatch(model, saved.folder, device_map="auto", dtype=torch.float16)
-    assert saved.run(model.eval()).dtype == torch.float16

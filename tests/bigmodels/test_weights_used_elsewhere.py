@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,24 +82,6 @@ def test_so_is_what_was_made_of_it(use: Any) -> None:
         model(TOKENS)
 
 
-def test_so_is_one_that_is_handed_to_another_module() -> None:
-    class Positions(nn.Module):
-        """Normalizes an embedding's weight itself, as DeBERTa does with relative positions."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(6, 8)
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.norm(self.embed.weight)[tokens]
-            return found
-
-    model = cpu_offload(Positions(), execution_device="cpu")
-    with pytest.raises(ConfigurationError, match="'weight' of Embedding is offloaded"):
-        model(TOKENS)
-
-
 def test_it_comes_with_the_module_that_uses_it_on_request(tmp_path: Path) -> None:
     model = TiedByHand()
     wanted = model(TOKENS)
@@ -131,18 +112,6 @@ def test_what_is_left_afterwards_are_ordinary_tensors(tmp_path: Path) -> None:
     again = cpu_offload(TiedByHand(), execution_device="cpu")
     dispatch_model(again, {"": "cpu"})
     assert {type(parameter) for parameter in again.parameters()} == {nn.Parameter}
-
-
-def test_copies_and_pickles_of_what_stands_there_are_ordinary(tmp_path: Path) -> None:
-    model = nn.BatchNorm1d(3)
-    disk_offload(model, tmp_path, execution_device="cpu", offload_buffers=True)
-    twin = copy.deepcopy(model)
-    inputs = torch.randn(4, 3)
-    assert torch.equal(twin.eval()(inputs), model.eval()(inputs))
-    buffer = io.BytesIO()
-    torch.save(model.running_mean, buffer)
-    buffer.seek(0)
-    assert type(torch.load(buffer, weights_only=True)) is torch.Tensor
 
 
 def test_a_memory_format_comes_back_from_the_disk(tmp_path: Path) -> None:
@@ -226,21 +195,6 @@ def test_an_adapter_that_is_there_first_is_offloaded_with_its_layer(
     model = _with_adapter(nn.Sequential(Block(), nn.Linear(4, 4)))
     wanted = model(INPUTS)
     assert torch.equal(offload(model, tmp_path)(INPUTS), wanted)
-
-
-@offloads
-def test_looking_for_such_weights_leaves_nothing_behind(
-    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
-) -> None:
-    before = nn.Sequential(Block(), nn.Linear(4, 4))
-    model = offload(copy.deepcopy(before), tmp_path)
-    looking = [len(module._forward_pre_hooks) for module in model.modules()]
-    model(INPUTS)
-    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == sum(looking) - 2
-    assert torch.equal(copy.deepcopy(model)(INPUTS), before(INPUTS))
-    again = offload(copy.deepcopy(before), tmp_path / "again")
-    remove_hook_from_submodules(again)
-    assert not any(module._forward_pre_hooks for module in again.modules())
 
 
 class User(nn.Module):
