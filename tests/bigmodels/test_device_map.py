@@ -112,26 +112,6 @@ def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_bu
     assert places == sorted(places)
 
 
-@given(_TREES, _TIES)
-@_LAW
-def test_a_model_that_fits_lies_on_one_device(tree: Tree, ties: list[tuple[int, int]]) -> None:
-    outline = _outline(tree, ties)
-    placement = assign_devices(outline, {0: outline.sizes_bytes[0], 1: 1000, "cpu": 1000, "disk": None})
-    if outline.sizes_bytes[0]:
-        assert placement.device_of == {0: 0}
-
-
-def test_the_work_grows_with_the_number_of_parts() -> None:
-    def visited(num_layers: int) -> float:
-        outline = _outline([[3, 5, [2, 2]] for _ in range(num_layers)], [(0, -1)])
-        budgets: dict[int | str, int | None] = dict.fromkeys(range(8), num_layers)
-        placement = assign_devices(outline, {**budgets, "cpu": num_layers, "disk": None})
-        return placement.visited / len(outline.names)
-
-    assert visited(100) <= 3
-    assert visited(4000) <= 3
-
-
 _WITHOUT_MEMORY = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
 MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]] = {
     "devices are filled one after the other": (
@@ -220,11 +200,6 @@ def test_balanced_budgets_are_a_share_and_a_quarter_more_than_a_block() -> None:
 )
 def test_a_word_stands_for_a_map(word: str, expected: dict[str, int]) -> None:
     assert resolve_device_map(layers(25, 25, 25, 25), word, max_memory={0: 1000, 1: 1000}) == expected
-
-
-def test_an_unknown_word_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'balanced'"):
-        resolve_device_map(layers(1), "balance")
 
 
 def test_a_map_that_leaves_something_out_is_an_error_that_names_it() -> None:

@@ -116,11 +116,6 @@ def test_a_weight_in_a_folder_comes_back_with_dtype_and_shape(
     assert found.shape == weight.shape
 
 
-def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        offload_weight(torch.ones(1), "../weight", tmp_path)
-
-
 def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a.x": torch.zeros(2), "a.y": torch.ones(2)})
     loader = OffloadedWeightsLoader({"a.x": torch.full((2,), 5.0)}, tmp_path)
@@ -130,22 +125,6 @@ def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
     assert {name: inner[name].tolist() for name in inner} == {"x": [5.0, 5.0], "y": [1.0, 1.0]}
     with pytest.raises(ConfigurationError, match="state_dict"):
         OffloadedWeightsLoader()
-
-
-@pytest.mark.requires("cuda", reason="weights are brought from the host to a device of its own")
-@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
-@pytest.mark.parametrize("prefetch_bytes", [0, None])
-def test_a_device_gets_its_weights_from_host_and_disk(
-    places: dict[str, str], prefetch_bytes: int | None, tmp_path: Path
-) -> None:
-    expected = make_net().cuda()(TOKENS.cuda())
-    net = dispatch_model(
-        make_net(), places, main_device=0, offload_dir=tmp_path, force_hooks=True, prefetch_bytes=prefetch_bytes
-    )
-    with torch.no_grad():
-        for _ in range(5):
-            assert torch.equal(net(TOKENS.cuda()), expected)
-        assert net(TOKENS).device.type == "cpu"
 
 
 STATE = make_net().state_dict()
@@ -173,11 +152,6 @@ WAYS: dict[str, Spread] = {
 def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(way: str, tmp_path: Path) -> None:
     net = WAYS[way](empty_net(), STATE, tmp_path)
     assert torch.equal(net(TOKENS), EXPECTED)
-
-
-def test_a_value_of_another_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"running_mean.*\(3,\).*\(8,\)"):
-        cpu_offload(empty_net(), "cpu", state_dict={**STATE, "blocks.0.1.running_mean": torch.ones(3)})
 
 
 @pytest.mark.parametrize("way", WAYS)

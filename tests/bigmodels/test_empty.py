@@ -88,18 +88,6 @@ def test_a_value_that_is_read_is_the_right_one() -> None:
     assert total == 2000
 
 
-def test_dtypes_and_attributes_of_parameters_are_kept() -> None:
-    with init_empty_weights():
-        module = nn.Linear(100, 100, dtype=torch.bfloat16)
-        module.register_buffer("low", torch.zeros(2000, dtype=torch.float16))
-        scale = nn.Parameter(torch.arange(4.0), requires_grad=False)
-        scale.tag = "here"  # type: ignore[attr-defined]
-        module.scale = scale
-    assert module.weight.dtype == torch.bfloat16
-    assert module.low.dtype == torch.float16
-    assert (module.scale.device, module.scale.tag, module.scale.requires_grad) == (META, "here", False)
-
-
 def test_other_threads_are_not_affected() -> None:
     built: list[nn.Module] = []
     with init_empty_weights():
@@ -114,17 +102,6 @@ def test_on_a_real_device_weights_are_initialised_and_stay_tied() -> None:
         model = Model()
     assert model.head.weight is model.embed.weight
     assert float(model.embed.weight.detach().std()) > 0.5
-
-
-@pytest.mark.requires("cuda", reason="a device that is not the host")
-def test_weights_are_made_on_the_device() -> None:
-    with init_on_device("cuda"):
-        model = Model()
-    assert model.embed.weight.is_cuda
-    assert model.head.weight is model.embed.weight
-    assert not model.ones.is_cuda
-    with init_on_device("cuda", include_buffers=True):
-        assert Model().ones.is_cuda
 
 
 @pytest.mark.parametrize("inner_buffers", [False, True])

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.bigmodels.nets import of_transformers
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, count_weights, kv_cache_bytes
+from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, kv_cache_bytes
 from trainwright.cli.main import main
 
 _LLAMA = {
@@ -117,12 +117,7 @@ _WITH_EXPERTS = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "de
     ],
 )
 def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
-    kind: str,
-    config: dict[str, Any],
-    length: int | None,
-    rel: float,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, config: dict[str, Any], length: int | None, rel: float, tmp_path: Path, capsys: Any
 ) -> None:
     transformers: Any = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
@@ -163,17 +158,6 @@ def test_activations_are_what_a_backward_needs() -> None:
     assert sum(count_stage_bytes(lambda: model(inputs), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
     model.to("meta")
     assert sum(count_stage_bytes(lambda: model(inputs.to("meta")), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
-
-
-def test_training_with_adam_takes_what_was_estimated() -> None:
-    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 200))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(4, 300)).sum().backward()
-    optimizer.step()
-    tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    taken = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
-    assert count_weights(model).training_bytes("float32") == pytest.approx(taken, rel=0.01)
 
 
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,12 +207,6 @@ def test_what_cannot_be_estimated_is_one_readable_line(
     assert complaint in capsys.readouterr().err
 
 
-_BERT = {
-    "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 32,
-}  # fmt: skip
-_MODELS = ("bert-base-cased", "HuggingFaceM4/idefics-80b-instruct")
-
 _FAKE_TIMM = """
 from torch import nn
 
@@ -242,43 +220,17 @@ def list_models():
 """
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders by the names of the guide's models, in the present one."""
-    for name in _MODELS:
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text(json.dumps(_BERT))
-    monkeypatch.chdir(tmp_path)
-
-
-def _dtypes(out: str) -> list[str]:
-    return [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][2:]
-
-
 @of_transformers
-@pytest.mark.usefixtures("models")
-def test_the_guide_s_commands_print_their_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    everything = ["float32", "bfloat16", "float16", "float8", "int8", "int4"]
+def test_the_guide_s_options_are_taken_and_choose_the_rows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, dtypes in (
-        (["bert-base-cased"], everything),
-        (["HuggingFaceM4/idefics-80b-instruct", "--library_name", "transformers"], everything),
-        (["bert-base-cased", "--dtypes", "float32", "float16"], ["float32", "float16"]),
-        (["bert-base-cased", "--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
-        (["bert-base-cased", "--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
+        (["--library_name", "transformers"], ["float32", "bfloat16", "float16", "float8", "int8", "int4"]),
+        (["--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
+        (["--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
     ):
-        assert main(["estimate-memory", *options]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith(f"{options[0]}: ")
-        assert "Largest Layer" in out
-        assert "Training using Adam" in out
-        assert _dtypes(out) == dtypes
-
-
-@of_transformers
-@pytest.mark.usefixtures("models")
-def test_a_sequence_that_is_too_long_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "bert-base-cased", "--batch-size", "1", "--sequence-length", "33"]) == 2
-    assert "pass --sequence-length 32 or less" in capsys.readouterr().err
+        assert main(["estimate-memory", str(llama.parent), *options]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+        assert "Largest Layer" in rows[0]
+        assert [row.split("|")[1].strip() for row in rows[2:]] == dtypes
 
 
 _CODE = {
@@ -324,13 +276,10 @@ def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path, capsys: pyte
 def test_a_name_that_cannot_be_found_is_one_readable_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["estimate-memory", "no-such/model"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "'no-such/model' is not a local file or folder, and Hugging Face's hub cannot be reached" in error
     assert "Pass a local folder, or set HF_HOME" in error
 
 
@@ -350,11 +299,3 @@ def test_a_model_of_timm_is_built_by_timm(timm: Path, capsys: pytest.CaptureFixt
         assert json.loads(capsys.readouterr().out)["elements"] == 3 * 8 * 9 + 4 * 8
     assert main(["estimate-memory", "timm/resnet05"]) == 2
     assert "Did you mean 'resnet50'" in capsys.readouterr().err
-
-
-def test_a_timm_that_cannot_be_imported_is_said_with_what_to_do(timm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timm.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    assert main(["estimate-memory", "timm/resnet50.a1_in1k", "--library_name", "timm"]) == 2
-    error = capsys.readouterr().err
-    assert "torchvision::nms does not exist" in error
-    assert "pip install --upgrade torchvision timm" in error

@@ -12,10 +12,6 @@ from torch import nn
 
 from tests.bigmodels.nets import TOKENS, make_net
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device, has_offloaded_params
-from trainwright.bigmodels.dispatch.attach import (
-    attach_align_device_hook_on_blocks,
-    attach_execution_device_hook,
-)
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, cpu_offload_with_hook
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
@@ -28,10 +24,11 @@ from trainwright.bigmodels.dispatch.model_hooks import (
 
 
 class Recorder(ModelHook):
-    """Adds to the input and multiplies the output, and writes down what is called."""
+    """Adds to the input, multiplies the output, and writes down what is called and whether gradients are recorded."""
 
     def __init__(self, name: str, log: list[str], add: float = 0.0, times: float = 1.0) -> None:
         self.name, self.log, self.add, self.times = name, log, add, times
+        self.recorded: list[bool] = []
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         self.log.append(f"{self.name} init")
@@ -43,11 +40,52 @@ class Recorder(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         self.log.append(f"{self.name} post")
+        self.recorded.append(torch.is_grad_enabled())
         return output * self.times
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         self.log.append(f"{self.name} detach")
         return module
+
+
+def test_a_hook_changes_what_goes_in_and_out_until_a_second_one_takes_its_place() -> None:
+    layer, inputs, log = nn.Linear(3, 3), torch.randn(2, 3), list[str]()
+    expected = layer(inputs + 1) * 2
+    add_hook_to_module(layer, Recorder("a", log, add=1.0, times=2.0))
+    assert torch.equal(layer(inputs), expected)
+    add_hook_to_module(layer, Recorder("b", log))
+    layer(inputs)
+    assert log == ["a init", "a pre", "a post", "a detach", "b init", "b pre", "b post"]
+
+
+def test_no_grad_can_be_changed_and_applies_to_sequences_of_hooks() -> None:
+    class WithoutGradients(ModelHook):
+        no_grad = True
+
+    layer, first, second = nn.Linear(3, 3), Recorder("a", []), WithoutGradients()
+
+    def is_recorded() -> bool:
+        found: bool = layer(torch.ones(1, 3)).requires_grad
+        assert torch.is_grad_enabled()
+        return found
+
+    add_hook_to_module(layer, first)
+    assert is_recorded()
+    first.no_grad = True
+    assert not is_recorded()
+    with pytest.raises(TypeError):
+        layer(None)
+    assert torch.is_grad_enabled()
+    assert first.recorded == [True, True]  # post_forward runs as the caller does
+    first.no_grad = False
+    add_hook_to_module(layer, second, append=True)
+    assert not is_recorded()
+    second.no_grad = False
+    assert is_recorded()
+    layer._hf_hook.no_grad = True  # type: ignore[union-attr]
+    assert not is_recorded()
+    remove_hook_from_module(layer)
+    assert is_recorded()
 
 
 def test_an_appended_hook_runs_after_the_one_that_is_there() -> None:
@@ -100,42 +138,14 @@ def test_weights_are_away_between_forwards_and_there_during_one() -> None:
     expected = net(TOKENS)
     seen = []
     cpu_offload(net, "cpu")
+    with pytest.raises(IndexError):
+        net(TOKENS + 100)
     net.embed.register_forward_pre_hook(lambda module, args: seen.append(module.weight.device.type))
     assert {parameter.device.type for parameter in net.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in net.buffers()} == {"cpu"}
     assert torch.equal(net(TOKENS), expected)
     assert seen == ["cpu"]
     assert {parameter.device.type for parameter in net.parameters()} == {"meta"}
-
-
-def test_weights_go_away_also_when_the_forward_fails() -> None:
-    net = make_net()
-    expected = net(TOKENS)
-    cpu_offload(net, "cpu")
-    handle = net.blocks[0].register_forward_pre_hook(lambda module, args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        net(TOKENS)
-    with pytest.raises(IndexError):
-        net(TOKENS + 100)
-    handle.remove()
-    assert {parameter.device.type for parameter in net.parameters()} == {"meta"}
-    assert torch.equal(net(TOKENS), expected)
-
-
-def test_a_module_that_calls_itself_keeps_its_weights_until_the_outer_call_ends() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((3,), 2.0))
-
-        def forward(self, inputs: torch.Tensor, depth: int = 1) -> torch.Tensor:
-            inner: torch.Tensor = self(inputs, depth - 1) if depth else inputs
-            return inner * self.weight
-
-    module = Twice()
-    cpu_offload(module, "cpu")
-    assert torch.equal(module(torch.ones(3)), torch.full((3,), 4.0))
-    assert module.weight.is_meta
 
 
 def test_threads_share_a_module_and_the_last_one_out_takes_the_weights_away() -> None:
@@ -179,37 +189,6 @@ def test_inputs_follow_the_module_and_the_output_goes_back() -> None:
     assert kwargs["cache"].device.type == "cpu"
 
 
-def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_have_one() -> None:
-    net = make_net()
-    own = add_hook_to_module(net.embed, ModelHook())._hf_hook
-    attach_execution_device_hook(net, "cpu")
-    assert net.embed._hf_hook is own
-    hooked = {name for name, module in net.named_modules() if "_hf_hook" in vars(module)}
-    assert hooked == {
-        "",
-        "embed",
-        "blocks",
-        "blocks.0",
-        "blocks.0.0",
-        "blocks.0.1",
-        "blocks.1",
-        "blocks.1.0",
-        "blocks.1.1",
-        "head",
-    }
-
-
-def test_blocks_are_offloaded_each_as_the_map_says() -> None:
-    net = make_net()
-    expected = net(TOKENS)
-    places = {"": "cpu", "embed": "cpu", "blocks": "cpu", "head": "cpu"}
-    attach_align_device_hook_on_blocks(net, places, {"embed": False, "blocks": True, "head": False})
-    assert {name for name, module in net.named_modules() if has_offloaded_params(module)} == {
-        "blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1",
-    }  # fmt: skip
-    assert torch.equal(net(TOKENS), expected)
-
-
 def test_a_module_s_own_weights_can_be_brought_for_a_block_of_code() -> None:
     net = make_net()
     expected = net.embed.weight.detach().clone()
@@ -250,74 +229,3 @@ def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
     assert torch.equal(net(torch.ones(1, 4)), expected(torch.ones(1, 4)))
     assert seen == [torch.float32]
     assert net[0].weight.dtype is torch.bfloat16
-
-
-class ReportsGradMode(nn.Module):
-    """Returns whether gradients are recorded in its forward, as a number."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * int(torch.is_grad_enabled())
-
-
-class WithoutGradients(ModelHook):
-    """A hook whose class says no."""
-
-    no_grad = True
-
-
-class RecordsAfterForward(ModelHook):
-    """Notes whether gradients are recorded after the forward."""
-
-    def __init__(self) -> None:
-        self.recorded: list[bool] = []
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        self.recorded.append(torch.is_grad_enabled())
-        return output
-
-
-def _recorded(module: nn.Module) -> bool:
-    found = bool(module(torch.ones(())))
-    assert torch.is_grad_enabled()
-    return found
-
-
-def test_no_grad_can_be_changed_after_the_hook_was_added() -> None:
-    module, hook = ReportsGradMode(), RecordsAfterForward()
-    add_hook_to_module(module, hook)
-    assert _recorded(module)
-    hook.no_grad = True
-    assert not _recorded(module)
-    hook.no_grad = False
-    assert _recorded(module)
-    assert hook.recorded == [True] * 3  # post_forward runs as the caller does
-    hook.no_grad = True
-    with pytest.raises(TypeError):
-        module(None)
-    assert torch.is_grad_enabled()
-    other = copy.deepcopy(module)
-    other._hf_hook.no_grad = False  # type: ignore[union-attr]
-    assert (_recorded(module), _recorded(other)) == (False, True)
-    other._hf_hook.no_grad = True  # type: ignore[union-attr]
-    assert not _recorded(other)
-    remove_hook_from_module(module)
-    hook.no_grad = True
-    assert _recorded(module)
-    assert not module._forward_pre_hooks
-    assert not module._forward_hooks
-
-
-def test_no_grad_applies_to_classes_and_sequences_of_hooks() -> None:
-    module, first, second = ReportsGradMode(), ModelHook(), WithoutGradients()
-    assert (ModelHook.no_grad, WithoutGradients.no_grad, first.no_grad, second.no_grad) == (False, True, False, True)
-    add_hook_to_module(module, first)
-    add_hook_to_module(module, second, append=True)
-    assert not _recorded(module)
-    second.no_grad = False
-    assert _recorded(module)
-    first.no_grad = True
-    assert not _recorded(module)
-    sequence = module._hf_hook
-    assert isinstance(sequence, SequentialHook)
-    sequence.no_grad = False
-    assert _recorded(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.bigmodels.nets import files_end_at
 from trainwright import (
     BnbQuantizationConfig,
     CheckpointError,
@@ -124,16 +122,6 @@ def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, 
         save_quantized_model(model, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("name", ["nf4", "torchao int8"])
-def test_quantized_weights_that_cannot_lie_on_the_disk_are_refused(name: str, weights: Path, tmp_path: Path) -> None:
-    make = CONFIGS[name][0]
-    save_quantized_model(load_and_quantize_model(empty_net(), make(), weights_location=weights), tmp_path / "saved")
-    with pytest.raises(ConfigurationError, match=r"block\.0 is quantized in .*saved, and the map puts it on 'disk'"):
-        load_and_quantize_model(
-            empty_net(), make(), weights_location=tmp_path / "saved", device_map=ON_DISK, offload_folder=tmp_path
-        )
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_is_saved_after_a_forward_as_before_it_and_computes_the_same_afterwards(
     name: str, weights: Path, tmp_path: Path
@@ -153,28 +141,6 @@ def test_a_model_is_saved_after_a_forward_as_before_it_and_computes_the_same_aft
         assert all(torch.equal(tensor, flat[key]) for key, tensor in before.items())
     with torch.inference_mode():
         assert torch.equal(model(INPUTS), wanted)
-
-
-def _pack(layer: Any) -> None:
-    """Do what the first forward does where a CPU multiplies bfloat16."""
-    functional = importlib.import_module("bitsandbytes.functional")
-    layer.weight.data, _ = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
-
-
-@pytest.mark.parametrize("double", [False, True], ids=["once", "twice"])
-def test_a_layer_that_somebody_else_quantized_and_that_is_packed_is_saved_as_it_computes(
-    double: bool, tmp_path: Path
-) -> None:
-    kinds = importlib.import_module("bitsandbytes").nn
-    layer = kinds.Linear4bit(128, 64, compute_dtype=torch.float32, compress_statistics=double, quant_type="nf4")
-    layer.load_state_dict(nn.Linear(128, 64).state_dict())
-    layer = layer.to("cpu").eval()
-    _pack(layer)
-    packed = layer.weight.quant_state.absmax.clone()
-    save_model(nn.Sequential(layer), tmp_path)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight.absmax"], packed.T.float().flatten())
-    _pack(layer)
-    assert torch.equal(layer.weight.quant_state.absmax, packed)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -284,22 +250,3 @@ def test_a_weight_that_does_not_fit_is_named_and_the_model_stays_as_it_was(
         load_and_quantize_model(model, bnb(load_in_8bit=True), weights_location=tmp_path)
     assert model.first is first
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_a_disk_that_fills_up_leaves_an_empty_model(weights: Path, tmp_path: Path) -> None:
-    net = empty_net()
-    before = dict(net.state_dict(keep_vars=True))
-    kinds = [type(module) for module in net.modules()]
-    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype=torch.float32)
-    with files_end_at(5000), pytest.raises(CheckpointError, match="could not be written"):
-        load_and_quantize_model(net, config, weights, {"": "cpu", "block": "disk"}, offload_folder=tmp_path / "o")
-    assert [type(module) for module in net.modules()] == kinds
-    assert all(tensor is before[name] for name, tensor in net.state_dict(keep_vars=True).items())
-    assert not (tmp_path / "o").exists()
-
-
-def test_an_empty_model_without_weights_and_one_without_layers_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="weights_location"):
-        load_and_quantize_model(empty_net(), bnb(load_in_8bit=True))
-    with pytest.raises(ConfigurationError, match="no layer to quantize"):
-        load_and_quantize_model(nn.Sequential(nn.ReLU()), bnb(load_in_8bit=True))

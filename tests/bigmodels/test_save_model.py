@@ -144,13 +144,6 @@ def test_weights_that_are_larger_than_the_buffer_are_written_whole(
     assert same(again.state_dict(), make_net().state_dict())
 
 
-def test_offloaded_weights_have_the_dtype_that_the_model_runs_in(tmp_path: Path) -> None:
-    save_model(_on_disk(tmp_path, ALL_DISK, torch.bfloat16), tmp_path / "saved")
-    found = load_file(tmp_path / "saved" / SINGLE)
-    assert found["embed.weight"].dtype == torch.bfloat16
-    assert torch.equal(found["embed.weight"], PLAIN["embed.weight"].bfloat16())
-
-
 def test_a_model_on_disk_may_replace_the_files_that_it_lies_in(tmp_path: Path) -> None:
     save_model(make_net(), tmp_path, "0.4KB")
     net = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=ALL_DISK)
@@ -260,16 +253,6 @@ class WithSparse(nn.Module):
         self.register_buffer("odd", torch.eye(3).to_sparse())
 
 
-@pytest.mark.requires("cuda", reason="weights on a device and away from it")
-def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path) -> None:
-    net = dispatch_model(make_net(), {"embed": 0, "blocks": "cpu", "head": "cpu"})
-    for safe in (True, False):
-        save_model(net, tmp_path, safe_serialization=safe)
-        again = Net()
-        load_checkpoint_in_model(again, tmp_path, strict=True)
-        assert same(again.state_dict(), make_net().state_dict())
-
-
 @pytest.mark.parametrize(
     ("module", "what"),
     [(WithSparse(), "'odd' cannot be saved: a torch.sparse_coo tensor"), (WithText(1, 1), "'_extra_state' .* a str")],
@@ -306,20 +289,3 @@ def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | s
             assert ours.read_text() == theirs.read_text()
         else:
             assert same(load_file(ours), load_file(theirs))
-
-
-@pytest.mark.slow
-@pytest.mark.requires("accelerate", reason="its loader")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
-def test_accelerate_loads_what_was_saved_over_a_former_model_of_the_other_format(
-    safe: bool, size: int | str, tmp_path: Path
-) -> None:
-    import accelerate
-
-    save_model(Net(), tmp_path, size, not safe)
-    save_model(make_net(), tmp_path, size, safe)
-    net = Net().eval()
-    accelerate.load_checkpoint_in_model(net, str(tmp_path))
-    assert same(net.state_dict(), make_net().state_dict())

@@ -19,7 +19,7 @@ from trainwright import (
     retie_parameters,
 )
 from trainwright.bigmodels.maps.estimates import count_weights
-from trainwright.bigmodels.maps.sizes import dtype_byte_size, named_module_tensors, read_outline
+from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.host.memory import available_host_memory_bytes
 
@@ -51,14 +51,6 @@ def test_another_dtype_makes_floating_tensors_smaller_and_never_larger(dtype: ob
     assert sizes["unsaved"] == 80
 
 
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [(torch.float32, 4), ("bf16", 2), ("torch.float16", 2), ("float8", 1), ("nf4", 0.5), (torch.bool, 1)],
-)
-def test_a_dtype_has_a_width(dtype: torch.dtype | str, size: float) -> None:
-    assert dtype_byte_size(dtype) == size
-
-
 def test_an_unknown_dtype_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'float16'"):
         compute_module_sizes(layer(1), dtype="flaot16")
@@ -69,12 +61,6 @@ def test_the_largest_layer_is_found_with_all_its_equals() -> None:
     sizes = compute_module_sizes(model)
     assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["1.a", "1.b", "2"])
     assert get_max_layer_size(list(model.named_children()), sizes, ["Block"]) == (200, ["1"])
-
-
-def test_tensors_are_listed_with_and_without_what_is_not_saved() -> None:
-    assert [name for name, _ in named_module_tensors(Buffered(), recurse=True)] == ["layer.weight", "saved", "unsaved"]
-    kept = named_module_tensors(Buffered(), recurse=True, remove_non_persistent=True)
-    assert [name for name, _ in kept] == ["layer.weight", "saved"]
 
 
 def test_tied_parameters_are_found_by_all_their_names() -> None:

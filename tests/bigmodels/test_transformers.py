@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from trainwright import (
-    dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
 )
 from trainwright.bigmodels.maps.placement import largest_layer
 from trainwright.bigmodels.maps.sizes import read_outline
@@ -94,17 +92,6 @@ def test_all_on_the_disk_and_nothing_is_written(saved: Saved) -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_every_other_block_on_the_disk(saved: Saved) -> None:
-    blocks = [name for name, module in saved.model.named_modules() if type(module).__name__ in _no_split(saved.model)]
-    covered = {name.rpartition(".")[0] for name in blocks}
-    places: dict[str, Any] = {name: "disk" if i % 2 else "cpu" for i, name in enumerate(blocks)}
-    for name, _ in [*saved.model.named_parameters(remove_duplicate=False), *saved.model.named_buffers()]:
-        if not any(name.startswith(f"{block}.") for block in covered):
-            places[name] = "cpu"
-    model = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map=places)
-    assert torch.equal(saved.run(model), saved.wanted)
-
-
 def test_every_budget_that_holds_the_largest_layer(saved: Saved) -> None:
     outline = read_outline(saved.model, no_split_module_classes=_no_split(saved.model))
     total, (largest, _) = outline.sizes_bytes[0], largest_layer(outline)
@@ -125,11 +112,3 @@ def test_text_is_generated_alike_from_the_disk(saved: Saved) -> None:
     wanted = saved.model.generate(TOKENS[:1], **settings)
     model: Any = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "disk"})
     assert torch.equal(model.generate(TOKENS[:1], **settings), wanted)
-
-
-def test_a_model_is_dispatched_by_a_word(saved: Saved) -> None:
-    model = saved.empty()
-    load_checkpoint_in_model(model, saved.folder)
-    model = dispatch_model(model, device_map="auto")
-    assert set(model.hf_device_map.values()) == {0 if torch.accelerator.is_available() else "cpu"}  # type: ignore[operator,union-attr]
-    torch.testing.assert_close(saved.run(model).cpu(), saved.wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from trainwright import (
     load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
 )
-from trainwright.strategies.units import find_units
 
 TOKENS = torch.tensor([[1, 4, 2], [0, 5, 5]])
 
@@ -114,27 +112,11 @@ def test_what_is_left_afterwards_are_ordinary_tensors(tmp_path: Path) -> None:
     assert {type(parameter) for parameter in again.parameters()} == {nn.Parameter}
 
 
-def test_a_memory_format_comes_back_from_the_disk(tmp_path: Path) -> None:
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    strides = model.weight.stride()
-    disk_offload(model, tmp_path, execution_device="cpu")
-    remove_hook_from_submodules(model)
-    assert model.weight.stride() == strides
-
-
 class Attention(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2)
         self.last = nn.Linear(8, 8)
-
-
-@pytest.mark.parametrize("options", [(nn.Linear, None), (None, 60)])
-def test_no_unit_is_made_of_a_layer_that_is_never_called(options: Any) -> None:
-    task = Attention()
-    units = find_units(task, *options)
-    assert task.attention.out_proj not in units
-    assert task.last in units
 
 
 INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
@@ -188,15 +170,6 @@ def test_an_adapter_that_is_put_into_an_offloaded_model_is_refused_at_the_first_
         model[0](INPUTS)  # as wrappers that call parts of a model do
 
 
-@offloads
-def test_an_adapter_that_is_there_first_is_offloaded_with_its_layer(
-    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
-) -> None:
-    model = _with_adapter(nn.Sequential(Block(), nn.Linear(4, 4)))
-    wanted = model(INPUTS)
-    assert torch.equal(offload(model, tmp_path)(INPUTS), wanted)
-
-
 class User(nn.Module):
     """A module that uses weights which lie in a container."""
 
@@ -213,17 +186,3 @@ class User(nn.Module):
         for weight in self.held.parameters():
             hidden = hidden @ weight
         return hidden
-
-
-@offloads
-@pytest.mark.parametrize("kind", ["list", "dict"])
-def test_a_container_of_weights_that_is_offloaded_alone_is_refused_with_the_way_out(
-    kind: str, offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
-) -> None:
-    model = nn.Sequential(User(kind), nn.Linear(4, 4))
-    wanted = model(INPUTS)
-    offloaded = offload(copy.deepcopy(model), tmp_path / "a")
-    with pytest.raises(ConfigurationError, match=r"'0' of Parameter\w+ is offloaded.*preload_module_classes"):
-        offloaded(INPUTS)
-    whole = dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "b", preload_module_classes=["User"])
-    assert torch.equal(whole(INPUTS), wanted)
