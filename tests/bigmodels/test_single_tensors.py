@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 
@@ -87,18 +86,3 @@ def test_what_is_in_memory_is_asked_for_once_and_what_was_dropped_again(
     monkeypatch.setattr(MappedFile, "_is_in_memory", lambda *_: False)  # as when the system has needed the memory
     file.load(100, 3 * 2**20)
     assert len(calls) == 3
-
-
-def test_a_copy_of_a_mapped_file_has_the_file_s_values_and_shares_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(os.urandom(2**16))
-    file = MappedFile(path)
-    whole = file.tensor(0, torch.uint8, (file.num_bytes,))
-    expected = whole.clone()
-    whole[0] += 1
-    path.unlink()
-    twin = copy.deepcopy(file)
-    found = twin.tensor(0, torch.uint8, (file.num_bytes,))
-    assert torch.equal(found, expected)
-    found.zero_()
-    assert torch.equal(whole[1:], expected[1:])
