@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
@@ -40,12 +39,6 @@ class _Slope(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class _SlopeByItems(_Slope):
-    def num_items(self, batch: torch.Tensor) -> int:
-        """Return how many values the batch has."""
-        return len(batch)
-
-
 def _values(num: int) -> list[torch.Tensor]:
     """Return batches of one value each, so far apart that no two sums of them are alike."""
     return [torch.tensor([float(2**i)], dtype=torch.float64) for i in range(num)]
@@ -65,17 +58,6 @@ def test_one_process_takes_the_mean_of_each_group_the_short_last_one_included(
     trainer.fit(task, batches)
     assert trainer.global_step == math.ceil(num_batches / accumulate)
     assert task.gradients == pytest.approx(_means([b.item() for b in batches], accumulate), rel=1e-12)
-
-
-@settings(max_examples=40)
-@given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=12), accumulate=st.integers(1, 5))
-def test_items_and_not_micro_batches_weigh_when_the_task_counts_them(sizes: list[int], accumulate: int) -> None:
-    numbers = iter(range(1000))
-    batches = [torch.tensor([float(next(numbers)) for _ in range(size)], dtype=torch.float64) for size in sizes]
-    task = _SlopeByItems()
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate).fit(task, batches)
-    groups = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-    assert task.gradients == pytest.approx([torch.cat(group).mean().item() for group in groups], rel=1e-6, abs=1e-9)
 
 
 def _group_mean(groups: list[Group], world: int) -> tuple[float, list[float]]:
@@ -108,18 +90,3 @@ def test_the_weights_of_all_ranks_make_the_mean_of_what_they_consumed(
         assert gradient == pytest.approx(sum(consumed) / len(consumed), rel=1e-12)
         seen += consumed
     assert sorted(seen) == [value.item() for value in values]  # each batch exactly once
-
-
-def _two_ranks(num_batches: int, accumulate: int) -> list[float]:
-    task = _Slope()
-    quiet_trainer(devices="auto", max_epochs=1, accumulate_grad_batches=accumulate).fit(task, _values(num_batches))
-    return task.gradients
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("num_batches", "accumulate"), [(9, 2), (5, 4)])
-def test_two_real_processes_take_the_mean_of_what_both_consumed(num_batches: int, accumulate: int) -> None:
-    first, second = run_distributed(_two_ranks, 2, num_batches, accumulate, init=False)
-    values = [value.item() for value in _values(num_batches)]
-    assert first == second
-    assert first == pytest.approx(_means(values, 2 * accumulate), rel=1e-12)

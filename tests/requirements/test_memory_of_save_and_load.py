@@ -126,19 +126,6 @@ def test_a_save_takes_no_copy_of_the_state(folder: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_an_export_takes_one_tensor(folder: Path) -> None:
-    above_before, _ = run("export", folder)
-    assert above_before < 2.5 * TENSOR_MB
-
-
-@pytest.mark.exhaustive
-def test_a_task_from_a_checkpoint_takes_its_own_size_and_a_tensor(folder: Path) -> None:
-    above_before, above_after = run("load_task", folder)
-    assert above_before > 0.9 * TOTAL_MB  # else nothing was measured
-    assert above_after < TENSOR_MB
-
-
-@pytest.mark.exhaustive
 def test_a_resume_takes_what_the_run_holds_and_a_tensor(folder: Path) -> None:
     above_before, above_after = run("resume", folder)
     assert 0.9 * TOTAL_MB < above_before < TOTAL_MB + TENSOR_MB  # the momentum

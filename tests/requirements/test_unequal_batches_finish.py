@@ -116,13 +116,6 @@ def test_metrics_of_an_epoch_do_not_count_padding() -> None:
         assert found == {"mean": pytest.approx(sum(sums) / len(sums)), "count": 16.0}
 
 
-def test_the_policies_differ() -> None:
-    # A test of the test above.
-    (padded, first), (stopped, second) = _by_hand("pad", 1), _by_hand("stop", 1)
-    assert (padded, stopped) == (10, 6)
-    assert not torch.equal(first["net.0.weight"], second["net.0.weight"])
-
-
 def _refused_on_rank() -> list[str]:
     messages = []
     for sized in (True, False):
