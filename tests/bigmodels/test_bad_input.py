@@ -32,7 +32,6 @@ from tests.bigmodels.nets import (
 from trainwright import (
     CheckpointError,
     ConfigurationError,
-    check_device_map,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -44,7 +43,6 @@ from trainwright import (
 
 STATE = plain_state(make_net())
 EXPECTED = make_net()(TOKENS)
-MAKERS: dict[str, Callable[[], Net]] = {"empty": empty_net, "with values": make_net}
 
 
 @contextmanager
@@ -179,13 +177,6 @@ def test_values_of_the_model_s_own_that_would_have_to_be_written_ask_for_a_folde
         load_checkpoint_and_dispatch(net, safetensors, {"": "cpu", "blocks": "disk"})
 
 
-def test_a_file_of_torch_that_is_cut_is_refused(pickled: Path) -> None:
-    pickled.write_bytes(pickled.read_bytes()[:-700])
-    net = empty_net()
-    with refused(net, pickled.parent, CheckpointError, r"model\.bin"):
-        load_checkpoint_and_dispatch(net, pickled, MIXED, offload_folder=pickled.parent / "o")
-
-
 @pytest.mark.parametrize("is_pickled", [False, True], ids=["safetensors", "bin"])
 def test_a_second_shard_that_is_cut_or_gone_leaves_the_first_unused(is_pickled: bool, tmp_path: Path) -> None:
     folder = save_sharded(tmp_path / "c", STATE, pickled=is_pickled)
@@ -254,24 +245,6 @@ def test_a_folder_that_cannot_be_replaced_keeps_its_former_weights(tmp_path: Pat
     with files_end_at(500), pytest.raises(CheckpointError):
         offload_state_dict(folder, {name: torch.ones_like(tensor) for name, tensor in STATE.items()})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "o").write_text("mine")
-    net = make_net()
-    with nothing_changes(net, tmp_path):
-        for folder in (tmp_path / "o", tmp_path / "o" / "inner"):
-            with pytest.raises(CheckpointError, match="is a file"):
-                disk_offload(net, folder, "cpu")
-
-
-@pytest.mark.parametrize("device_map", ["auto", {0: "cpu", "": "cpu"}], ids=str)
-def test_what_is_no_map_from_names_is_refused(device_map: Any, tmp_path: Path) -> None:
-    save_file(STATE, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
-        load_checkpoint_in_model(empty_net(), tmp_path, device_map=device_map)
-    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
-        check_device_map(make_net(), device_map)
 
 
 def test_a_dtype_that_is_none_of_weights_is_refused(tmp_path: Path) -> None:

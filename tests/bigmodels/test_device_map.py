@@ -158,13 +158,6 @@ def test_a_block_is_divided_unless_its_class_is_named() -> None:
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
 
 
-def test_own_tensors_of_a_divided_module_are_placed() -> None:
-    model = Buffered()
-    device_map = infer_auto_device_map(model, {0: 150, 1: 150})
-    assert device_map == {"layer": 0, "saved": 0, "unsaved": 1}
-    check_device_map(model, device_map)
-
-
 def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
     model = layers(100, 5, 5, 100)
     assert infer_auto_device_map(model, {0: 450, "cpu": 1000}) == {"": "cpu"}
@@ -207,11 +200,6 @@ def test_a_map_that_leaves_something_out_is_an_error_that_names_it() -> None:
         check_device_map(nn.Sequential(Block(), Block()), {"0.a": 0})
     with pytest.raises(ConfigurationError, match="parameters: saved"):
         check_device_map(Buffered(), {"layer": 0})
-
-
-def test_a_tied_tensor_must_be_covered_under_each_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"head\.weight"):
-        check_device_map(TiedModel(), {"embed": 0, "blocks": 0})
 
 
 def test_a_name_that_is_no_module_is_warned_of() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,17 +23,13 @@ from trainwright.bigmodels.weights.weights_map import (
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
 EXPECTED = make_net()(TOKENS)
-MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
-def test_a_dispatched_model_gives_the_same_bits(
-    places: dict[str, str], mode: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_a_dispatched_model_gives_the_same_bits(places: dict[str, str], tmp_path: Path) -> None:
     net = dispatch_model(make_net(), places, offload_dir=tmp_path, force_hooks=True)
-    with mode():
-        for _ in range(3):
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
             assert torch.equal(net(TOKENS), EXPECTED)
     assert net.hf_device_map == places
 
@@ -87,8 +82,8 @@ def test_gradients_reach_what_is_not_offloaded(tmp_path: Path) -> None:
     assert torch.equal(net[0].weight.grad, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (2, 0), (2, 3)])
 def test_a_weight_in_a_folder_comes_back_with_dtype_and_shape(
     dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -133,27 +128,21 @@ WAYS: dict[str, Spread] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(way: str, tmp_path: Path) -> None:
-    net = WAYS[way](empty_net(), STATE, tmp_path)
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("left_out", ["head.weight", "embed.weight"])
-def test_a_tied_weight_is_found_by_any_of_its_names(way: str, left_out: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left_out", [None, "head.weight", "embed.weight"])
+def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(
+    way: str, left_out: str | None, tmp_path: Path
+) -> None:
     state = {name: tensor for name, tensor in STATE.items() if name != left_out}  # as files of safetensors have it
     net = WAYS[way](empty_net(), state, tmp_path)
     assert torch.equal(net(TOKENS), EXPECTED)
 
 
-@pytest.mark.parametrize("how", ["disk_offload", "dispatch_model"])
-def test_buffers_that_stay_at_hand_come_from_the_folder(how: str, tmp_path: Path) -> None:
+def test_buffers_that_stay_at_hand_come_from_the_folder(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, STATE)
     before = tree_of(tmp_path)
-    net = empty_net()
-    if how == "disk_offload":
-        disk_offload(net, tmp_path, "cpu")
-    else:
-        dispatch_model(net, ALL_DISK, offload_dir=tmp_path)
-    assert torch.equal(net(TOKENS), EXPECTED)
+    for net in (
+        disk_offload(empty_net(), tmp_path, "cpu"),
+        dispatch_model(empty_net(), ALL_DISK, offload_dir=tmp_path),
+    ):
+        assert torch.equal(net(TOKENS), EXPECTED)
     assert tree_of(tmp_path) == before

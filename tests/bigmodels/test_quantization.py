@@ -187,15 +187,6 @@ def test_modules_are_left_out_by_name_and_kept_in_float32(weights: Path) -> None
     assert model.block[0].weight.dtype == torch.int8
 
 
-def test_a_map_counts_quantized_layers_by_their_width(weights: Path) -> None:
-    fits = 64 * 128 + 128 * 128 + 4 * (128 + 2 * 128 + 128 * 10 + 10 + 10)  # bytes with int8 weights
-    model = load_and_quantize_model(
-        empty_net(), bnb(load_in_8bit=True), weights_location=weights, device_map="sequential",
-        max_memory={"cpu": fits + 5000},
-    )  # fmt: skip
-    assert model.hf_device_map == {"": "cpu"}
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [

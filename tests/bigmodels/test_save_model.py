@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,14 +47,6 @@ def names_in(folder: Path) -> list[str]:
 
 def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_a_model_that_fits_one_file_is_written_as_one_for_other_programs(tmp_path: Path) -> None:
-    save_model(make_net(), tmp_path / "a" / "b")
-    assert names_in(tmp_path / "a" / "b") == [SINGLE]
-    assert same(load_file(tmp_path / "a" / "b" / SINGLE), PLAIN)
-    with safe_open(tmp_path / "a" / "b" / SINGLE, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
 
 
 def test_a_larger_model_is_written_in_shards_with_an_index(tmp_path: Path) -> None:

@@ -27,15 +27,6 @@ def test_an_empty_model_is_filled_tensor_by_tensor() -> None:
     assert isinstance(net.blocks[0][1].running_mean, torch.Tensor)
 
 
-def test_a_tensor_takes_the_module_s_dtype_unless_told() -> None:
-    layer = nn.Linear(2, 2)
-    layer.weight.requires_grad_(False)
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2, dtype=torch.float64))
-    assert (layer.weight.dtype, layer.weight.requires_grad) == (torch.float32, False)
-    set_module_tensor_to_device(layer, "bias", "cpu", dtype="bfloat16")
-    assert layer.bias.dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("name", "device", "value", "complaint"),
     [

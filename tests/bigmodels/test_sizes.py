@@ -20,7 +20,6 @@ from trainwright import (
 )
 from trainwright.bigmodels.maps.estimates import count_weights
 from trainwright.bigmodels.maps.sizes import read_outline
-from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.host.memory import available_host_memory_bytes
 
 
@@ -104,11 +103,6 @@ def test_a_size_is_written_in_bytes_or_with_a_unit(text: int | str, size: int) -
 def test_what_is_no_size_is_an_error(text: object) -> None:
     with pytest.raises(ConfigurationError, match="is not in a valid format"):
         convert_file_size_to_int(text)  # type: ignore[arg-type]  # that is the point
-
-
-@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (85 * 2**20, "85.0 MiB"), (int(1.61 * 2**30), "1.61 GiB")])
-def test_bytes_are_shown_with_three_digits(size: int, text: str) -> None:
-    assert format_bytes(size) == text
 
 
 def test_budgets_are_sorted_into_the_order_of_filling() -> None:
