@@ -158,23 +158,6 @@ def test_values_that_somebody_puts_into_the_module_are_used(offload: Offload) ->
     assert torch.equal(net(_inputs()), before)
 
 
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_weights_that_were_asked_for_on_the_host_are_on_the_execution_device_in_the_next_forward(
-    place: str, tmp_path: Path
-) -> None:
-    net = _net()
-    if place == "cpu":
-        cpu_offload(net, "meta", prefetch_bytes=0)  # the meta device stands for an accelerator
-    else:
-        disk_offload(net, tmp_path, "meta", prefetch_bytes=0)
-    with align_module_device(net[0], "cpu"):
-        assert torch.equal(net[0].weight, _net()[0].weight)
-    seen: list[torch.Tensor] = []
-    net[0].register_forward_pre_hook(lambda module, args: seen.append(module.weight))
-    assert net[0](torch.ones(1, 4)).is_meta
-    assert seen[0].is_meta
-
-
 def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path) -> None:
     net = disk_offload(_net(), tmp_path, "cpu", offload_buffers=True)
     twin = copy.deepcopy(net)

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers.runs import quiet_trainer
-from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.data import LoaderOptions, iterate_groups, prepare_loader
 
 
 class _Slope(TaskModule):
@@ -58,35 +56,3 @@ def test_one_process_takes_the_mean_of_each_group_the_short_last_one_included(
     trainer.fit(task, batches)
     assert trainer.global_step == math.ceil(num_batches / accumulate)
     assert task.gradients == pytest.approx(_means([b.item() for b in batches], accumulate), rel=1e-12)
-
-
-def _group_mean(groups: list[Group], world: int) -> tuple[float, list[float]]:
-    """Return the gradient that the ranks' average gives, and the values that the step consumed, by its weights."""
-    gradient, consumed = 0.0, []
-    for group in groups:
-        weights = group.weights or [1 / len(group.batches)] * len(group.batches)
-        for weight, batch in zip(weights, group.batches, strict=True):
-            gradient += weight * batch.item() / world
-            if weight > 0:
-                consumed.append(batch.item())
-    return gradient, consumed
-
-
-@settings(max_examples=200)
-@given(num_batches=st.integers(1, 40), accumulate=st.integers(1, 9), world=st.integers(1, 6))
-def test_the_weights_of_all_ranks_make_the_mean_of_what_they_consumed(
-    num_batches: int, accumulate: int, world: int
-) -> None:
-    values = _values(num_batches)
-    by_rank = []
-    for rank in range(world):
-        loader = prepare_loader(values, LoaderOptions(rank=rank, world=world))
-        loader.set_epoch(0)
-        by_rank.append(list(iterate_groups(loader, accumulate=accumulate)))
-    assert len({len(groups) for groups in by_rank}) == 1  # every rank steps as often
-    seen: list[float] = []
-    for step in zip(*by_rank, strict=True):
-        gradient, consumed = _group_mean(list(step), world)
-        assert gradient == pytest.approx(sum(consumed) / len(consumed), rel=1e-12)
-        seen += consumed
-    assert sorted(seen) == [value.item() for value in values]  # each batch exactly once

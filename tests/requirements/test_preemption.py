@@ -136,17 +136,6 @@ def test_another_runs_preempted_checkpoint_in_the_same_folder_stays(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.glob("preempted*")) == ["preempted", "preempted-v1"]
 
 
-def test_without_time_for_a_checkpoint_none_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Slow(Victim):
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            time.sleep(0.3)
-
-    assert run(tmp_path, Slow("last step of an epoch"), preemption_grace=1.2, async_save=False) == "SIGTERM"
-    assert "of preemption_grace are left" in capsys.readouterr().out
-    assert not (tmp_path / "preempted").exists()
-    assert run(tmp_path, Victim(None), resume=True) is None  # the earlier ones are whole
-
-
 def test_without_checkpointing_the_process_still_ends_in_order() -> None:
     trainer = quiet_trainer(max_epochs=3)
     with pytest.raises(Preempted, match="143"):
