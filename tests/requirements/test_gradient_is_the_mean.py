@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.task import TaskModule
 
@@ -56,3 +57,24 @@ def test_one_process_takes_the_mean_of_each_group_the_short_last_one_included(
     trainer.fit(task, batches)
     assert trainer.global_step == math.ceil(num_batches / accumulate)
     assert task.gradients == pytest.approx(_means([b.item() for b in batches], accumulate), rel=1e-12)
+
+
+_ON_TWO = [(9, 2), (5, 4)]  # the number of batches and of those in a group
+
+
+def _on_rank() -> list[list[float]]:
+    found = []
+    for num_batches, accumulate in _ON_TWO:
+        task = _Slope()
+        quiet_trainer(devices="auto", max_epochs=1, accumulate_grad_batches=accumulate).fit(task, _values(num_batches))
+        found.append(task.gradients)
+    return found
+
+
+@pytest.mark.distributed
+def test_two_real_processes_take_the_mean_of_what_both_consumed() -> None:
+    first, second = run_distributed(_on_rank, 2)
+    assert first == second
+    for (num_batches, accumulate), found in zip(_ON_TWO, first, strict=True):
+        values = [value.item() for value in _values(num_batches)]
+        assert found == pytest.approx(_means(values, 2 * accumulate), rel=1e-12)
