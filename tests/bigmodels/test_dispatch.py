@@ -146,3 +146,19 @@ def test_buffers_that_stay_at_hand_come_from_the_folder(tmp_path: Path) -> None:
     ):
         assert torch.equal(net(TOKENS), EXPECTED)
     assert tree_of(tmp_path) == before
+
+
+@pytest.mark.requires("cuda", reason="weights are brought from the host to a device of its own")
+@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
+@pytest.mark.parametrize("prefetch_bytes", [0, None])
+def test_a_device_gets_its_weights_from_host_and_disk(
+    places: dict[str, str], prefetch_bytes: int | None, tmp_path: Path
+) -> None:
+    expected = make_net().cuda()(TOKENS.cuda())
+    net = dispatch_model(
+        make_net(), places, main_device=0, offload_dir=tmp_path, force_hooks=True, prefetch_bytes=prefetch_bytes
+    )
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(net(TOKENS.cuda()), expected)
+        assert net(TOKENS).device.type == "cpu"

@@ -118,3 +118,14 @@ def test_of_contexts_inside_of_one_another_the_innermost_decides() -> None:
     assert torch.equal(inner.weight, torch.ones(2000))
     assert torch.equal(inner.running_var, torch.ones(2000))
     assert (outer.weight.is_meta, outer.running_var.is_meta) == (True, True)
+
+
+@pytest.mark.requires("cuda", reason="a device that is not the host")
+def test_weights_are_made_on_the_device() -> None:
+    with init_on_device("cuda"):
+        model = Model()
+    assert model.embed.weight.is_cuda
+    assert model.head.weight is model.embed.weight
+    assert not model.ones.is_cuda
+    with init_on_device("cuda", include_buffers=True):
+        assert Model().ones.is_cuda

@@ -253,3 +253,13 @@ def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | s
             assert ours.read_text() == theirs.read_text()
         else:
             assert same(load_file(ours), load_file(theirs))
+
+
+@pytest.mark.requires("cuda", reason="weights on a device and away from it")
+def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path) -> None:
+    net = dispatch_model(make_net(), {"embed": 0, "blocks": "cpu", "head": "cpu"})
+    for safe in (True, False):
+        save_model(net, tmp_path, safe_serialization=safe)
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path, strict=True)
+        assert same(again.state_dict(), make_net().state_dict())
