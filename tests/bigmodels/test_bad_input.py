@@ -7,7 +7,6 @@ import io
 import json
 import pickle
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,9 +32,7 @@ from tests.bigmodels.nets import (
 from trainwright import (
     CheckpointError,
     ConfigurationError,
-    check_device_map,
     cpu_offload,
-    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
@@ -46,7 +43,6 @@ from trainwright import (
 
 STATE = plain_state(make_net())
 EXPECTED = make_net()(TOKENS)
-MAKERS: dict[str, Callable[[], Net]] = {"empty": empty_net, "with values": make_net}
 
 
 @contextmanager
@@ -99,10 +95,9 @@ CALLS: dict[str, Callable[[nn.Module, Path, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("call", CALLS)
-def test_a_map_with_gaps_is_refused_with_all_that_it_lacks(call: str, kind: str, safetensors: Path) -> None:
-    net = MAKERS[kind]()
+def test_a_map_with_gaps_is_refused_with_all_that_it_lacks(call: str, safetensors: Path) -> None:
+    net = make_net()
     with refused(net, safetensors.parent, ConfigurationError) as caught:
         CALLS[call](net, safetensors, GAPS)
     for name in STATE:
@@ -114,24 +109,13 @@ def test_a_map_with_gaps_is_refused_with_all_that_it_lacks(call: str, kind: str,
     ("device", "complaint"),
     [("dsik", "Did you mean 'disk'"), (77, "77"), ("cuda:77", "cuda:77.*is not on this machine"), ("xpu:5", "xpu:5")],
 )
-@pytest.mark.parametrize("call", CALLS)
-def test_a_device_that_is_none_or_not_here_is_named(
-    call: str, device: int | str, complaint: str, safetensors: Path
-) -> None:
+def test_a_device_that_is_none_or_not_here_is_named(device: int | str, complaint: str, safetensors: Path) -> None:
     net = make_net()
-    with refused(net, safetensors.parent, ConfigurationError, rf"device_map\['blocks.0'\].*{complaint}"):
-        CALLS[call](net, safetensors, MIXED | {"blocks.0": device})
-
-
-@pytest.mark.parametrize("offload", [cpu_offload, cpu_offload_with_hook], ids=["cpu_offload", "with_hook"])
-def test_a_device_to_run_on_that_is_not_here_is_named(offload: Callable[..., Any], tmp_path: Path) -> None:
-    net = make_net()
-    with refused(net, tmp_path, ConfigurationError, r"cuda:77.*not on this machine"):
-        offload(net, "cuda:77")
-        with pytest.raises(ConfigurationError, match=r"cuda:77.*not on this machine"):
-            disk_offload(net, tmp_path / "o", "cuda:77")
-        with pytest.raises(ConfigurationError, match=r"cuda:77.*not on this machine"):
-            dispatch_model(net, MIXED, "cuda:77", offload_dir=tmp_path / "o")
+    for call in CALLS.values():
+        with refused(net, safetensors.parent, ConfigurationError, rf"device_map\['blocks.0'\].*{complaint}"):
+            call(net, safetensors, MIXED | {"blocks.0": device})
+    with refused(net, safetensors.parent, ConfigurationError, r"cuda:77.*not on this machine"):
+        cpu_offload(net, "cuda:77")
 
 
 def test_a_name_in_a_map_that_the_model_lacks_is_an_error_on_request(tmp_path: Path) -> None:
@@ -140,12 +124,9 @@ def test_a_name_in_a_map_that_the_model_lacks_is_an_error_on_request(tmp_path: P
         dispatch_model(net, {"embde": "cpu", "": "cpu"}, strict=True)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("word", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_a_budget_too_small_for_the_largest_layer_says_how_much_is_needed(
-    word: str, kind: str, safetensors: Path
-) -> None:
-    net = MAKERS[kind]()
+@pytest.mark.parametrize("word", ["auto", "sequential"])
+def test_a_budget_too_small_for_the_largest_layer_says_how_much_is_needed(word: str, safetensors: Path) -> None:
+    net = empty_net()
     with refused(net, safetensors.parent, ConfigurationError, r"'blocks\.0', the largest layer.* needs 424 bytes"):
         load_checkpoint_and_dispatch(
             net, safetensors, word, max_memory={"cpu": 200}, no_split_module_classes=["Sequential"]
@@ -173,16 +154,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_checkpoint_that_cannot_fill_an_empty_model_is_refused(
-    damage: str, places: dict[str, str], safetensors: Path
-) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(damage: str, safetensors: Path) -> None:
     spoil, complaint = DAMAGES[damage]
     spoil(safetensors)
-    net = empty_net()
-    with refused(net, safetensors.parent, CheckpointError, complaint):
-        load_checkpoint_and_dispatch(net, safetensors, places)
+    for places in ({"": "cpu"}, ALL_DISK, MIXED):
+        net = empty_net()
+        with refused(net, safetensors.parent, CheckpointError, complaint):
+            load_checkpoint_and_dispatch(net, safetensors, places)
+    if damage != "a missing tensor":
+        net = make_net()
+        with refused(net, safetensors.parent, CheckpointError, complaint):
+            load_checkpoint_in_model(net, safetensors)
 
 
 def test_values_of_the_model_s_own_that_would_have_to_be_written_ask_for_a_folder(safetensors: Path) -> None:
@@ -194,44 +177,21 @@ def test_values_of_the_model_s_own_that_would_have_to_be_written_ask_for_a_folde
         load_checkpoint_and_dispatch(net, safetensors, {"": "cpu", "blocks": "disk"})
 
 
-@pytest.mark.parametrize("damage", list(DAMAGES)[1:])
-def test_a_checkpoint_that_does_not_fit_leaves_values_alone(damage: str, safetensors: Path) -> None:
-    spoil, complaint = DAMAGES[damage]
-    spoil(safetensors)
-    net = make_net()
-    with refused(net, safetensors.parent, CheckpointError, complaint):
-        load_checkpoint_in_model(net, safetensors)
-
-
-@pytest.mark.parametrize("cut", [1, 700, 4000])
-def test_a_file_of_torch_that_is_cut_is_refused(cut: int, pickled: Path) -> None:
-    pickled.write_bytes(pickled.read_bytes()[:-cut])
-    net = empty_net()
-    with refused(net, pickled.parent, CheckpointError, r"model\.bin"):
-        load_checkpoint_and_dispatch(net, pickled, MIXED, offload_folder=pickled.parent / "o")
-
-
 @pytest.mark.parametrize("is_pickled", [False, True], ids=["safetensors", "bin"])
-@pytest.mark.parametrize("places", [{"": "cpu"}, MIXED], ids=["cpu", "mixed"])
-def test_a_second_shard_that_is_cut_or_gone_leaves_the_first_unused(
-    is_pickled: bool, places: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_second_shard_that_is_cut_or_gone_leaves_the_first_unused(is_pickled: bool, tmp_path: Path) -> None:
     folder = save_sharded(tmp_path / "c", STATE, pickled=is_pickled)
     shard = next(folder.glob("model-00002*"))
     shard.write_bytes(shard.read_bytes()[:-200])
     net = empty_net()
     for _ in range(2):
         with refused(net, tmp_path, CheckpointError, shard.name):
-            load_checkpoint_and_dispatch(net, folder, places, offload_folder=tmp_path / "o")
+            load_checkpoint_and_dispatch(net, folder, MIXED, offload_folder=tmp_path / "o")
         shard.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("layout", ["plain", "of transformers"])
-@pytest.mark.parametrize("target", ["../outside.safetensors", "{root}/outside.safetensors", "a/../../outside.bin"])
-def test_an_index_that_points_outside_its_folder_is_refused(
-    target: str, layout: str, kind: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("target", ["../outside.safetensors", "{root}/outside.safetensors"])
+def test_an_index_that_points_outside_its_folder_is_refused(target: str, layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "c"
     folder.mkdir()
     save_file(STATE, tmp_path / "outside.safetensors")
@@ -240,7 +200,7 @@ def test_an_index_that_points_outside_its_folder_is_refused(
         (folder / "index.json").write_text(json.dumps(index))
     else:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    net = MAKERS[kind]()
+    net = empty_net()
     with refused(net, tmp_path, CheckpointError, "outside its folder"):
         load_checkpoint_and_dispatch(net, folder, MIXED, offload_folder=tmp_path / "o")
 
@@ -264,80 +224,44 @@ WRITES: dict[str, Callable[[nn.Module, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("limit", [0, 300, 500], ids=["at once", "at the first large tensor", "at the index"])
 @pytest.mark.parametrize("call", WRITES)
-def test_a_disk_that_fills_up_while_it_is_written_to_leaves_nothing(call: str, limit: int, pickled: Path) -> None:
-    net = make_net()
-    with refused(net, pickled.parent, CheckpointError, "could not be written|cannot be offloaded"), files_end_at(limit):
-        WRITES[call](net, pickled.parent)
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("call", WRITES)
-def test_a_full_disk_is_said_before_anything_is_written(
+def test_a_full_disk_is_said_beforehand_or_leaves_nothing(
     call: str, pickled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    net = make_net()
+    for limit in (300, 500):  # at the first large tensor, and at the index
+        with refused(net, pickled.parent, CheckpointError, "could not be written|be offloaded"), files_end_at(limit):
+            WRITES[call](net, pickled.parent)
     usage = shutil.disk_usage(pickled.parent)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
-    net = make_net()
     with refused(net, pickled.parent, CheckpointError, r"needs \d+ bytes and the disk has 100 free"):
         WRITES[call](net, pickled.parent)
 
 
-@pytest.mark.parametrize("limit", [300, 500])
-def test_a_folder_that_cannot_be_replaced_keeps_its_former_weights(limit: int, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_replaced_keeps_its_former_weights(tmp_path: Path) -> None:
     folder = tmp_path / "o"
     offload_state_dict(folder, STATE)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with files_end_at(limit), pytest.raises(CheckpointError):
+    with files_end_at(500), pytest.raises(CheckpointError):
         offload_state_dict(folder, {name: torch.ones_like(tensor) for name, tensor in STATE.items()})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "o").write_text("mine")
-    net = make_net()
-    with nothing_changes(net, tmp_path):
-        for folder in (tmp_path / "o", tmp_path / "o" / "inner"):
-            with pytest.raises(CheckpointError, match="is a file"):
-                disk_offload(net, folder, "cpu")
-
-
-@pytest.mark.parametrize("device_map", ["auto", ["cpu"], {0: "cpu", "": "cpu"}], ids=str)
-def test_what_is_no_map_from_names_is_refused(device_map: Any, tmp_path: Path) -> None:
-    save_file(STATE, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
-        load_checkpoint_in_model(empty_net(), tmp_path, device_map=device_map)
-    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
-        check_device_map(make_net(), device_map)
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, "int8", 8], ids=str)
-def test_a_dtype_that_is_none_of_weights_is_refused(dtype: Any, tmp_path: Path) -> None:
+def test_a_dtype_that_is_none_of_weights_is_refused(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "model.safetensors")
     with pytest.raises(ConfigurationError, match=r"dtype=.*expected a floating-point dtype.*load_and_quantize_model"):
-        load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, dtype=dtype)
+        load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, dtype="int8")
 
 
-@pytest.mark.parametrize("prefetch_bytes", ["64MB", -1, 1.5, True])
+@pytest.mark.parametrize("prefetch_bytes", ["64MB", -1])
 def test_an_amount_that_is_no_number_of_bytes_is_refused(prefetch_bytes: Any, tmp_path: Path) -> None:
     net = make_net()
     with nothing_changes(net, tmp_path), pytest.raises(ConfigurationError, match="expected a number of bytes"):
         cpu_offload(net, "cpu", prefetch_bytes=prefetch_bytes)
 
 
-@pytest.mark.parametrize("save", [pickle.dumps, lambda net: torch.save(net, io.BytesIO())], ids=["pickle", "torch"])
-def test_pickling_an_offloaded_model_says_what_to_do_instead(save: Callable[[Net], Any], tmp_path: Path) -> None:
+def test_pickling_an_offloaded_model_says_what_to_do_instead() -> None:
     offloaded = cpu_offload(make_net(), "cpu")
     with pytest.raises(ConfigurationError, match=r"cannot be pickled.*save_model"):
-        save(offloaded)
-    save(copy.deepcopy(remove_hook_from_module(copy.deepcopy(offloaded), recurse=True)))
-
-
-def test_a_misspelt_name_in_a_device_map_is_warned_of_once(tmp_path: Path) -> None:
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    save_file(net.state_dict(), tmp_path / "model.safetensors")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        load_checkpoint_and_dispatch(net, tmp_path / "model.safetensors", device_map={"": "cpu", "1.wieght": "cpu"})
-    assert ["1.wieght" in str(warning.message) for warning in caught] == [True]
+        torch.save(offloaded, io.BytesIO())
+    pickle.dumps(remove_hook_from_module(copy.deepcopy(offloaded), recurse=True))

@@ -112,26 +112,6 @@ def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_bu
     assert places == sorted(places)
 
 
-@given(_TREES, _TIES)
-@_LAW
-def test_a_model_that_fits_lies_on_one_device(tree: Tree, ties: list[tuple[int, int]]) -> None:
-    outline = _outline(tree, ties)
-    placement = assign_devices(outline, {0: outline.sizes_bytes[0], 1: 1000, "cpu": 1000, "disk": None})
-    if outline.sizes_bytes[0]:
-        assert placement.device_of == {0: 0}
-
-
-def test_the_work_grows_with_the_number_of_parts() -> None:
-    def visited(num_layers: int) -> float:
-        outline = _outline([[3, 5, [2, 2]] for _ in range(num_layers)], [(0, -1)])
-        budgets: dict[int | str, int | None] = dict.fromkeys(range(8), num_layers)
-        placement = assign_devices(outline, {**budgets, "cpu": num_layers, "disk": None})
-        return placement.visited / len(outline.names)
-
-    assert visited(100) <= 3
-    assert visited(4000) <= 3
-
-
 _WITHOUT_MEMORY = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
 MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]] = {
     "devices are filled one after the other": (
@@ -178,21 +158,6 @@ def test_a_block_is_divided_unless_its_class_is_named() -> None:
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
 
 
-def test_a_module_that_has_two_names_is_placed_under_both() -> None:
-    model = layers(25, 25, 25)
-    model.again = model[2]
-    device_map = infer_auto_device_map(model, {0: 250, 1: 200})
-    assert device_map == {"0": 0, "1": 1, "2": 1, "again": 1}
-    check_device_map(model, device_map)
-
-
-def test_own_tensors_of_a_divided_module_are_placed() -> None:
-    model = Buffered()
-    device_map = infer_auto_device_map(model, {0: 150, 1: 150})
-    assert device_map == {"layer": 0, "saved": 0, "unsaved": 1}
-    check_device_map(model, device_map)
-
-
 def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
     model = layers(100, 5, 5, 100)
     assert infer_auto_device_map(model, {0: 450, "cpu": 1000}) == {"": "cpu"}
@@ -230,26 +195,11 @@ def test_a_word_stands_for_a_map(word: str, expected: dict[str, int]) -> None:
     assert resolve_device_map(layers(25, 25, 25, 25), word, max_memory={0: 1000, 1: 1000}) == expected
 
 
-def test_an_unknown_word_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'balanced'"):
-        resolve_device_map(layers(1), "balance")
-
-
-def test_a_map_that_covers_the_model_is_accepted() -> None:
-    for good in ({"": 0}, {"0": "cuda:1", "1": "disk"}, {"0": torch.device("meta"), "1": "mps"}):
-        check_device_map(layers(1, 1), good)
-
-
 def test_a_map_that_leaves_something_out_is_an_error_that_names_it() -> None:
     with pytest.raises(ConfigurationError, match=r"0\.b\.weight, 1\.a\.weight, 1\.b\.weight\."):
         check_device_map(nn.Sequential(Block(), Block()), {"0.a": 0})
     with pytest.raises(ConfigurationError, match="parameters: saved"):
         check_device_map(Buffered(), {"layer": 0})
-
-
-def test_a_tied_tensor_must_be_covered_under_each_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"head\.weight"):
-        check_device_map(TiedModel(), {"embed": 0, "blocks": 0})
 
 
 def test_a_name_that_is_no_module_is_warned_of() -> None:
@@ -282,11 +232,6 @@ def test_with_what_is_missing_all_lies_on_accelerators() -> None:
     assert missing is not None
     assert set(infer_auto_device_map(TiedModel(), {0: 250, 1: 100 + missing, "cpu": 1000}).values()) == {0, 1}
     assert "cpu" in infer_auto_device_map(TiedModel(), {0: 250, 1: 99 + missing, "cpu": 1000}).values()
-
-
-def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
-    infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
-    assert "(the whole model)" in capsys.readouterr().out
 
 
 @pytest.fixture

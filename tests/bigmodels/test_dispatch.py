@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,17 +23,13 @@ from trainwright.bigmodels.weights.weights_map import (
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
 EXPECTED = make_net()(TOKENS)
-MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
-def test_a_dispatched_model_gives_the_same_bits(
-    places: dict[str, str], mode: Callable[[], Any], tmp_path: Path
-) -> None:
+def test_a_dispatched_model_gives_the_same_bits(places: dict[str, str], tmp_path: Path) -> None:
     net = dispatch_model(make_net(), places, offload_dir=tmp_path, force_hooks=True)
-    with mode():
-        for _ in range(3):
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
             assert torch.equal(net(TOKENS), EXPECTED)
     assert net.hf_device_map == places
 
@@ -49,13 +42,6 @@ def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
 def test_a_tied_weight_that_is_in_memory_anyway_is_not_written(tmp_path: Path) -> None:
     dispatch_model(make_net(), MIXED, offload_dir=tmp_path)
     assert not any(name.startswith(("embed", "head")) for name in read_offload_index(tmp_path))
-
-
-def test_a_folder_is_asked_for_where_weights_have_to_be_written() -> None:
-    net = make_net()
-    with pytest.raises(ConfigurationError, match="offload_dir"):
-        dispatch_model(net, MIXED)
-    assert torch.equal(net(TOKENS), EXPECTED)
 
 
 def test_weights_that_are_nowhere_are_named() -> None:
@@ -82,20 +68,6 @@ def test_buffers_stay_unless_they_are_offloaded_too(tmp_path: Path) -> None:
     assert torch.equal(net(TOKENS), EXPECTED)
 
 
-def test_a_model_that_is_no_longer_used_gives_its_memory_back(tmp_path: Path) -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        net = dispatch_model(make_net(), MIXED, offload_dir=tmp_path, prefetch_bytes=0)
-        with torch.no_grad():
-            net(TOKENS)
-        weight = weakref.ref(net.embed.weight)
-        del net
-        assert weight() is None
-    finally:
-        gc.enable()
-
-
 def test_gradients_reach_what_is_not_offloaded(tmp_path: Path) -> None:
     """As for an adapter over a frozen base."""
     base = nn.Linear(4, 4).requires_grad_(False)
@@ -110,17 +82,8 @@ def test_gradients_reach_what_is_not_offloaded(tmp_path: Path) -> None:
     assert torch.equal(net[0].weight.grad, expected)
 
 
-def test_a_batch_norm_s_statistics_are_kept_in_training(tmp_path: Path) -> None:
-    plain = nn.Sequential(nn.BatchNorm1d(3))
-    net = copy.deepcopy(plain)
-    dispatch_model(net, ALL_DISK, offload_dir=tmp_path)
-    plain(torch.ones(4, 3))
-    net(torch.ones(4, 3))
-    assert torch.equal(net[0].running_mean, plain[0].running_mean)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (2, 0), (2, 3)])
 def test_a_weight_in_a_folder_comes_back_with_dtype_and_shape(
     dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -132,11 +95,6 @@ def test_a_weight_in_a_folder_comes_back_with_dtype_and_shape(
     assert found.shape == weight.shape
 
 
-def test_a_name_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="outside its folder"):
-        offload_weight(torch.ones(1), "../weight", tmp_path)
-
-
 def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a.x": torch.zeros(2), "a.y": torch.ones(2)})
     loader = OffloadedWeightsLoader({"a.x": torch.full((2,), 5.0)}, tmp_path)
@@ -146,31 +104,6 @@ def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
     assert {name: inner[name].tolist() for name in inner} == {"x": [5.0, 5.0], "y": [1.0, 1.0]}
     with pytest.raises(ConfigurationError, match="state_dict"):
         OffloadedWeightsLoader()
-
-
-def test_an_index_may_point_into_a_safetensors_file(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({"inner": torch.arange(4.0)}, tmp_path / "m.safetensors")
-    entry = {"safetensors_file": str(tmp_path / "m.safetensors"), "weight_name": "inner", "dtype": "float32"}
-    loader = OffloadedWeightsLoader(index={"outer": entry})
-    assert loader["outer"].tolist() == [0.0, 1.0, 2.0, 3.0]
-
-
-@pytest.mark.requires("cuda", reason="weights are brought from the host to a device of its own")
-@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
-@pytest.mark.parametrize("prefetch_bytes", [0, None])
-def test_a_device_gets_its_weights_from_host_and_disk(
-    places: dict[str, str], prefetch_bytes: int | None, tmp_path: Path
-) -> None:
-    expected = make_net().cuda()(TOKENS.cuda())
-    net = dispatch_model(
-        make_net(), places, main_device=0, offload_dir=tmp_path, force_hooks=True, prefetch_bytes=prefetch_bytes
-    )
-    with torch.no_grad():
-        for _ in range(5):
-            assert torch.equal(net(TOKENS.cuda()), expected)
-        assert net(TOKENS).device.type == "cpu"
 
 
 STATE = make_net().state_dict()
@@ -195,58 +128,37 @@ WAYS: dict[str, Spread] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(way: str, tmp_path: Path) -> None:
-    net = WAYS[way](empty_net(), STATE, tmp_path)
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_neither_the_model_nor_the_state_dict_has_is_named_before_anything_changes(
-    way: str, tmp_path: Path
+@pytest.mark.parametrize("left_out", [None, "head.weight", "embed.weight"])
+def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(
+    way: str, left_out: str | None, tmp_path: Path
 ) -> None:
-    net = empty_net()
-    net.blocks[0][1].register_buffer("scale", torch.ones(8, device="meta"), persistent=False)
-    before = {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())}
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.1\.scale"):
-        WAYS[way](net, STATE, tmp_path)
-    assert {name: id(tensor) for name, tensor in (*net.named_parameters(), *net.named_buffers())} == before
-    assert not any("_hf_hook" in vars(module) for module in net.modules())
-
-
-def test_a_value_of_another_shape_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"running_mean.*\(3,\).*\(8,\)"):
-        cpu_offload(empty_net(), "cpu", state_dict={**STATE, "blocks.0.1.running_mean": torch.ones(3)})
-
-
-def test_tied_parameters_stay_tied_where_a_state_dict_fills_them() -> None:
-    state = {name: tensor for name, tensor in STATE.items() if name != "head.weight"}
-    net = dispatch_model(empty_net(), {"": "cpu"}, state_dict=state)
-    assert net.head.weight is net.embed.weight
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("left_out", ["head.weight", "embed.weight"])
-def test_a_tied_weight_is_found_by_any_of_its_names(way: str, left_out: str, tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in STATE.items() if name != left_out}  # as files of safetensors have it
     net = WAYS[way](empty_net(), state, tmp_path)
     assert torch.equal(net(TOKENS), EXPECTED)
 
 
-def test_values_that_the_model_has_are_not_replaced() -> None:
-    net = make_net()
-    other = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
-    assert torch.equal(dispatch_model(net, {"": "cpu"}, state_dict=other)(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("how", ["disk_offload", "dispatch_model"])
-def test_buffers_that_stay_at_hand_come_from_the_folder(how: str, tmp_path: Path) -> None:
+def test_buffers_that_stay_at_hand_come_from_the_folder(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, STATE)
     before = tree_of(tmp_path)
-    net = empty_net()
-    if how == "disk_offload":
-        disk_offload(net, tmp_path, "cpu")
-    else:
-        dispatch_model(net, ALL_DISK, offload_dir=tmp_path)
-    assert torch.equal(net(TOKENS), EXPECTED)
+    for net in (
+        disk_offload(empty_net(), tmp_path, "cpu"),
+        dispatch_model(empty_net(), ALL_DISK, offload_dir=tmp_path),
+    ):
+        assert torch.equal(net(TOKENS), EXPECTED)
     assert tree_of(tmp_path) == before
+
+
+@pytest.mark.requires("cuda", reason="weights are brought from the host to a device of its own")
+@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
+@pytest.mark.parametrize("prefetch_bytes", [0, None])
+def test_a_device_gets_its_weights_from_host_and_disk(
+    places: dict[str, str], prefetch_bytes: int | None, tmp_path: Path
+) -> None:
+    expected = make_net().cuda()(TOKENS.cuda())
+    net = dispatch_model(
+        make_net(), places, main_device=0, offload_dir=tmp_path, force_hooks=True, prefetch_bytes=prefetch_bytes
+    )
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(net(TOKENS.cuda()), expected)
+        assert net(TOKENS).device.type == "cpu"

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.bigmodels.nets import of_transformers
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, count_weights, kv_cache_bytes
+from trainwright.bigmodels.maps.estimates import count_stage_bytes, count_stored_weights, kv_cache_bytes
 from trainwright.cli.main import main
 
 _LLAMA = {
@@ -62,25 +62,6 @@ def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.C
 
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-
-
-@of_transformers
-@pytest.mark.parametrize(("name", "has_one"), [("BertForMaskedLM", False), ("BertModel", False), ("GPT2Model", True)])
-def test_a_cache_has_what_reads_from_left_to_right(
-    name: str, has_one: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    family = "gpt2" if name.startswith("GPT2") else "bert"
-    names = {"n_embd": 32, "n_layer": 2, "n_head": 2} if family == "gpt2" else _SMALL
-    (tmp_path / "config.json").write_text(json.dumps({**names, "model_type": family, "architectures": [name]}))
-    rows = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")["dtypes"]
-    assert all(("kv_cache_bytes" in row) is has_one for row in rows.values())
-
-
-@of_transformers
-def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}))
-    assert main(["estimate", str(tmp_path), "--batch-size", "2"]) == 2
-    assert "Wav2Vec2ForCTC takes input_values" in capsys.readouterr().err
 
 
 _TEXT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50}
@@ -136,12 +117,7 @@ _WITH_EXPERTS = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "de
     ],
 )
 def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
-    kind: str,
-    config: dict[str, Any],
-    length: int | None,
-    rel: float,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    kind: str, config: dict[str, Any], length: int | None, rel: float, tmp_path: Path, capsys: Any
 ) -> None:
     transformers: Any = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [kind]}))
@@ -184,17 +160,6 @@ def test_activations_are_what_a_backward_needs() -> None:
     assert sum(count_stage_bytes(lambda: model(inputs.to("meta")), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
 
 
-def test_training_with_adam_takes_what_was_estimated() -> None:
-    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 200))
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.randn(4, 300)).sum().backward()
-    optimizer.step()
-    tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
-    tensors += [value for state in optimizer.state.values() for value in state.values()]
-    taken = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
-    assert count_weights(model).training_bytes("float32") == pytest.approx(taken, rel=0.01)
-
-
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32", "--devices", "2")
     assert facts["peaks_float32_adam"]["fsdp"] > 0
@@ -210,23 +175,6 @@ def test_stored_weights_are_weighed_from_their_headers(tmp_path: Path, capsys: p
     assert (count.elements, count.fixed_bytes) == (27, 8)
     assert (count.largest_layer, count.largest_elements) == ("layers.0", 15)
     assert _run(capsys, str(tmp_path), "--dtypes", "float16")["dtypes"]["float16"]["total_bytes"] == 54 + 8
-
-
-class SmallTask(TaskModule):
-    """A task with 4 MiB of weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1024, 1024, bias=False)
-
-
-def test_the_memory_of_each_rank_is_estimated_for_a_task(capsys: pytest.CaptureFixture[str]) -> None:
-    peaks = _run(capsys, f"{__name__}:SmallTask", "--devices", "2")["peaks_float32_adam"]
-    assert peaks["single"] >= 16 * 1024**2
-
-
-def test_models_without_a_cache_have_none() -> None:
-    assert kv_cache_bytes({"model_type": "resnet"}, batch_size=1, sequence_length=1, dtype="float16") is None
 
 
 def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,12 +207,6 @@ def test_what_cannot_be_estimated_is_one_readable_line(
     assert complaint in capsys.readouterr().err
 
 
-_BERT = {
-    "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 32, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 32,
-}  # fmt: skip
-_MODELS = ("bert-base-cased", "HuggingFaceM4/idefics-80b-instruct")
-
 _FAKE_TIMM = """
 from torch import nn
 
@@ -278,100 +220,36 @@ def list_models():
 """
 
 
-@pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders by the names of the guide's models, in the present one."""
-    for name in _MODELS:
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text(json.dumps(_BERT))
-    monkeypatch.chdir(tmp_path)
-
-
-def _dtypes(out: str) -> list[str]:
-    return [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")][2:]
-
-
 @of_transformers
-@pytest.mark.usefixtures("models")
-def test_the_guide_s_commands_print_their_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    everything = ["float32", "bfloat16", "float16", "float8", "int8", "int4"]
+def test_the_guide_s_options_are_taken_and_choose_the_rows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for options, dtypes in (
-        (["bert-base-cased"], everything),
-        (["HuggingFaceM4/idefics-80b-instruct", "--library_name", "transformers"], everything),
-        (["bert-base-cased", "--dtypes", "float32", "float16"], ["float32", "float16"]),
-        (["bert-base-cased", "--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
-        (["bert-base-cased", "--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
+        (["--library_name", "transformers"], ["float32", "bfloat16", "float16", "float8", "int8", "int4"]),
+        (["--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
+        (["--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
     ):
-        assert main(["estimate-memory", *options]) == 0
-        out = capsys.readouterr().out
-        assert out.startswith(f"{options[0]}: ")
-        assert "Largest Layer" in out
-        assert "Training using Adam" in out
-        assert _dtypes(out) == dtypes
+        assert main(["estimate-memory", str(llama.parent), *options]) == 0
+        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+        assert "Largest Layer" in rows[0]
+        assert [row.split("|")[1].strip() for row in rows[2:]] == dtypes
 
 
 @of_transformers
-@pytest.mark.usefixtures("models")
-def test_a_sequence_that_is_too_long_is_one_readable_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "bert-base-cased", "--batch-size", "1", "--sequence-length", "33"]) == 2
-    assert "pass --sequence-length 32 or less" in capsys.readouterr().err
-
-
-def test_another_library_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate-memory", "bert-base-cased", "--library_name", "keras"]) == 2
-    assert "transformers" in capsys.readouterr().err
-
-
-_CODE = {
-    "configuration_mine.py": """
-from transformers import PretrainedConfig
-
-class MineConfig(PretrainedConfig):
-    model_type = "mine"
-    width = 7
-""",
-    "modeling_mine.py": """
-from torch import nn
-from transformers import PreTrainedModel
-from .configuration_mine import MineConfig
-
-class MineForCausalLM(PreTrainedModel):
-    config_class = MineConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.layer = nn.Linear(config.width, config.width, bias=False)
-        self.post_init()
-""",
-    "config.json": json.dumps({
-        "model_type": "mine", "architectures": ["MineForCausalLM"], "auto_map": {
-            "AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
-        },
-    }),
-}  # fmt: skip
-
-
-@of_transformers
-def test_code_of_a_model_runs_only_if_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for file, text in _CODE.items():
-        (tmp_path / file).write_text(text)
-    assert main(["estimate-memory", str(tmp_path), "--dtypes", "float32"]) == 2
+def test_code_of_a_model_does_not_run_unless_it_is_trusted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = {"AutoConfig": "mine.MineConfig", "AutoModelForCausalLM": "mine.MineForCausalLM"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": code}))
+    (tmp_path / "mine.py").write_text("raise SystemExit('it ran')")
+    assert main(["estimate-memory", str(tmp_path)]) == 2
     assert "trust_remote_code" in capsys.readouterr().err
-    assert main(["estimate-memory", str(tmp_path), "--dtypes", "float32", "--trust_remote_code", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["elements"] == 49
 
 
 @of_transformers
 def test_a_name_that_cannot_be_found_is_one_readable_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["estimate-memory", "no-such/model"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "'no-such/model' is not a local file or folder, and Hugging Face's hub cannot be reached" in error
     assert "Pass a local folder, or set HF_HOME" in error
 
 
@@ -391,32 +269,3 @@ def test_a_model_of_timm_is_built_by_timm(timm: Path, capsys: pytest.CaptureFixt
         assert json.loads(capsys.readouterr().out)["elements"] == 3 * 8 * 9 + 4 * 8
     assert main(["estimate-memory", "timm/resnet05"]) == 2
     assert "Did you mean 'resnet50'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.requires("timm", "its own models, which need a torchvision that was built for the torch that is installed")
-@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
-def test_an_estimate_counts_every_floating_element_of_a_model_of_timm(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["estimate-memory", f"timm/{name}", "--dtypes", "float32", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["elements"]
-    import timm
-
-    built = timm.create_model(name, pretrained=False)
-    assert found == sum(value.numel() for value in built.state_dict().values() if value.is_floating_point())
-
-
-def test_a_timm_that_cannot_be_imported_is_said_with_what_to_do(timm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timm.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    assert main(["estimate-memory", "timm/resnet50.a1_in1k", "--library_name", "timm"]) == 2
-    error = capsys.readouterr().err
-    assert "torchvision::nms does not exist" in error
-    assert "pip install --upgrade torchvision timm" in error
-
-
-def test_a_missing_timm_is_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "timm", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["estimate-memory", "timm/resnet50.a1_in1k"]) == 2
-    assert "pip install timm" in capsys.readouterr().err

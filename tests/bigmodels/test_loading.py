@@ -16,12 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
-from trainwright import cpu_offload, disk_offload
-from trainwright.bigmodels.dispatch.dispatch import dispatch_model
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
-from trainwright.bigmodels.dispatch.single_tensors import load_state_dict
 from trainwright.bigmodels.weights.empty import init_empty_weights
-from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint.format.model import write_model
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -49,14 +45,12 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "its path": lambda folder: _single(folder) / "model.safetensors",
     "shards": lambda folder: save_sharded(folder, STATE),
     "their index": lambda folder: save_sharded(folder, STATE) / "model.safetensors.index.json",
-    "a plain index": lambda folder: save_sharded(folder, STATE, plain=True),
     "bin": _bin,
     "bin of torch before 1.6": lambda folder: (
         _made(
             folder, "pytorch_model.bin", lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False)
         ).parent
     ),
-    "bin shards": lambda folder: save_sharded(folder, STATE, pickled=True),
     "bin and a plain index": lambda folder: save_sharded(folder, STATE, plain=True, pickled=True),
     "nested in a pt file": lambda folder: _made(
         folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)
@@ -66,16 +60,14 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK, MIXED], ids=["no map", "cpu", "disk", "mixed"])
-def test_every_form_of_checkpoint_runs_from_every_place(
-    form: str, places: dict[str, str] | None, tmp_path: Path
-) -> None:
-    net = empty_net()
+def test_every_form_of_checkpoint_runs_from_every_place(form: str, tmp_path: Path) -> None:
     checkpoint = FORMS[form](tmp_path / "checkpoint")
-    load_checkpoint_and_dispatch(net, checkpoint, device_map=places, offload_folder=tmp_path / "offload", strict=True)
-    for _ in range(2):
-        assert torch.equal(net(TOKENS), EXPECTED)
-    assert net.embed.weight is net.head.weight or net.head.weight.is_meta
+    for places in (None, ALL_DISK, MIXED):
+        net = empty_net()
+        load_checkpoint_and_dispatch(net, checkpoint, places, offload_folder=tmp_path / "offload", strict=True)
+        for _ in range(2):
+            assert torch.equal(net(TOKENS), EXPECTED)
+        assert net.embed.weight is net.head.weight or net.head.weight.is_meta
 
 
 def test_weights_with_values_are_written_over_in_place(tmp_path: Path) -> None:
@@ -91,18 +83,7 @@ def test_weights_with_values_are_written_over_in_place(tmp_path: Path) -> None:
     assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == addresses
 
 
-def test_writing_to_a_loaded_weight_does_not_reach_the_file(tmp_path: Path) -> None:
-    folder = _single(tmp_path / "c")
-    net = empty_net()
-    load_checkpoint_in_model(net, folder)
-    with torch.no_grad():
-        net.embed.weight.zero_()
-    again = empty_net()
-    load_checkpoint_in_model(again, folder)
-    assert torch.equal(again(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("places", [None, {"": "cpu"}, MIXED, ALL_DISK], ids=["no map", "cpu", "mixed", "disk"])
+@pytest.mark.parametrize("places", [None, MIXED], ids=["no map", "mixed"])
 def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_from_it_are_used(
     places: dict[str, str] | None, tmp_path: Path
 ) -> None:
@@ -114,17 +95,6 @@ def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_fr
     assert str(path) not in Path("/proc/self/maps").read_text()
     torch.save(net.state_dict(), path)
     assert torch.equal(net(TOKENS), EXPECTED)
-
-
-def test_a_state_dict_read_from_a_file_of_torch_is_in_memory_with_its_ties(tmp_path: Path) -> None:
-    shared = torch.arange(6.0)
-    torch.save({"a": shared, "b": shared.view(2, 3)}, tmp_path / "m.bin")
-    found = load_state_dict(tmp_path / "m.bin")
-    gc.collect()
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    torch.save(found, tmp_path / "m.bin")
-    found["a"].add_(1)
-    assert torch.equal(found["b"], torch.arange(1.0, 7.0).view(2, 3))
 
 
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])
@@ -151,13 +121,6 @@ def test_a_weight_in_a_safetensors_file_is_converted_as_it_is_brought(tmp_path: 
     assert torch.equal(net(inputs), expected)
 
 
-def test_what_was_loaded_to_the_disk_can_be_dispatched_in_a_second_call(tmp_path: Path) -> None:
-    net = empty_net()
-    load_checkpoint_in_model(net, _single(tmp_path / "c"), MIXED)
-    dispatch_model(net, MIXED)
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
 def test_a_bin_file_is_converted_once(tmp_path: Path) -> None:
     folder = _bin(tmp_path / "c")
     load_checkpoint_and_dispatch(empty_net(), folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
@@ -182,43 +145,14 @@ def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path)
         keys = load_checkpoint_in_model(net, tmp_path / "m.safetensors")
     assert keys.missing_keys == ["blocks.0.0.bias"]
     assert keys.unexpected_keys == ["extra"]
+    for name in ("missing", "unexpected"):
+        given = STATE | {"extra": torch.ones(1)} if name == "unexpected" else state
+        save_file(given, tmp_path / "m.safetensors")
+        with pytest.raises(CheckpointError, match="extra" if name == "unexpected" else "blocks.0.0.bias"):
+            load_checkpoint_in_model(net, tmp_path / "m.safetensors", strict=True)
 
 
 Bad = namedtuple("Bad", "state message")
-BAD = {
-    "missing": Bad({n: t for n, t in STATE.items() if n != "embed.weight"}, "embed.weight"),
-    "unexpected": Bad(STATE | {"extra": torch.ones(1)}, "extra"),
-    "shape": Bad(STATE | {"blocks.1.0.bias": torch.ones(9)}, r"'blocks.1.0.bias' has shape \(9,\), expected \(8,\)"),
-    "dtype": Bad(STATE | {"blocks.1.0.bias": torch.ones(8, dtype=torch.int64)}, r"'blocks.1.0.bias' is torch.int64"),
-}
-
-
-@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
-@pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_named_and_leaves_model_and_files_alone(
-    case: str, places: dict[str, str], tmp_path: Path
-) -> None:
-    torch.save(BAD[case].state, tmp_path / "m.bin")
-    net = make_net()
-    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
-    files = tree_of(tmp_path)
-    with pytest.raises(CheckpointError, match=BAD[case].message):
-        load_checkpoint_and_dispatch(
-            net, tmp_path / "m.bin", device_map=places, offload_folder=tmp_path / "o", strict=True
-        )
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
-    assert tree_of(tmp_path) == files
-
-
-def test_an_index_whose_files_are_links_is_read(tmp_path: Path) -> None:
-    """As in a hub's cache, where the files of a snapshot are links to blobs elsewhere."""
-    real = save_sharded(tmp_path / "blobs", STATE)
-    (tmp_path / "snapshot").mkdir()
-    for path in real.iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
-    net = empty_net()
-    load_checkpoint_in_model(net, tmp_path / "snapshot")
-    assert torch.equal(net(TOKENS), EXPECTED)
 
 
 def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,50 +179,6 @@ def test_a_file_that_is_cut_while_it_is_in_use_is_an_error_and_not_a_crash(tmp_p
     with pytest.raises(CheckpointError, match="has shrunk from"):
         net(torch.ones(1, 64))
     assert net.weight.is_meta
-
-
-def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="contains no weights"):
-        read_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
-        read_checkpoint(tmp_path / "nowhere")
-
-
-def test_safetensors_come_before_bin_where_a_folder_has_both(tmp_path: Path) -> None:
-    folder = _single(tmp_path / "c")
-    torch.save({}, folder / "pytorch_model.bin")
-    assert set(read_checkpoint(folder)) == set(STATE)
-
-
-def test_an_unknown_word_for_a_map_and_an_unknown_dtype_are_refused(tmp_path: Path) -> None:
-    folder = _single(tmp_path / "c")
-    with pytest.raises(ConfigurationError, match="autp"):
-        load_checkpoint_and_dispatch(empty_net(), folder, device_map="autp")
-    with pytest.raises(ConfigurationError, match="floaty"):
-        load_checkpoint_in_model(empty_net(), folder, dtype="floaty")
-
-
-def test_auto_places_by_the_budgets(tmp_path: Path) -> None:
-    net = empty_net()
-    folder = _single(tmp_path / "c")
-    load_checkpoint_and_dispatch(
-        net, folder, device_map="auto", max_memory={"cpu": 900}, no_split_module_classes=["Sequential"]
-    )
-    assert "disk" in net.hf_device_map.values()
-    assert torch.equal(net(TOKENS), EXPECTED)
-
-
-@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK, MIXED], ids=["no map", "cpu", "disk", "mixed"])
-def test_a_model_that_is_not_sharded_takes_map_and_dtype_whatever_is_said_of_shards(
-    places: dict[str, str] | None, tmp_path: Path
-) -> None:
-    net = empty_net()
-    path = _bin(tmp_path / "c")
-    load_checkpoint_and_dispatch(
-        net, path, places, dtype=torch.bfloat16, offload_folder=tmp_path / "o", full_state_dict=False
-    )
-    with torch.no_grad():
-        assert torch.equal(net(TOKENS), make_net().bfloat16()(TOKENS))
 
 
 def test_a_model_of_sharded_tensors_is_loaded_as_it_is_and_refuses_another_dtype(tmp_path: Path) -> None:
@@ -331,55 +221,13 @@ def _net() -> nn.Module:
 
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])
-@pytest.mark.parametrize("empty", [False, True])
-@pytest.mark.parametrize("place", ["disk", "cpu"])
-def test_a_model_loads_and_runs_under_inference_mode(place: str, empty: bool, suffix: str, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    net, x = _net(), torch.ones(2, 4)
-    wanted = net(x)
-    if suffix == "bin":
-        torch.save(net.state_dict(), tmp_path / "model.bin")
-    else:
-        save_file(net.state_dict(), tmp_path / "model.safetensors")
-    with torch.inference_mode():
-        if empty:
-            with init_empty_weights():
-                model = _net()
-        else:
-            model = _net()
-        device_map: dict[str, Any] = {"0": place, "1": "cpu", "2": place}
-        loaded = load_checkpoint_and_dispatch(
-            model, tmp_path / f"model.{suffix}", device_map=device_map, offload_folder=tmp_path / "offload"
-        )
-        for _ in range(2):
-            assert torch.equal(loaded(x), wanted)
-    with torch.no_grad():
-        assert torch.equal(loaded(x), wanted)
-
-
-def test_models_built_in_inference_mode_can_be_offloaded(tmp_path: Path) -> None:
-    with torch.inference_mode():
-        net, x = _net(), torch.ones(2, 4)
-        wanted = net(x)
-        assert torch.equal(cpu_offload(net, "cpu")(x), wanted)
-        net = _net()
-        wanted = net(x)
-        assert torch.equal(disk_offload(net, tmp_path, "cpu")(x), wanted)
-
-
-def _two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
-
-
-def test_a_bin_checkpoint_loads_again_from_the_folder_it_was_offloaded_to(tmp_path: Path) -> None:
-    net, x = _two_layers(), torch.ones(1, 4)
-    torch.save(net.state_dict(), tmp_path / "pytorch_model.bin")
-    for _ in range(3):
-        with init_empty_weights():
-            empty = _two_layers()
-        loaded = load_checkpoint_and_dispatch(
-            empty, tmp_path, device_map={"0": "disk", "1": "cpu"}, offload_folder=tmp_path
-        )
-        assert torch.equal(loaded(x), net(x))
-        assert (tmp_path / "pytorch_model.bin").is_file()
+def test_a_model_loads_and_runs_under_inference_mode(suffix: str, tmp_path: Path) -> None:
+    (torch.save if suffix == "bin" else save_file)(STATE, tmp_path / f"model.{suffix}")
+    for make in (empty_net, make_net):
+        with torch.inference_mode():
+            net = make()
+            load_checkpoint_and_dispatch(net, tmp_path, device_map=MIXED, offload_folder=tmp_path / "offload")
+            for _ in range(2):
+                assert torch.equal(net(TOKENS), EXPECTED)
+        with torch.no_grad():
+            assert torch.equal(net(TOKENS), EXPECTED)

@@ -14,10 +14,7 @@ from torch import nn
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_net, plain_state, tree_of
 from trainwright import (
-    CheckpointError,
     ConfigurationError,
-    ModelHook,
-    add_hook_to_module,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -64,10 +61,7 @@ SPREAD: dict[str, Callable[[Path], Any]] = {
     "on the disk": lambda folder: dispatch_model(make_net(), ALL_DISK, offload_dir=folder),
     "with buffers": lambda folder: dispatch_model(make_net(), ALL_DISK, offload_dir=folder, offload_buffers=True),
     "cpu_offload": lambda folder: cpu_offload(make_net(), "cpu"),
-    "cpu_offload with buffers": lambda folder: cpu_offload(make_net(), "cpu", offload_buffers=True),
-    "disk_offload": lambda folder: disk_offload(make_net(), folder, "cpu"),
     "of a checkpoint": lambda folder: _loaded(folder, ALL_DISK),
-    "of a checkpoint, mixed": lambda folder: _loaded(folder, MIXED),
 }
 
 
@@ -81,45 +75,13 @@ def test_a_model_that_is_spread_runs_with_the_weights_that_are_loaded_into_it(
     net = SPREAD[kind](tmp_path)
     assert torch.equal(net(TOKENS), OLD_SCORES)
     load_checkpoint_in_model(net, _checkpoint(tmp_path, suffix), places, offload_folder=tmp_path, strict=True)
-    if not (places == ALL_DISK and kind in ("mixed", "of a checkpoint, mixed")):  # else parts of it are not spread yet
+    if not (places == ALL_DISK and kind == "mixed"):  # else parts of it are not spread yet
         for _ in range(3):
             assert torch.equal(net(TOKENS), NEW_SCORES)
     save_model(net, tmp_path / "saved")
     again = empty_net()
     load_checkpoint_in_model(again, tmp_path / "saved", {"": "cpu"}, strict=True)
     assert torch.equal(again(TOKENS), NEW_SCORES)
-
-
-@pytest.mark.parametrize("kind", SPREAD)
-@torch.no_grad()
-def test_hooks_taken_off_give_back_the_weights_that_were_loaded_last(kind: str, tmp_path: Path) -> None:
-    net = SPREAD[kind](tmp_path)
-    load_checkpoint_in_model(net, _checkpoint(tmp_path, "safetensors"), {"": "cpu"})
-    remove_hook_from_submodules(net)
-    assert torch.equal(net(TOKENS), NEW_SCORES)
-    assert net.head.weight is net.embed.weight
-
-
-@torch.no_grad()
-def test_weights_that_are_kept_in_memory_are_written_over_there(tmp_path: Path) -> None:
-    net = make_net()
-    before = dict(net.named_parameters())
-    addresses = {name: parameter.data_ptr() for name, parameter in before.items()}
-    cpu_offload(net, "cpu")
-    load_checkpoint_in_model(net, _checkpoint(tmp_path, "safetensors"))
-    remove_hook_from_submodules(net)
-    for name, parameter in net.named_parameters():
-        assert parameter is before[name]
-        assert parameter.data_ptr() == addresses[name]
-    assert torch.equal(net(TOKENS), NEW_SCORES)
-
-
-@pytest.mark.parametrize("kind", ["on the disk", "cpu_offload"])
-@torch.no_grad()
-def test_a_dtype_is_that_of_the_next_forward(kind: str, tmp_path: Path) -> None:
-    net = SPREAD[kind](tmp_path)
-    load_checkpoint_in_model(net, _checkpoint(tmp_path, "safetensors"), dtype="bfloat16")
-    assert torch.equal(net(TOKENS), _other().bfloat16()(TOKENS))
 
 
 @torch.no_grad()
@@ -135,46 +97,20 @@ def test_a_part_that_a_checkpoint_lacks_stays_on_the_disk_with_its_values(tmp_pa
     assert torch.equal(net(TOKENS), expected(TOKENS))
 
 
-@torch.no_grad()
-def test_a_load_that_fails_after_hooks_were_told_leaves_them_with_the_former_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise CheckpointError("in the middle")
-
-    net = SPREAD["on the disk"](tmp_path)
-    monkeypatch.setattr("trainwright.bigmodels.dispatch.loading.dispatch_model", fail)
-    with pytest.raises(CheckpointError, match="in the middle"):
-        load_checkpoint_and_dispatch(net, _checkpoint(tmp_path, "safetensors"), ALL_DISK, dtype="bfloat16")
-    assert torch.equal(net(TOKENS), OLD_SCORES)
-
-
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])
 @torch.no_grad()
 def test_floating_buffers_take_the_dtype_and_others_do_not(places: dict[str, str], tmp_path: Path) -> None:
     """As in Accelerate: a module that multiplies weights and buffers computes in one dtype."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.register_buffer("scale", torch.full((4,), 2.0))
-            self.register_buffer("count", torch.tensor(3))
-            self.register_buffer("table", torch.ones(4), persistent=False)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            scores: torch.Tensor = self.inner(inputs * self.scale)
-            return scores
-
-    model = nn.Sequential(Scaled(), Scaled())
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4)).eval()
+    model[0].register_buffer("table", torch.ones(4), persistent=False)
     save_file(model.state_dict(), tmp_path / "m.safetensors")
     load_checkpoint_and_dispatch(
         model, tmp_path / "m.safetensors", places, dtype=torch.bfloat16, keep_in_fp32_modules=["1"]
     )
     assert model[0](torch.ones(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
-    assert model[0].scale.dtype is torch.bfloat16
-    assert (model[0].count.dtype, model[0].table.dtype) == (torch.int64, torch.float32)
-    assert model[1].scale.dtype is torch.float32
+    assert model[0].running_mean.dtype is torch.bfloat16
+    assert (model[0].num_batches_tracked.dtype, model[0].table.dtype) == (torch.int64, torch.float32)
+    assert model[1].running_mean.dtype is torch.float32
 
 
 OTHER = {"embed": "disk", "blocks.0": "cpu", "blocks.1": "disk", "head": "cpu"}
@@ -182,11 +118,10 @@ OTHER = {"embed": "disk", "blocks.0": "cpu", "blocks.1": "disk", "head": "cpu"}
 
 FORMER: dict[str, Callable[[Path], Any]] = {
     "with hooks": lambda folder: dispatch_model(make_net(), {"": "cpu"}, force_hooks=True),
-    **{kind: SPREAD[kind] for kind in SPREAD if kind not in ("with buffers", "cpu_offload")},
+    **{kind: SPREAD[kind] for kind in ("mixed", "on the disk", "of a checkpoint")},
 }
 PLACES: dict[str, Callable[[Net, Path], Any]] = {
     "the cpu": lambda net, folder: dispatch_model(net, {"": "cpu"}),
-    "mixed": lambda net, folder: dispatch_model(net, MIXED, offload_dir=folder / "new"),
     "other": lambda net, folder: dispatch_model(net, OTHER, offload_dir=folder / "new"),
     "the disk": lambda net, folder: dispatch_model(net, ALL_DISK, offload_dir=folder / "new"),
     "cpu_offload": lambda net, folder: cpu_offload(net, "cpu"),
@@ -242,39 +177,6 @@ def test_weights_written_to_after_they_came_back_are_those_that_are_offloaded(tm
         assert not torch.equal(expected, OLD_SCORES)
 
 
-@pytest.mark.parametrize("new", PLACES)
-@torch.no_grad()
-def test_hooks_that_are_removed_after_a_second_placement_leave_the_weights(new: str, tmp_path: Path) -> None:
-    net = FORMER["on the disk"](tmp_path)
-    PLACES[new](net, tmp_path)
-    for each in (copy.deepcopy(net), net):
-        remove_hook_from_submodules(each)
-        assert {tensor.device.type for tensor in each.state_dict().values()} == {"cpu"}
-        assert each.head.weight is each.embed.weight
-        assert torch.equal(each(TOKENS), OLD_SCORES)
-
-
-def test_an_optimizer_s_parameters_are_the_model_s_again(tmp_path: Path) -> None:
-    net = make_net()
-    before = dict(net.named_parameters())
-    dispatch_model(net, ALL_DISK, offload_dir=tmp_path)
-    dispatch_model(net, {"": "cpu"})
-    assert all(parameter is before[name] for name, parameter in net.named_parameters())
-
-
-@torch.no_grad()
-def test_a_hook_of_the_user_s_own_stays(tmp_path: Path) -> None:
-    class Doubled(ModelHook):
-        def post_forward(self, module: nn.Module, output: Any) -> Any:
-            return output * 2
-
-    net = FORMER["on the disk"](tmp_path)
-    add_hook_to_module(net.head, Doubled(), append=True)
-    for places in (MIXED, {"": "cpu"}):
-        dispatch_model(net, places)
-        assert torch.equal(net(TOKENS), OLD_SCORES * 2)
-
-
 @pytest.mark.parametrize("former", FORMER)
 @torch.no_grad()
 def test_a_placement_that_fails_leaves_the_former_one(
@@ -310,11 +212,3 @@ def test_after_the_hooks_are_gone_a_checkpoint_s_weights_on_the_disk_can_be_had(
             each.cpu()
         dispatch_model(each, {"": "cpu"})
         assert torch.equal(each.to("cpu")(TOKENS), OLD_SCORES)
-
-
-@torch.no_grad()
-def test_a_part_left_on_the_disk_may_be_kept_in_memory_instead(tmp_path: Path) -> None:
-    net = FORMER["of a checkpoint"](tmp_path)
-    remove_hook_from_submodules(net)
-    cpu_offload(net, "cpu")
-    assert torch.equal(net(TOKENS), OLD_SCORES)

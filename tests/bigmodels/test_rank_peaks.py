@@ -22,8 +22,8 @@ from trainwright.bigmodels.maps.rank_peaks import (
     model_of_one_rank,
     pipeline_peak,
     rank_peaks,
-    ranks_that_fit,
     shape_of,
+    split_peak,
     stage_shapes,
     training_shape,
 )
@@ -33,11 +33,11 @@ from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
 
-_NAMES = ["llama", "gpt2", "t5"]
 _SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
+_MODELS = pytest.mark.parametrize(("name", "shape"), [("llama", _SMALL), ("llama", _LARGE), ("t5", _LARGE)])
 
 
-def _model(name: str, **settings: Any) -> Any:
+def _model(name: str) -> Any:
     import transformers as kit
 
     with torch.random.fork_rng():
@@ -47,13 +47,6 @@ def _model(name: str, **settings: Any) -> Any:
                 kit.LlamaConfig(
                     hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
                     vocab_size=1000, use_cache=False,
-                )
-            )  # fmt: skip
-        if name == "gpt2":
-            return kit.GPT2LMHeadModel(
-                kit.GPT2Config(
-                    n_embd=128, n_layer=4, n_head=4, vocab_size=1000, n_positions=64, use_cache=False,
-                    bos_token_id=1, eos_token_id=2, **settings,
                 )
             )  # fmt: skip
         return kit.T5ForConditionalGeneration(
@@ -66,9 +59,9 @@ def _model(name: str, **settings: Any) -> Any:
 class Task(TaskModule):
     """Trains one of the models with Adam."""
 
-    def __init__(self, name: str, *, foreach: bool | None = None, **settings: Any) -> None:
+    def __init__(self, name: str, *, foreach: bool | None = None) -> None:
         super().__init__()
-        self.model, self.foreach = _model(name, **settings), foreach
+        self.model, self.foreach = _model(name), foreach
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         inputs = batch if isinstance(batch, dict) else {"input_ids": batch, "labels": batch}
@@ -76,7 +69,7 @@ class Task(TaskModule):
         return loss
 
     def shard_units(self) -> Any:
-        return [m for m in self.model.modules() if type(m).__name__ in ("LlamaDecoderLayer", "GPT2Block", "T5Block")]
+        return [m for m in self.model.modules() if type(m).__name__ in ("LlamaDecoderLayer", "T5Block")]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), foreach=self.foreach)
@@ -107,11 +100,6 @@ def _tokens(shape: tuple[int, int]) -> torch.Tensor:
     return torch.randint(0, 1000, shape, generator=torch.Generator().manual_seed(1))
 
 
-def _settings(name: str) -> dict[str, Any]:
-    """Return settings of a model whose sequences can be split."""
-    return {"attn_pdrop": 0.0} if name == "gpt2" else {}
-
-
 def _measured(
     name: str,
     strategy: Any,
@@ -119,32 +107,24 @@ def _measured(
     *,
     named: bool = False,
     foreach: bool | None = None,
-    **settings: Any,
+    **options: Any,
 ) -> int:
     measure, tokens = Measure(), _tokens(shape)
-    trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure], **settings)
-    task, batch = (
-        (Task(name, foreach=foreach, **_settings(name)), {"input_ids": tokens, "labels": tokens})
-        if named
-        else (Task(name, foreach=foreach), tokens)
-    )
-    trainer.fit(task, [batch] * 8)
+    trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure], **options)
+    trainer.fit(Task(name, foreach=foreach), [{"input_ids": tokens, "labels": tokens} if named else tokens] * 8)
     return measure.bytes.peak
 
 
-def _estimated(
-    name: str, strategy: str, shape: tuple[int, int], world_size: int, buckets: ZeroBuckets | None = None
-) -> int:
+def _estimated(name: str, strategy: str, shape: tuple[int, int]) -> int:
     model, tokens = _model(name), _tokens(shape)
     kept = sum(count_stage_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, model, [])[0])
-    return rank_peaks(training_shape(model), world_size=world_size, activation_bytes=kept, buckets=buckets)[strategy]
+    return rank_peaks(training_shape(model), world_size=1, activation_bytes=kept)[strategy]
 
 
 @of_transformers
-@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
-@pytest.mark.parametrize("name", _NAMES)
+@_MODELS
 def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
-    assert _estimated(name, "single", shape, 1) == pytest.approx(_measured(name, "single", shape), rel=0.1)
+    assert _estimated(name, "single", shape) == pytest.approx(_measured(name, "single", shape), rel=0.1)
 
 
 class MeasureOnDevice(Callback):
@@ -168,69 +148,77 @@ class MeasureOnDevice(Callback):
 
 
 @of_transformers
-@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
-@pytest.mark.parametrize("name", _NAMES)
+@_MODELS
 def test_an_offloaded_step_needs_what_was_estimated_of_the_device(name: str, shape: tuple[int, int]) -> None:
     measure = MeasureOnDevice()
     trainer = quiet_trainer(strategy=OffloadStrategy(stream=True), max_steps=3, callbacks=[measure])
     trainer.fit(Task(name), [_tokens(shape)] * 8)
-    assert _estimated(name, "offload", shape, 1) == pytest.approx(measure.bytes.peak, rel=0.1)
+    assert _estimated(name, "offload", shape) == pytest.approx(measure.bytes.peak, rel=0.1)
 
 
-def _measured_on_ranks(strategy: str, names: list[str]) -> list[int]:
-    return [_measured(name, strategy, shape) for name in names for shape in (_SMALL, _LARGE)]
-
-
-@of_transformers
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.exhaustive
-def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
-    found = run_distributed(_measured_on_ranks, 2, strategy, _NAMES, init=False, timeout=240)[0]
-    wanted = [_estimated(name, strategy, shape, 2) for name in _NAMES for shape in (_SMALL, _LARGE)]
-    assert wanted == pytest.approx(found, rel=0.1)
-
-
-_SPLIT = ["llama", "gpt2"]  # those with a ready plan
 _IN_A_STEP = 4  # micro-batches of a pipeline
 
 
-def _measured_when_split(way: str) -> dict[tuple[Any, ...], int]:
-    """Return the peaks of this rank by model and shape of a micro-batch."""
+def _measured_on_rank(way: str) -> list[int]:
     warnings.simplefilter("ignore")
-    strategy: Any = {
-        "tp": "tp", "cp": FSDPStrategy(cp=2), "pp": MegatronStrategy(pp=2, weights_after_stage="none")
-    }[way]  # fmt: skip
+    strategy: Any = {"cp": FSDPStrategy(cp=2), "pp": MegatronStrategy(pp=2, weights_after_stage="none")}.get(way, way)
     # The command assumes a GPU, on which Adam updates all parameters at once, but not under tensor parallelism.
     settings: dict[str, Any] = {
         "foreach": way != "tp" or None,
         "named": way == "cp",
         "accumulate_grad_batches": _IN_A_STEP if way == "pp" else 1,
     }
-    return {
-        (name, shape): _measured(name, strategy, shape, **settings) for name in _SPLIT for shape in (_SMALL, _LARGE)
-    }
+    return [_measured("llama", strategy, shape, **settings) for shape in (_SMALL, _LARGE)]
 
 
 @of_transformers
 @pytest.mark.distributed
-@pytest.mark.parametrize("way", ["tp", "pp", "cp"])
 @pytest.mark.exhaustive
-def test_each_rank_of_a_split_model_needs_what_the_command_says(
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "tp", "pp", "cp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3))])
+def test_each_of_two_ranks_needs_what_the_command_says(
     way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one, other = run_distributed(_measured_when_split, 2, way, init=False, timeout=240)
-    wanted = {}
-    for name, (batch, tokens) in one:
-        model = _model(name, **_settings(name) if way == "cp" else {})
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(tmp_path / name)
+    ranks = run_distributed(_measured_on_rank, 2, way, init=False, timeout=240)
+    model = _model("llama")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    wanted = []
+    capsys.readouterr()  # of the ranks
+    for batch, tokens in (_SMALL, _LARGE):
         arguments = ["--batch-size", str(batch), "--sequence-length", str(tokens), "--devices", "2", "--json"]
-        arguments += ["--num-micro-batches", str(_IN_A_STEP)]
-        capsys.readouterr()
-        assert main(["estimate", str(tmp_path / name), *arguments]) == 0
-        wanted[name, (batch, tokens)] = json.loads(capsys.readouterr().out)["peaks_float32_adam"][way]
-    assert wanted == pytest.approx({key: max(one[key], other[key]) for key in one}, rel=0.1)
+        assert main(["estimate", str(tmp_path), *arguments, "--num-micro-batches", str(_IN_A_STEP)]) == 0
+        wanted.append(json.loads(capsys.readouterr().out)["peaks_float32_adam"][way])
+    assert wanted == pytest.approx([max(peaks) for peaks in zip(*ranks, strict=True)], rel=0.1)
+
+
+_SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), unit=1440, outside=3090, uses=2)
+_BUCKETS = ZeroBuckets(reduce=800, persistent=50, prefetch=600, reuse=900, live=1000)
+
+
+@pytest.mark.parametrize(
+    ("activation_bytes", "options", "peaks"),
+    [
+        (1000, {}, (142_560, 142_560, 149_160, 42_306, 141_320, 134_120, 129_980)),
+        (1000, {"foreach": True}, (148_200, 148_200, 149_160, 42_306, 141_320, 134_120, 129_980)),
+        (60_000, {}, (160_920, 190_560, 194_340, 84_360, 171_227, 171_227, 169_047)),
+    ],
+)
+def test_peaks_are_those_that_agreed_with_measured_ones(
+    activation_bytes: int, options: dict[str, Any], peaks: tuple[int, ...]
+) -> None:
+    found = rank_peaks(_SHAPE, world_size=2, activation_bytes=activation_bytes, buckets=_BUCKETS, **options)
+    assert tuple(found.values()) == peaks
+
+
+def test_peaks_of_a_split_model_are_those_that_agreed_with_measured_ones() -> None:
+    split = [split_peak(_SHAPE, world_size=2, activation_bytes=10, logits_bytes=logits) for logits in (100, 20_000)]
+    assert split == [142_560, 158_930]
+    stages = [_SHAPE, TrainingShape(sizes=(500, 700), unit=700, outside=500)]
+    piped = [
+        pipeline_peak(stages, num_micro_batches=num, activation_bytes=kept, sent_bytes=[100], foreach=foreach)
+        for num, kept, foreach in ((1, [50_000, 9], False), (4, [50_000, 9], False), (4, [9, 9], True))
+    ]
+    assert piped == [151_020, 230_960, 148_600]
 
 
 @of_transformers
@@ -244,83 +232,9 @@ def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
     assert training_shape(half).elements == (training_shape(llama).elements + norms) // 2
 
 
-_BUCKETS = ZeroBuckets(reduce=150_000, persistent=1_000, prefetch=50_000, reuse=300_000, live=300_000)
-_STAGES = (1, 2, 3)
-
-
-def _zero(stage: int) -> Any:
-    """Return a strategy with buckets that are filled several times in a step, and where stage 3 drops what it has."""
-    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
-
-    return DeepSpeedStrategy(
-        {
-            "zero_optimization": {
-                "stage": stage, "overlap_comm": True,
-                "reduce_bucket_size": _BUCKETS.reduce, "stage3_prefetch_bucket_size": _BUCKETS.prefetch,
-                "stage3_param_persistence_threshold": _BUCKETS.persistent,
-                "stage3_max_reuse_distance": _BUCKETS.reuse, "stage3_max_live_parameters": _BUCKETS.live,
-            },
-            "zero_allow_untested_optimizer": True,
-        }
-    )  # fmt: skip
-
-
-def _measured_under_zero() -> dict[tuple[Any, ...], int]:
-    """Return what this rank has reached by (stage, model, batch), and by stage with the buckets of the names."""
-    warnings.simplefilter("ignore")
-    found: dict[tuple[Any, ...], int] = {
-        (stage, name, shape): _measured(name, _zero(stage), shape)
-        for stage in _STAGES for name in _NAMES for shape in (_SMALL, _LARGE)
-    }  # fmt: skip
-    return found | {(stage,): _measured("llama", f"deepspeed_stage_{stage}", _SMALL) for stage in _STAGES}
-
-
-@pytest.fixture(scope="module")
-def under_zero() -> dict[tuple[Any, ...], int]:
-    """What the fuller one of two ranks has reached."""
-    one, other = run_distributed(_measured_under_zero, 2, init=False, timeout=400)
-    return {key: max(one[key], other[key]) for key in one}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
-@pytest.mark.parametrize("name", _NAMES)
-@pytest.mark.parametrize("stage", _STAGES)
-def test_each_stage_of_zero_needs_what_was_estimated(
-    stage: int, name: str, shape: tuple[int, int], under_zero: dict[tuple[Any, ...], int]
-) -> None:
-    wanted = _estimated(name, f"deepspeed_stage_{stage}", shape, 2, _BUCKETS)
-    assert wanted == pytest.approx(under_zero[stage, name, shape], rel=0.1)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.requires("transformers", reason="models by their configuration")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stage", _STAGES)
-def test_the_buckets_of_a_strategys_name_are_estimated(stage: int, under_zero: dict[tuple[Any, ...], int]) -> None:
-    wanted = _estimated("llama", f"deepspeed_stage_{stage}", _SMALL, 2)
-    assert wanted > 8 * 10**8
-    assert wanted == pytest.approx(under_zero[stage,], rel=0.01)
-
-
 def test_a_shape_knows_blocks_from_what_is_around_them() -> None:
     sizes = {"embed.weight": 100, "layers.0.a.weight": 30, "layers.0.b": 5, "layers.1.a.weight": 40, "norm": 2}
     assert shape_of(sizes) == TrainingShape(sizes=(100, 30, 5, 40, 2), unit=40, outside=102)
-
-
-def test_more_ranks_need_less_each_and_fit_sooner() -> None:
-    sizes = (131_000_000, *[50_000_000] * 134, 131_000_000)
-    shape = TrainingShape(sizes=sizes, unit=200_000_000, outside=262_000_000)
-    peaks = [rank_peaks(shape, world_size=ranks, activation_bytes=10**9)["fsdp"] for ranks in (1, 2, 8, 64)]
-    assert peaks == sorted(peaks, reverse=True)
-    needed = ranks_that_fit(shape, 80 * 10**9, activation_bytes=10**9)
-    assert needed["single"] is None
-    assert needed["fsdp"] in (2, 4)
-    assert needed["offload"] == 1
 
 
 @of_transformers
@@ -338,19 +252,6 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "at least 1" in capsys.readouterr().err
     assert main(["estimate", str(tmp_path), "--devices", "0"]) == 2
     assert "at least 1" in capsys.readouterr().err
-
-
-@of_transformers
-def test_the_command_counts_a_language_head_that_ranks_split(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = _model("llama")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    arguments = ["--batch-size", "1", "--sequence-length", "16", "--devices", "2", "--json"]
-    assert main(["estimate", str(tmp_path), *arguments]) == 0
-    peaks = json.loads(capsys.readouterr().out)["peaks_float32_adam"]
-    assert peaks["tp"] < peaks["ddp"]
 
 
 @of_transformers

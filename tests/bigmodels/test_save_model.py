@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.bigmodels.nets import (
     ALL_DISK,
@@ -28,13 +27,10 @@ from tests.bigmodels.nets import (
     save_sharded,
     tree_of,
 )
-from tests.helpers.distributed import run_distributed
 from trainwright import (
     CheckpointError,
     ConfigurationError,
-    attach_align_device_hook,
     cpu_offload,
-    disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -51,14 +47,6 @@ def names_in(folder: Path) -> list[str]:
 
 def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_a_model_that_fits_one_file_is_written_as_one_for_other_programs(tmp_path: Path) -> None:
-    save_model(make_net(), tmp_path / "a" / "b")
-    assert names_in(tmp_path / "a" / "b") == [SINGLE]
-    assert same(load_file(tmp_path / "a" / "b" / SINGLE), PLAIN)
-    with safe_open(tmp_path / "a" / "b" / SINGLE, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
 
 
 def test_a_larger_model_is_written_in_shards_with_an_index(tmp_path: Path) -> None:
@@ -104,8 +92,6 @@ OFFLOADED: dict[str, Callable[[Path], nn.Module]] = {
     "cpu_offload of whole blocks": lambda path: cpu_offload(
         make_net(), execution_device="cpu", preload_module_classes=["Sequential"]
     ),
-    "disk_offload": lambda path: disk_offload(make_net(), path / "off", execution_device="cpu"),
-    "a mixed map": lambda path: dispatch_model(make_net(), MIXED, offload_dir=path / "off"),
     "a mixed map of a checkpoint": lambda path: _on_disk(path, MIXED),
     "all on disk": lambda path: _on_disk(path, ALL_DISK),
     "all of a pickle on disk": lambda path: load_checkpoint_and_dispatch(
@@ -146,21 +132,6 @@ def test_weights_that_are_larger_than_the_buffer_are_written_whole(
     again = Net()
     load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
     assert same(again.state_dict(), make_net().state_dict())
-
-
-def test_weights_left_on_disk_and_not_dispatched_yet_are_written_too(tmp_path: Path) -> None:
-    save_file(PLAIN, tmp_path / "weights.safetensors")
-    net = empty_net()
-    load_checkpoint_in_model(net, tmp_path / "weights.safetensors", device_map=MIXED)
-    save_model(net, tmp_path / "saved")
-    assert same(load_file(tmp_path / "saved" / SINGLE), PLAIN)
-
-
-def test_offloaded_weights_have_the_dtype_that_the_model_runs_in(tmp_path: Path) -> None:
-    save_model(_on_disk(tmp_path, ALL_DISK, torch.bfloat16), tmp_path / "saved")
-    found = load_file(tmp_path / "saved" / SINGLE)
-    assert found["embed.weight"].dtype == torch.bfloat16
-    assert torch.equal(found["embed.weight"], PLAIN["embed.weight"].bfloat16())
 
 
 def test_a_model_on_disk_may_replace_the_files_that_it_lies_in(tmp_path: Path) -> None:
@@ -219,38 +190,21 @@ def test_wrappers_are_not_in_the_names_and_models_with_compiled_parts_read_them(
     assert same(again.state_dict(), net.state_dict())
 
 
-def _save_replica_and_shards(folder: Path) -> str:
-    from torch.distributed.fsdp import fully_shard
-
-    save_model(nn.parallel.DistributedDataParallel(make_net()), folder)
-    with pytest.raises(CheckpointError) as raised:
-        save_model(fully_shard(make_net()), folder / "saved")
-    assert not (folder / "saved").exists()
-    return str(raised.value)
-
-
-@pytest.mark.distributed
 def test_the_name_of_replicas_is_not_in_the_names_and_a_shard_is_not_saved_as_a_full_model(tmp_path: Path) -> None:
-    assert "is sharded over processes" in run_distributed(_save_replica_and_shards, 1, tmp_path)[0]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    save_model(nn.parallel.DistributedDataParallel(make_net()), tmp_path)
     assert same(load_file(tmp_path / SINGLE), PLAIN)
-
-
-def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "folder"):
-        with pytest.raises(CheckpointError, match=r"is a file. Choose a folder"):
-            save_model(make_net(), path)
-    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(CheckpointError, match="is sharded over processes"):
+        save_model(fully_shard(make_net(), mesh=init_device_mesh("cpu", (1,))), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize(
-    ("size", "nearest"),
-    [("ten", "'10GB'"), ("-2GB", "'2GB'"), ("5 gigs", "'5GB'"), (1.5e9, "1500000000"), (None, "'10GB'"), (-1, "'1GB'")],
+    ("size", "nearest"), [("ten", "'10GB'"), ("5 gigs", "'5GB'"), (1.5e9, "1500000000"), (-1, "'1GB'")]
 )
 def test_a_size_that_is_none_is_refused_with_one_that_may_be_meant(size: Any, nearest: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"max_shard_size={size!r} is not a size.* as {nearest}\."):
         save_model(make_net(), tmp_path / "saved", size)
-    assert not (tmp_path / "saved").exists()
 
 
 def test_weights_without_values_are_named(tmp_path: Path) -> None:
@@ -265,55 +219,10 @@ def test_weights_without_values_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "saved").exists()
 
 
-class WithText(nn.Linear):
-    """Has something in its state dict that is no tensor."""
-
-    def get_extra_state(self) -> str:
-        return "text"
-
-
-class WithSparse(nn.Module):
-    """Has a tensor whose bytes are not its values in their order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("odd", torch.eye(3).to_sparse())
-
-
-def test_a_tied_weight_with_a_copy_on_another_device_is_written_once(tmp_path: Path) -> None:
-    net = make_net()
-    there = {"weight": net.head.weight.detach().clone()}  # as a device has its own of what the host keeps
-    attach_align_device_hook(net.head, execution_device="cpu", offload=True, weights_map=there)
-    save_model(net, tmp_path)
-    assert same(load_file(tmp_path / SINGLE), PLAIN)
-
-
-@pytest.mark.requires("cuda", reason="weights on a device and away from it")
-def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path) -> None:
-    net = dispatch_model(make_net(), {"embed": 0, "blocks": "cpu", "head": "cpu"})
-    for safe in (True, False):
-        save_model(net, tmp_path, safe_serialization=safe)
-        again = Net()
-        load_checkpoint_in_model(again, tmp_path, strict=True)
-        assert same(again.state_dict(), make_net().state_dict())
-
-
-def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
-    net = _on_disk(tmp_path, ALL_DISK)
-    for safe in (True, False):
-        with torch.device("meta"):
-            save_model(net, tmp_path / "saved", safe_serialization=safe)
-        again = Net()
-        load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
-        assert same(again.state_dict(), make_net().state_dict())
-
-
-@pytest.mark.parametrize(
-    ("module", "what"),
-    [(WithSparse(), "'odd' cannot be saved: a torch.sparse_coo tensor"), (WithText(1, 1), "'_extra_state' .* a str")],
-)
-def test_what_no_file_of_weights_can_hold_is_named(module: nn.Module, what: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=what):
+def test_what_no_file_of_weights_can_hold_is_named(tmp_path: Path) -> None:
+    module = nn.Module()
+    module.register_buffer("odd", torch.eye(3).to_sparse())
+    with pytest.raises(CheckpointError, match=r"'odd' cannot be saved: a torch.sparse_coo tensor"):
         save_model(module, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -328,14 +237,7 @@ def test_a_disk_that_fills_up_leaves_the_folder_as_it_was(safe: bool, tmp_path: 
     assert tree_of(tmp_path) == before
 
 
-def test_a_disk_without_room_is_asked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
-    with pytest.raises(CheckpointError, match=r"need .* and the disk of .* has 10 B free"):
-        save_model(make_net(), tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize("size", ["400B", 0, 128, "1KB", "2MB"])
+@pytest.mark.parametrize("size", ["400B", 0, "2MB"])
 @pytest.mark.requires("accelerate", reason="what it writes of the same model")
 @pytest.mark.filterwarnings("ignore")
 def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | str, tmp_path: Path) -> None:
@@ -353,99 +255,11 @@ def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | s
             assert same(load_file(ours), load_file(theirs))
 
 
-@pytest.mark.slow
-@pytest.mark.requires("accelerate", reason="its loader")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
-def test_accelerate_loads_what_was_saved_over_a_former_model_of_the_other_format(
-    safe: bool, size: int | str, tmp_path: Path
-) -> None:
-    import accelerate
-
-    save_model(Net(), tmp_path, size, not safe)
-    save_model(make_net(), tmp_path, size, safe)
-    net = Net().eval()
-    accelerate.load_checkpoint_in_model(net, str(tmp_path))
-    assert same(net.state_dict(), make_net().state_dict())
-
-
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its loader")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("size", ["10GB", "20KB"], ids=["one file", "shards"])
-def test_transformers_loads_what_was_saved_beside_its_configuration(safe: bool, size: str, tmp_path: Path) -> None:
-    import transformers as kit
-
-    config = kit.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    model = kit.AutoModelForCausalLM.from_config(config)
-    config.save_pretrained(tmp_path)
-    save_model(model, tmp_path, size, safe)
-    again, report = kit.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
-    assert same(again.state_dict(), model.state_dict())
-    bare = kit.AutoModel.from_pretrained(tmp_path)
-    assert same(bare.state_dict(), model.model.state_dict())
-
-
-_PROGRAM = """
-import sys
-from pathlib import Path
-import torch
-from safetensors.torch import save_file
-from torch import nn
-from trainwright import cpu_offload, load_checkpoint_and_dispatch, save_model
-
-def mb(field):
-    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
-
-def measure(name, work):
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what stands now
-    before = mb("VmRSS")
-    work()
-    print(name, mb("VmHWM") - before)
-
-class Large(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(8))  # of 16 MiB each
-
-folder = Path(sys.argv[1])
-torch.set_num_threads(1)
-with torch.device("meta"):
-    small, model = nn.Linear(1, 1), Large()
-save_model(small.to_empty(device="cpu"), folder / "first")  # what a first call imports
-save_model(small, folder / "first", safe_serialization=False)
-save_file({f"parts.{i}.weight": torch.full((2048, 2048), 1.0 * i) for i in range(8)}, folder / "weights.safetensors")
-load_checkpoint_and_dispatch(model, folder / "weights.safetensors", device_map={"": "disk"})
-measure("safetensors", lambda: save_model(model, folder / "saved", "40MB"))
-measure("pickle", lambda: save_model(model, folder / "pickled", "40MB", safe_serialization=False))
-model = load_checkpoint_and_dispatch(Large(), folder / "saved")
-measure("memory", lambda: save_model(cpu_offload(model, "cpu"), folder / "again"))
-measure("copy", lambda: [torch.full((2048, 2048), 1.0) for _ in range(8)])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.exhaustive
-def test_weights_that_are_away_pass_through_one_buffer_or_one_shard(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
-        capture_output=True, text=True, timeout=300, check=False,
-        # Otherwise the C library keeps some of what is freed, now more and now less.
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    took = {name: float(mb) for name, mb in (line.split() for line in done.stdout.splitlines())}
-    print(took)
-    shard, buffer = 32, 8  # MiB: two tensors of 16 fit 40 MB
-    assert took["safetensors"] < buffer + 4
-    assert took["pickle"] < shard + buffer + 4
-    assert took["memory"] < buffer + 4
-    assert took["copy"] > 100  # else nothing was measured
+@pytest.mark.requires("cuda", reason="weights on a device and away from it")
+def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path) -> None:
+    net = dispatch_model(make_net(), {"embed": 0, "blocks": "cpu", "head": "cpu"})
+    for safe in (True, False):
+        save_model(net, tmp_path, safe_serialization=safe)
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path, strict=True)
+        assert same(again.state_dict(), make_net().state_dict())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +12,9 @@ from torch import nn
 from torch.func import functional_call
 
 from tests.bigmodels.nets import TOKENS, make_net
-from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device
-from trainwright.bigmodels.dispatch.attach import attach_align_device_hook
+from trainwright.bigmodels.dispatch.align import align_module_device
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
-from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, remove_hook_from_submodules
-from trainwright.bigmodels.saving import save_model
-from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
+from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_submodules
 from trainwright.core.errors import ConfigurationError
 
 Offload = Callable[[nn.Module], nn.Module]
@@ -95,15 +91,6 @@ def test_weights_that_are_unfrozen_while_they_are_away_are_recorded_in_the_forwa
     assert net[0].weight.grad is None
 
 
-def test_weights_that_are_offloaded_again_show_what_they_are_now() -> None:
-    net = cpu_offload(_net(), "cpu")
-    remove_hook_from_submodules(net)
-    net.requires_grad_(False).double()
-    cpu_offload(net, "cpu")
-    assert not net[0].weight.requires_grad
-    assert net[0].weight.dtype is torch.float64
-
-
 @pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.double, lambda net: net.to(torch.bfloat16)])
 def test_a_model_whose_weights_are_away_can_be_converted(
     convert: Callable[[nn.Module], nn.Module], offload: Offload
@@ -121,27 +108,6 @@ def test_a_model_whose_weights_are_away_can_be_converted(
     assert torch.equal(net(inputs), plain(inputs))
 
 
-def test_one_module_of_a_model_whose_weights_are_away_can_be_converted(offload: Offload) -> None:
-    net = offload(_net())
-    net[0].half()
-    assert net[0](_inputs().half()).dtype is torch.float16
-
-
-def test_offloaded_buffers_are_converted_with_the_model(tmp_path: Path) -> None:
-    plain, net = _net().double(), disk_offload(_net(), tmp_path, "cpu", offload_buffers=True)
-    net(_inputs())
-    inputs = _inputs().detach().double()
-    assert torch.equal(net.double()(inputs), plain(inputs))
-
-
-def test_a_converted_model_is_saved_as_it_shows_itself(offload: Offload, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    net = offload(_net()).half()
-    save_model(net, tmp_path / "saved")
-    assert load_file(tmp_path / "saved/model.safetensors")["0.weight"].dtype is torch.float16
-
-
 def test_a_model_whose_weights_are_away_is_not_moved(offload: Offload) -> None:
     net = offload(_net())
     expected = net(_inputs())
@@ -151,14 +117,6 @@ def test_a_model_whose_weights_are_away_is_not_moved(offload: Offload) -> None:
     assert torch.equal(net(_inputs()), expected)
     remove_hook_from_submodules(net)
     net.to("cpu")
-
-
-def test_a_copy_of_a_model_is_converted_by_itself(tmp_path: Path) -> None:
-    net = disk_offload(_net(), tmp_path, "cpu")
-    twin = copy.deepcopy(net)
-    twin.to(torch.float16)
-    assert net[0].weight.dtype is torch.float32
-    assert twin[0].weight.dtype is torch.float16
 
 
 def test_a_weight_that_another_module_keeps_in_memory_gets_its_whole_gradient(tmp_path: Path) -> None:
@@ -175,19 +133,6 @@ def test_a_weight_that_another_module_keeps_in_memory_gets_its_whole_gradient(tm
         assert torch.equal(weight.grad, plain.embed.weight.grad)
 
 
-def test_tied_weights_that_are_away_are_frozen_together(tmp_path: Path) -> None:
-    net = disk_offload(make_net(), tmp_path, "cpu")
-    net(TOKENS)
-    net.embed.weight.requires_grad_(False)
-    seen: list[bool] = []
-    net.head.register_forward_pre_hook(lambda module, args: seen.append(module.weight.requires_grad))
-    net(TOKENS)
-    assert seen == [False]
-    remove_hook_from_submodules(net)
-    assert net.head.weight is net.embed.weight
-    assert not net.head.weight.requires_grad
-
-
 def test_an_optimizer_made_before_steps_the_weights_that_the_model_has_after(offload: Offload) -> None:
     net = _net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -202,19 +147,6 @@ def test_an_optimizer_made_before_steps_the_weights_that_the_model_has_after(off
     torch.testing.assert_close(net[0].weight.detach(), expected)
 
 
-def test_weights_that_nobody_holds_are_not_kept_while_they_are_away(tmp_path: Path) -> None:
-    import weakref
-
-    net = _net()
-    former = weakref.ref(net[0].weight)
-    gc.disable()
-    try:
-        disk_offload(net, tmp_path, "cpu")
-        assert former() is None
-    finally:
-        gc.enable()
-
-
 def test_values_that_somebody_puts_into_the_module_are_used(offload: Offload) -> None:
     net, plain = offload(_net()), _net()
     before = net(_inputs())
@@ -224,84 +156,6 @@ def test_values_that_somebody_puts_into_the_module_are_used(offload: Offload) ->
     output.sum().backward()
     assert other["0.weight"].grad is not None
     assert torch.equal(net(_inputs()), before)
-
-
-def test_values_that_were_put_into_the_module_stay_when_the_hooks_go(tmp_path: Path) -> None:
-    net = disk_offload(_net(), tmp_path, "cpu")
-    net[0].weight = nn.Parameter(torch.ones(4, 4))
-    given = net[0].weight
-    net(_inputs())
-    remove_hook_from_submodules(net)
-    assert net[0].weight is given
-
-
-def test_a_parameter_that_the_module_has_given_up_is_not_brought_back(offload: Offload) -> None:
-    net, plain = offload(_net()), _net()
-    net[0].bias = plain[0].bias = None
-    assert torch.equal(net(_inputs()), plain(_inputs()))
-    remove_hook_from_submodules(net)
-    assert net[0].bias is None
-
-
-def test_weights_can_be_asked_for_on_another_device_and_are_back_on_their_own_in_the_next_forward(
-    offload: Offload,
-) -> None:
-    net = offload(_net())
-    expected = net(_inputs())
-    with align_module_device(net[0], "meta"):
-        assert net[0].weight.is_meta
-    assert torch.equal(net(_inputs()), expected)
-
-
-@pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_weights_that_were_asked_for_on_the_host_are_on_the_execution_device_in_the_next_forward(
-    place: str, tmp_path: Path
-) -> None:
-    net = _net()
-    if place == "cpu":
-        cpu_offload(net, "meta", prefetch_bytes=0)  # the meta device stands for an accelerator
-    else:
-        disk_offload(net, tmp_path, "meta", prefetch_bytes=0)
-    with align_module_device(net[0], "cpu"):
-        assert torch.equal(net[0].weight, _net()[0].weight)
-    seen: list[torch.Tensor] = []
-    net[0].register_forward_pre_hook(lambda module, args: seen.append(module.weight))
-    assert net[0](torch.ones(1, 4)).is_meta
-    assert seen[0].is_meta
-
-
-def test_a_gradient_can_be_looked_at_where_a_weight_was_asked_for(offload: Offload) -> None:
-    net = offload(_net())
-    net(_inputs())
-    with align_module_device(net[0]):
-        net[0].weight.sum().backward()
-        assert net[0].weight.grad is not None
-    assert _leaf_gradients(net) == []
-
-
-def test_a_module_whose_tensors_have_places_of_their_own_is_brought_and_saved_whole(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    net = _net()
-    places = {name: "disk" for name, _ in net.named_parameters()} | {"1": "cpu"}
-    dispatch_model(net, places, offload_dir=tmp_path / "away")
-    with align_module_device(net[0]):
-        assert not net[0].weight.is_meta
-        assert not net[0].bias.is_meta
-    save_model(net, tmp_path / "saved")
-    assert torch.equal(load_file(tmp_path / "saved/model.safetensors")["0.weight"], _net()[0].weight)
-
-
-def test_weights_are_offloaded_without_a_device_and_run_where_they_were() -> None:
-    layer = nn.Linear(4, 4)
-    expected = layer(_inputs())
-    add_hook_to_module(layer, AlignDevicesHook(offload=True))
-    assert layer.weight.is_meta
-    assert torch.equal(layer(_inputs()), expected)
-    net, plain = _net(), _net()
-    attach_align_device_hook(net, offload=True)
-    assert net[0].weight.is_meta
-    assert torch.equal(net(_inputs()), plain(_inputs()))
 
 
 def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path) -> None:
@@ -316,13 +170,3 @@ def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path
         net[2].weight.zero_()
     with align_module_device(twin[2]):
         assert torch.equal(twin[2].weight, _net()[2].weight)
-
-
-def test_a_deep_copy_of_a_loader_has_values_of_its_own(tmp_path: Path) -> None:
-    offload_state_dict(tmp_path, {"a": torch.ones(3000), "b": torch.ones(2)})
-    loader = OffloadedWeightsLoader(save_folder=tmp_path)
-    assert loader["a"][0] == 1.0
-    twin = copy.deepcopy(loader)
-    twin["a"].zero_()
-    assert loader["a"][0] == 1.0
-    assert twin.locate("a") is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 
@@ -26,25 +25,6 @@ def test_an_empty_model_is_filled_tensor_by_tensor() -> None:
     assert torch.equal(net(TOKENS), make_net()(TOKENS))
     assert isinstance(net.embed.weight, nn.Parameter)
     assert isinstance(net.blocks[0][1].running_mean, torch.Tensor)
-
-
-def test_a_tensor_takes_the_module_s_dtype_unless_told() -> None:
-    layer = nn.Linear(2, 2)
-    layer.weight.requires_grad_(False)
-    set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2, dtype=torch.float64))
-    assert (layer.weight.dtype, layer.weight.requires_grad) == (torch.float32, False)
-    set_module_tensor_to_device(layer, "bias", "cpu", dtype="bfloat16")
-    assert layer.bias.dtype == torch.bfloat16
-
-
-def test_a_copy_that_is_on_the_device_already_is_shared() -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    other.weight = one.weight
-    shared: dict[int, dict[torch.device, torch.Tensor]] = {one.weight.data_ptr(): {}}
-    for layer in (one, other):
-        set_module_tensor_to_device(layer, "weight", "meta", tied_params_map=shared)
-    assert one.weight is other.weight
-    assert one.weight.is_meta
 
 
 @pytest.mark.parametrize(
@@ -97,32 +77,3 @@ def test_what_is_in_memory_is_asked_for_once_and_what_was_dropped_again(
     monkeypatch.setattr(MappedFile, "_is_in_memory", lambda *_: False)  # as when the system has needed the memory
     file.load(100, 3 * 2**20)
     assert len(calls) == 3
-
-
-@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="asks the page cache")
-def test_a_part_is_in_memory_once_it_was_read(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(os.urandom(4 * 2**20))
-    with path.open("rb") as other:
-        os.fsync(other.fileno())
-        os.posix_fadvise(other.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file = MappedFile(path)
-        if file._is_in_memory(0, 4 * 2**20):
-            pytest.skip("the file system keeps it in memory whatever it is told")
-        file.load(0, 4 * 2**20)
-        assert file._is_in_memory(0, 4 * 2**20)
-
-
-def test_a_copy_of_a_mapped_file_has_the_file_s_values_and_shares_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(os.urandom(2**16))
-    file = MappedFile(path)
-    whole = file.tensor(0, torch.uint8, (file.num_bytes,))
-    expected = whole.clone()
-    whole[0] += 1
-    path.unlink()
-    twin = copy.deepcopy(file)
-    found = twin.tensor(0, torch.uint8, (file.num_bytes,))
-    assert torch.equal(found, expected)
-    found.zero_()
-    assert torch.equal(whole[1:], expected[1:])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from tests.bigmodels.models import Block, Buffered, TiedModel, layer, layers
@@ -21,9 +18,8 @@ from trainwright import (
     get_max_memory,
     retie_parameters,
 )
-from trainwright.bigmodels.maps.estimates import count_stored_weights, count_weights
-from trainwright.bigmodels.maps.sizes import dtype_byte_size, named_module_tensors, read_outline
-from trainwright.core.host.byte_sizes import format_bytes
+from trainwright.bigmodels.maps.estimates import count_weights
+from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.core.host.memory import available_host_memory_bytes
 
 
@@ -54,19 +50,6 @@ def test_another_dtype_makes_floating_tensors_smaller_and_never_larger(dtype: ob
     assert sizes["unsaved"] == 80
 
 
-def test_a_single_tensor_can_have_a_dtype_of_its_own() -> None:
-    sizes = compute_module_sizes(layers(10, 10), dtype="float16", special_dtypes={"1.weight": torch.float32})
-    assert (sizes["0"], sizes["1"]) == (20, 40)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"),
-    [(torch.float32, 4), ("bf16", 2), ("torch.float16", 2), ("float8", 1), ("nf4", 0.5), (torch.bool, 1)],
-)
-def test_a_dtype_has_a_width(dtype: torch.dtype | str, size: float) -> None:
-    assert dtype_byte_size(dtype) == size
-
-
 def test_an_unknown_dtype_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'float16'"):
         compute_module_sizes(layer(1), dtype="flaot16")
@@ -77,12 +60,6 @@ def test_the_largest_layer_is_found_with_all_its_equals() -> None:
     sizes = compute_module_sizes(model)
     assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["1.a", "1.b", "2"])
     assert get_max_layer_size(list(model.named_children()), sizes, ["Block"]) == (200, ["1"])
-
-
-def test_tensors_are_listed_with_and_without_what_is_not_saved() -> None:
-    assert [name for name, _ in named_module_tensors(Buffered(), recurse=True)] == ["layer.weight", "saved", "unsaved"]
-    kept = named_module_tensors(Buffered(), recurse=True, remove_non_persistent=True)
-    assert [name for name, _ in kept] == ["layer.weight", "saved"]
 
 
 def test_tied_parameters_are_found_by_all_their_names() -> None:
@@ -103,25 +80,12 @@ def test_parameters_are_tied_again_to_the_one_that_was_loaded() -> None:
     assert model.embed.weight.sum() == 25
 
 
-def test_tying_what_does_not_exist_changes_nothing() -> None:
-    model = layers(2, 2)
-    before = model[0].weight
-    with pytest.raises(AttributeError, match=r"0\.scale"):
-        retie_parameters(model, [["1.weight", "0.weight"], ["0.scale", "1.scale"]])
-    assert model[0].weight is before
-
-
 def test_an_outline_visits_every_module_once_and_looks_into_no_whole_one() -> None:
     model = nn.Sequential(Block(), Block())
     assert read_outline(model).names == ["", "0", "0.a", "0.b", "1", "1.a", "1.b"]
     outline = read_outline(model, no_split_module_classes="Block")
     assert (outline.names, outline.sizes_bytes) == (["", "0", "1"], [400, 200, 200])
     assert outline.ends == [3, 2, 3]
-
-
-def test_an_outline_knows_which_parts_share_a_tensor() -> None:
-    outline = read_outline(TiedModel())
-    assert [[outline.names[part] for part in group] for group in outline.tied] == [["embed", "head"]]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +103,6 @@ def test_a_size_is_written_in_bytes_or_with_a_unit(text: int | str, size: int) -
 def test_what_is_no_size_is_an_error(text: object) -> None:
     with pytest.raises(ConfigurationError, match="is not in a valid format"):
         convert_file_size_to_int(text)  # type: ignore[arg-type]  # that is the point
-
-
-@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (85 * 2**20, "85.0 MiB"), (int(1.61 * 2**30), "1.61 GiB")])
-def test_bytes_are_shown_with_three_digits(size: int, text: str) -> None:
-    assert format_bytes(size) == text
 
 
 def test_budgets_are_sorted_into_the_order_of_filling() -> None:
@@ -198,17 +157,3 @@ def test_integer_buffers_keep_their_size_in_every_dtype() -> None:
     for dtype, width in (("float32", 4), ("float16", 2), ("int8", 1)):
         assert count.largest_bytes(dtype) == 40 * width + 4096
         assert count.total_bytes(dtype) == 50 * width + 4096
-
-
-def test_integer_buffers_are_not_the_largest_layer() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
-    model[1].register_buffer("counts", torch.zeros(100, dtype=torch.int64))
-    count = count_weights(model)
-    assert (count.largest_layer, count.largest_bytes("float32"), count.total_bytes("float32")) == ("0", 80, 880)
-
-
-def test_stored_weights_are_counted_like_a_model(tmp_path: Path) -> None:
-    save_file(Tiny().state_dict(), tmp_path / "model.safetensors")
-    count = count_stored_weights(tmp_path)
-    assert count.total_bytes("float32") == 50 * 4 + 4096
-    assert count.largest_bytes("float32") <= count.total_bytes("float32")

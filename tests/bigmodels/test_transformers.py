@@ -7,155 +7,56 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from trainwright import (
-    compute_module_sizes,
-    dispatch_model,
-    infer_auto_device_map,
-    init_empty_weights,
-    load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
-)
+from tests.bigmodels.nets import of_transformers
+from trainwright import init_empty_weights, load_checkpoint_and_dispatch
 from trainwright.bigmodels.maps.placement import largest_layer
 from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.checkpoint.format.model import write_model
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.requires("transformers", reason="models by their configuration"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers, about configurations without a tokenizer's numbers
-]
-
 TOKENS = torch.arange(24).view(2, 12)
-
-
 _LAYERS = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48, "num_hidden_layers": 2}
-_GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 2}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {**_LAYERS, "intermediate_size": 64, "num_hidden_layers": 3, "tie_word_embeddings": True},
-    "gpt2": {**_GPT2, "vocab_size": 64},
     "t5": {**_T5, "vocab_size": 64},
     "mixtral": {**_LAYERS, **_EXPERTS},
 }
 
 
-class Saved:
-    """A model with values, the folder it was saved to, and what it computes."""
+@of_transformers
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_runs_and_generates_from_wherever_its_parts_lie(name: str, tmp_path: Path) -> None:
+    import transformers
 
-    def __init__(self, name: str, folder: Path) -> None:
-        import transformers
-
-        self.config = transformers.AutoConfig.for_model(name, **KINDS[name])
-        self.is_pair = name == "t5"
-        self.auto: Any = transformers.AutoModelForSeq2SeqLM if self.is_pair else transformers.AutoModelForCausalLM
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.model = self.auto.from_config(self.config).eval()
-        self.folder = folder
-        if name == "mixtral":  # save_pretrained gives experts the names of its hub, which only from_pretrained undoes
-            folder.mkdir()
-            write_model(folder, self.model.state_dict(), max_shard_bytes=20_000)
-            self.config.save_pretrained(folder)
-        else:
-            self.model.save_pretrained(folder, max_shard_size="20KB")
-        self.wanted = self.run(self.model)
-
-    def empty(self) -> nn.Module:
-        with init_empty_weights():
-            model: nn.Module = self.auto.from_config(self.config).eval()
-        model.tie_weights()  # type: ignore[operator]  # as from_pretrained does
-        return model
-
-    def run(self, model: nn.Module) -> torch.Tensor:
-        inputs: dict[str, Any] = {"input_ids": TOKENS, "use_cache": False}
-        if self.is_pair:
-            inputs["decoder_input_ids"] = TOKENS[:, :5]
-        with torch.no_grad():
-            logits: torch.Tensor = model(**inputs).logits
-        return logits
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(request.param, tmp_path_factory.mktemp("saved") / "model")
-
-
-def _no_split(model: Any) -> list[str]:
-    return list(model._no_split_modules or ())
-
-
-def test_all_on_the_host(saved: Saved) -> None:
-    model = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "cpu"})
-    assert torch.equal(saved.run(model), saved.wanted)
-
-
-def test_all_on_the_disk_and_nothing_is_written(saved: Saved) -> None:
-    before = {path: path.stat().st_mtime_ns for path in saved.folder.iterdir()}
-    model = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "disk"})
-    assert torch.equal(saved.run(model), saved.wanted)
-    assert torch.equal(saved.run(model), saved.wanted)  # now with the order learned
-    assert {path: path.stat().st_mtime_ns for path in saved.folder.iterdir()} == before
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_every_other_block_on_the_disk(saved: Saved) -> None:
-    blocks = [name for name, module in saved.model.named_modules() if type(module).__name__ in _no_split(saved.model)]
-    covered = {name.rpartition(".")[0] for name in blocks}
-    places: dict[str, Any] = {name: "disk" if i % 2 else "cpu" for i, name in enumerate(blocks)}
-    for name, _ in [*saved.model.named_parameters(remove_duplicate=False), *saved.model.named_buffers()]:
-        if not any(name.startswith(f"{block}.") for block in covered):
-            places[name] = "cpu"
-    model = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map=places)
-    assert torch.equal(saved.run(model), saved.wanted)
-
-
-def test_every_budget_that_holds_the_largest_layer(saved: Saved) -> None:
-    outline = read_outline(saved.model, no_split_module_classes=_no_split(saved.model))
-    total, (largest, _) = outline.sizes_bytes[0], largest_layer(outline)
-    maps = set()
-    for eighths in range(1, 10):
-        budget = 2 * largest + (total - 2 * largest) * eighths // 8
-        model = load_checkpoint_and_dispatch(
-            saved.empty(), saved.folder, device_map="auto", max_memory={"cpu": budget},
-            no_split_module_classes=_no_split(saved.model),
-        )  # fmt: skip
-        maps.add(tuple(model.hf_device_map.items()))  # type: ignore[operator,union-attr]
-        assert torch.equal(saved.run(model), saved.wanted), budget
-    assert len(maps) > 2
-
-
-def test_a_model_with_values_is_dispatched_by_an_inferred_map(saved: Saved, tmp_path: Path) -> None:
-    model = saved.empty()
-    load_checkpoint_in_model(model, saved.folder)
-    sizes = compute_module_sizes(model)
-    places = infer_auto_device_map(
-        model, max_memory={"cpu": int(sizes[""] * 0.7)}, no_split_module_classes=_no_split(model)
-    )
-    dispatch_model(model, places, offload_dir=tmp_path / "offload")
-    assert torch.equal(saved.run(model), saved.wanted)
-
-
-def test_text_is_generated_alike_from_the_disk(saved: Saved) -> None:
+    config = transformers.AutoConfig.for_model(name, **KINDS[name])
+    auto: Any = transformers.AutoModelForSeq2SeqLM if name == "t5" else transformers.AutoModelForCausalLM
+    inputs = {"input_ids": TOKENS, "use_cache": False} | ({"decoder_input_ids": TOKENS[:, :5]} if name == "t5" else {})
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    wanted = saved.model.generate(TOKENS[:1], **settings)
-    model: Any = load_checkpoint_and_dispatch(saved.empty(), saved.folder, device_map={"": "disk"})
-    assert torch.equal(model.generate(TOKENS[:1], **settings), wanted)
+    model: Any = auto.from_config(config).eval()
+    write_model(tmp_path, model.state_dict(), max_shard_bytes=20_000)
+    whole = list(model._no_split_modules or ())
+    outline = read_outline(model, no_split_module_classes=whole)
+    total, (largest, _) = outline.sizes_bytes[0], largest_layer(outline)
 
+    def loaded(places: Any, **options: Any) -> Any:
+        with init_empty_weights():
+            empty: Any = auto.from_config(config).eval()
+        empty.tie_weights()  # as from_pretrained does
+        return load_checkpoint_and_dispatch(empty, tmp_path, places, no_split_module_classes=whole, **options)
 
-def test_a_model_is_dispatched_by_a_word(saved: Saved) -> None:
-    model = saved.empty()
-    load_checkpoint_in_model(model, saved.folder)
-    model = dispatch_model(model, device_map="auto")
-    assert set(model.hf_device_map.values()) == {0 if torch.accelerator.is_available() else "cpu"}  # type: ignore[operator,union-attr]
-    torch.testing.assert_close(saved.run(model).cpu(), saved.wanted)
-
-
-def test_from_pretrained_in_the_context_leaves_a_model_that_can_be_loaded(saved: Saved) -> None:
-    with init_empty_weights(include_buffers=True):
-        model: Any = saved.auto.from_pretrained(saved.folder, dtype=torch.float16)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    model = load_checkpoint_and_dispatch(model, saved.folder, device_map="auto", dtype=torch.float16)
-    assert saved.run(model.eval()).dtype == torch.float16
+    with torch.no_grad():
+        wanted = model(**inputs).logits
+        maps = set()
+        for eighths in (1, 3, 5, 7, 9):
+            budget = 2 * largest + (total - 2 * largest) * eighths // 8
+            spread = loaded("auto", max_memory={"cpu": budget})
+            maps.add(tuple(spread.hf_device_map.items()))
+            assert torch.equal(spread(**inputs).logits, wanted), budget
+        assert len(maps) > 2
+        away = loaded({"": "disk"})
+        assert all(parameter.is_meta for parameter in away.parameters())
+        for _ in range(2):  # the second one with the order learned
+            assert torch.equal(away(**inputs).logits, wanted)
+        assert torch.equal(away.generate(TOKENS[:1], **settings), model.generate(TOKENS[:1], **settings))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,34 +67,11 @@ def test_a_weight_that_is_used_while_it_is_away_is_named(way: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "use",
-    [
-        lambda weight: weight.t(),
-        lambda weight: weight.to(torch.float32).mT,
-        lambda weight: weight[:3].transpose(0, 1),
-        lambda weight: torch.cat(weight.chunk(2), 0).T * 2.0,
-        lambda weight: weight.double().float().T.contiguous(),
-    ],
+    [lambda weight: weight.to(torch.float32).mT, lambda weight: torch.cat(weight.chunk(2), 0).T * 2.0],
+    ids=["a view", "a copy"],
 )
 def test_so_is_what_was_made_of_it(use: Any) -> None:
     model = cpu_offload(TiedByHand(use), execution_device="cpu")
-    with pytest.raises(ConfigurationError, match="'weight' of Embedding is offloaded"):
-        model(TOKENS)
-
-
-def test_so_is_one_that_is_handed_to_another_module() -> None:
-    class Positions(nn.Module):
-        """Normalizes an embedding's weight itself, as DeBERTa does with relative positions."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(6, 8)
-            self.norm = nn.LayerNorm(8)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.norm(self.embed.weight)[tokens]
-            return found
-
-    model = cpu_offload(Positions(), execution_device="cpu")
     with pytest.raises(ConfigurationError, match="'weight' of Embedding is offloaded"):
         model(TOKENS)
 
@@ -120,52 +95,19 @@ def test_torchs_attention_needs_no_request(way: str, tmp_path: Path) -> None:
 
 
 def test_what_is_left_afterwards_are_ordinary_tensors(tmp_path: Path) -> None:
-    save_file(TiedByHand().state_dict(), tmp_path / "model.safetensors")
-    with init_empty_weights():
-        model = TiedByHand()
-    load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "disk"})
+    model = from_file(TiedByHand(), tmp_path)
     assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
-    assert type(nn.Parameter(model.embed.weight.data)) is nn.Parameter
     remove_hook_from_submodules(model)
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-    again = cpu_offload(TiedByHand(), execution_device="cpu")
-    dispatch_model(again, {"": "cpu"})
-    assert {type(parameter) for parameter in again.parameters()} == {nn.Parameter}
 
 
-def test_copies_and_pickles_of_what_stands_there_are_ordinary(tmp_path: Path) -> None:
-    model = nn.BatchNorm1d(3)
-    disk_offload(model, tmp_path, execution_device="cpu", offload_buffers=True)
-    twin = copy.deepcopy(model)
-    inputs = torch.randn(4, 3)
-    assert torch.equal(twin.eval()(inputs), model.eval()(inputs))
-    buffer = io.BytesIO()
-    torch.save(model.running_mean, buffer)
-    buffer.seek(0)
-    assert type(torch.load(buffer, weights_only=True)) is torch.Tensor
-
-
-def test_a_memory_format_comes_back_from_the_disk(tmp_path: Path) -> None:
-    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    strides = model.weight.stride()
-    disk_offload(model, tmp_path, execution_device="cpu")
-    remove_hook_from_submodules(model)
-    assert model.weight.stride() == strides
-
-
-class Attention(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2)
-        self.last = nn.Linear(8, 8)
-
-
-@pytest.mark.parametrize("options", [(nn.Linear, None), (None, 60)])
-def test_no_unit_is_made_of_a_layer_that_is_never_called(options: Any) -> None:
-    task = Attention()
-    units = find_units(task, *options)
-    assert task.attention.out_proj not in units
-    assert task.last in units
+def test_no_unit_is_made_of_a_layer_that_is_never_called() -> None:
+    task = TaskModule()
+    task.attention, task.last = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+    for options in ((nn.Linear, None), (None, 60)):
+        units = find_units(task, *options)
+        assert task.attention.out_proj not in units
+        assert task.last in units
 
 
 INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
@@ -217,59 +159,3 @@ def test_an_adapter_that_is_put_into_an_offloaded_model_is_refused_at_the_first_
         _with_adapter(model)(INPUTS)
     with pytest.raises(ConfigurationError, match=r"'layer\.down\.weight' first"):
         model[0](INPUTS)  # as wrappers that call parts of a model do
-
-
-@offloads
-def test_an_adapter_that_is_there_first_is_offloaded_with_its_layer(
-    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
-) -> None:
-    model = _with_adapter(nn.Sequential(Block(), nn.Linear(4, 4)))
-    wanted = model(INPUTS)
-    assert torch.equal(offload(model, tmp_path)(INPUTS), wanted)
-
-
-@offloads
-def test_looking_for_such_weights_leaves_nothing_behind(
-    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
-) -> None:
-    before = nn.Sequential(Block(), nn.Linear(4, 4))
-    model = offload(copy.deepcopy(before), tmp_path)
-    looking = [len(module._forward_pre_hooks) for module in model.modules()]
-    model(INPUTS)
-    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == sum(looking) - 2
-    assert torch.equal(copy.deepcopy(model)(INPUTS), before(INPUTS))
-    again = offload(copy.deepcopy(before), tmp_path / "again")
-    remove_hook_from_submodules(again)
-    assert not any(module._forward_pre_hooks for module in again.modules())
-
-
-class User(nn.Module):
-    """A module that uses weights which lie in a container."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        weights = [torch.randn(4, 4), torch.randn(4, 4)]
-        self.held: nn.Module = nn.ParameterList(weights)
-        if kind == "dict":
-            self.held = nn.ParameterDict({str(number): weight for number, weight in enumerate(weights)})
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.first(inputs)
-        for weight in self.held.parameters():
-            hidden = hidden @ weight
-        return hidden
-
-
-@offloads
-@pytest.mark.parametrize("kind", ["list", "dict"])
-def test_a_container_of_weights_that_is_offloaded_alone_is_refused_with_the_way_out(
-    kind: str, offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
-) -> None:
-    model = nn.Sequential(User(kind), nn.Linear(4, 4))
-    wanted = model(INPUTS)
-    offloaded = offload(copy.deepcopy(model), tmp_path / "a")
-    with pytest.raises(ConfigurationError, match=r"'0' of Parameter\w+ is offloaded.*preload_module_classes"):
-        offloaded(INPUTS)
-    whole = dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "b", preload_module_classes=["User"])
-    assert torch.equal(whole(INPUTS), wanted)

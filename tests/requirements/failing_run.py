@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from trainwright import Callback, DDPStrategy, ModelCheckpoint, TaskModule, Trainer
+from trainwright import DDPStrategy, ModelCheckpoint, TaskModule, Trainer
 
 KIND, FOLDER, DEVICES, STRATEGY = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 _AT = 3  # the batch in which it happens
@@ -38,20 +38,6 @@ def begin_and_fail(rank: int, world: int) -> None:
     fail(rank, world)
 
 
-class Samples(Dataset[Any]):
-    """Thirty-two samples, of which the last rank cannot read one in the middle."""
-
-    task: Any = None
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if KIND == "dataset" and index > 12 and self.task.trainer.global_step:
-            fail(self.task.global_rank, self.task.trainer.world_size)
-        return torch.full((4,), index / 32)
-
-
 class FailingTask(TaskModule):
     """Two layers, in a bucket each, so that one's gradients are under way while the other's are computed."""
 
@@ -62,7 +48,7 @@ class FailingTask(TaskModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Fail before the loss is known, or half-way through its backward pass."""
         rank, world = self.global_rank, self.trainer.world_size
-        if batch_idx == _AT and KIND in ("step", "exit", "kill"):
+        if batch_idx == _AT and KIND in ("exit", "kill"):
             fail(rank, world)
         if batch_idx == _AT and KIND == "while others compute":
             fail(rank, world)
@@ -78,11 +64,6 @@ class FailingTask(TaskModule):
         """Log something to be exchanged."""
         self.log("seen", batch.sum())
 
-    def on_validation_epoch_end(self) -> None:
-        """Fail in a hook."""
-        if KIND == "validation hook" and not self.trainer.sanity_checking:
-            fail(self.global_rank, self.trainer.world_size)
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Fail during a save, in which ranks wait for each other."""
         if KIND == "save":
@@ -97,27 +78,18 @@ class FailingTask(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-class Failing(Callback):
-    """Fails in a callback."""
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if KIND == "callback" and batch_idx == _AT:
-            fail(trainer.global_rank, trainer.world_size)
-
-
 if __name__ == "__main__":
-    samples = Samples()
-    task = Samples.task = samples.task = FailingTask()
+    samples = torch.arange(32.0).repeat(4, 1).T / 32
     trainer = Trainer(
         accelerator="cpu",
         devices=int(DEVICES) if DEVICES.isdigit() else DEVICES,
         strategy=DDPStrategy(bucket_cap_mb=0.5) if STRATEGY == "ddp" else STRATEGY,
         max_epochs=2,
-        callbacks=[Failing(), ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
+        callbacks=[ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
         logger=False,
         default_root_dir=FOLDER,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(task, DataLoader(samples, batch_size=1), DataLoader(samples, batch_size=4))
+    trainer.fit(FailingTask(), DataLoader(samples, batch_size=1), DataLoader(samples, batch_size=4))
     (FOLDER / f"done-{trainer.global_rank}").touch()

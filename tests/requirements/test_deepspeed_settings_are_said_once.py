@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,13 +69,6 @@ def test_a_config_and_the_trainer_that_differ_fail_naming_both(
     with pytest.raises(ConfigurationError) as raised:
         quiet_trainer(strategy=DeepSpeedStrategy({**ZERO2, **config}), **arguments)
     assert all(text in str(raised.value) for text in said)
-
-
-def test_the_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "zero.json"
-    path.write_text(json.dumps(ZERO2))
-    with pytest.raises(ConfigurationError, match=r"zero\.json.*stage=2.*stage=1"):
-        DeepSpeedStrategy(path, stage=1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import tracemalloc
 from typing import Any
 
 import pytest
@@ -22,14 +21,10 @@ STAGES = pytest.mark.parametrize(
 
 
 class _Task(RegressionTask):
-    """Returns 64 KiB for each batch, logs on step and epoch if told, and remembers nothing."""
-
-    def __init__(self, logs: bool = True) -> None:
-        super().__init__()
-        self.logs = logs
+    """Returns 64 KiB for each batch, logs on step and epoch, and remembers nothing."""
 
     def _evaluate(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        if self.logs and not self.trainer.predicting:  # nobody would read it in a prediction
+        if not self.trainer.predicting:  # nobody would read it in a prediction
             self.log("loss", self.loss(batch), on_step=True, on_epoch=True)
         return self(batch[0]).expand(1, _OUTPUT_BYTES // 4) * 1.0
 
@@ -63,15 +58,7 @@ class _Weighs(Callback):
     ) -> None:
         self._weigh(batch_idx)
 
-    def on_test_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._weigh(batch_idx)
-
-    def on_predict_batch_end(
-        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._weigh(batch_idx)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
 
 class _Writer(BasePredictionWriter):
@@ -97,51 +84,19 @@ class _Repeated:
         return self.batch
 
 
-def _evaluate(stage: str, num_batches: int, callbacks: list[Callback], *, logs: bool, inference_mode: bool) -> None:
-    trainer = quiet_trainer(callbacks=callbacks, inference_mode=inference_mode)
+def _evaluate(stage: str, num_batches: int, callbacks: list[Callback]) -> None:
     options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
-    getattr(trainer, stage)(_Task(logs=logs), _Repeated(num_batches), **options)
-
-
-def _writers(writes: bool) -> list[Callback]:
-    return [_Writer()] if writes else []
+    getattr(quiet_trainer(callbacks=callbacks), stage)(_Task(), _Repeated(num_batches), **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inference_mode", [True, False])
 @STAGES
-def test_ten_times_the_data_takes_the_same_tensors(stage: str, writes: bool, inference_mode: bool) -> None:
+def test_ten_times_the_data_takes_the_same_tensors(stage: str, writes: bool) -> None:
     peaks = []
     for num_batches in (_FEW, 10 * _FEW):
         weighs = _Weighs()
         gc.collect()
         gc.freeze()  # what earlier tests have left is not counted, nor is it looked at
-        _evaluate(stage, num_batches, [weighs, *_writers(writes)], logs=True, inference_mode=inference_mode)
+        _evaluate(stage, num_batches, [weighs, _Writer()] if writes else [weighs])
         peaks.append(weighs.peak_bytes)
     assert peaks[1] - peaks[0] < _OUTPUT_BYTES  # not one output more
-
-
-@pytest.mark.slow
-@STAGES
-def test_ten_times_the_data_takes_the_same_host_memory(stage: str, writes: bool) -> None:
-    peaks = []
-    for num_batches in (_FEW, _FEW, 10 * _FEW):  # the first also allocates what is allocated once
-        gc.collect()
-        tracemalloc.start()
-        try:
-            _evaluate(stage, num_batches, _writers(writes), logs=False, inference_mode=True)
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-    assert peaks[2] - peaks[1] < 16 * 1024  # sixty bytes a batch
-
-
-def test_what_is_measured_sees_outputs_that_are_kept() -> None:
-    class Keeps(_Task):
-        def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            return self(batch[0]).expand(1, _OUTPUT_BYTES // 4) * 1.0
-
-    weighs = _Weighs()
-    kept = quiet_trainer(callbacks=weighs).predict(Keeps(), _Repeated(60), return_predictions=True)
-    assert kept is not None
-    assert weighs.peak_bytes >= 58 * _OUTPUT_BYTES

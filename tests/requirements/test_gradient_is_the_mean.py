@@ -13,9 +13,7 @@ from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.data import LoaderOptions, iterate_groups, prepare_loader
 
 
 class _Slope(TaskModule):
@@ -40,12 +38,6 @@ class _Slope(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-class _SlopeByItems(_Slope):
-    def num_items(self, batch: torch.Tensor) -> int:
-        """Return how many values the batch has."""
-        return len(batch)
-
-
 def _values(num: int) -> list[torch.Tensor]:
     """Return batches of one value each, so far apart that no two sums of them are alike."""
     return [torch.tensor([float(2**i)], dtype=torch.float64) for i in range(num)]
@@ -67,59 +59,22 @@ def test_one_process_takes_the_mean_of_each_group_the_short_last_one_included(
     assert task.gradients == pytest.approx(_means([b.item() for b in batches], accumulate), rel=1e-12)
 
 
-@settings(max_examples=40)
-@given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=12), accumulate=st.integers(1, 5))
-def test_items_and_not_micro_batches_weigh_when_the_task_counts_them(sizes: list[int], accumulate: int) -> None:
-    numbers = iter(range(1000))
-    batches = [torch.tensor([float(next(numbers)) for _ in range(size)], dtype=torch.float64) for size in sizes]
-    task = _SlopeByItems()
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=accumulate).fit(task, batches)
-    groups = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-    assert task.gradients == pytest.approx([torch.cat(group).mean().item() for group in groups], rel=1e-6, abs=1e-9)
+_ON_TWO = [(9, 2), (5, 4)]  # the number of batches and of those in a group
 
 
-def _group_mean(groups: list[Group], world: int) -> tuple[float, list[float]]:
-    """Return the gradient that the ranks' average gives, and the values that the step consumed, by its weights."""
-    gradient, consumed = 0.0, []
-    for group in groups:
-        weights = group.weights or [1 / len(group.batches)] * len(group.batches)
-        for weight, batch in zip(weights, group.batches, strict=True):
-            gradient += weight * batch.item() / world
-            if weight > 0:
-                consumed.append(batch.item())
-    return gradient, consumed
-
-
-@settings(max_examples=200)
-@given(num_batches=st.integers(1, 40), accumulate=st.integers(1, 9), world=st.integers(1, 6))
-def test_the_weights_of_all_ranks_make_the_mean_of_what_they_consumed(
-    num_batches: int, accumulate: int, world: int
-) -> None:
-    values = _values(num_batches)
-    by_rank = []
-    for rank in range(world):
-        loader = prepare_loader(values, LoaderOptions(rank=rank, world=world))
-        loader.set_epoch(0)
-        by_rank.append(list(iterate_groups(loader, accumulate=accumulate)))
-    assert len({len(groups) for groups in by_rank}) == 1  # every rank steps as often
-    seen: list[float] = []
-    for step in zip(*by_rank, strict=True):
-        gradient, consumed = _group_mean(list(step), world)
-        assert gradient == pytest.approx(sum(consumed) / len(consumed), rel=1e-12)
-        seen += consumed
-    assert sorted(seen) == [value.item() for value in values]  # each batch exactly once
-
-
-def _two_ranks(num_batches: int, accumulate: int) -> list[float]:
-    task = _Slope()
-    quiet_trainer(devices="auto", max_epochs=1, accumulate_grad_batches=accumulate).fit(task, _values(num_batches))
-    return task.gradients
+def _on_rank() -> list[list[float]]:
+    found = []
+    for num_batches, accumulate in _ON_TWO:
+        task = _Slope()
+        quiet_trainer(devices="auto", max_epochs=1, accumulate_grad_batches=accumulate).fit(task, _values(num_batches))
+        found.append(task.gradients)
+    return found
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_batches", "accumulate"), [(9, 2), (5, 4)])
-def test_two_real_processes_take_the_mean_of_what_both_consumed(num_batches: int, accumulate: int) -> None:
-    first, second = run_distributed(_two_ranks, 2, num_batches, accumulate, init=False)
-    values = [value.item() for value in _values(num_batches)]
+def test_two_real_processes_take_the_mean_of_what_both_consumed() -> None:
+    first, second = run_distributed(_on_rank, 2)
     assert first == second
-    assert first == pytest.approx(_means(values, 2 * accumulate), rel=1e-12)
+    for (num_batches, accumulate), found in zip(_ON_TWO, first, strict=True):
+        values = [value.item() for value in _values(num_batches)]
+        assert found == pytest.approx(_means(values, 2 * accumulate), rel=1e-12)

@@ -67,12 +67,6 @@ class TokenTask(TaskModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-class MeanOfMeansTask(TokenTask):
-    """The same, but it does not say what its loss is the mean over."""
-
-    num_items = TaskModule.num_items
-
-
 class GradientKeeper(Callback):
     """Keep each step's gradients and loss."""
 
@@ -127,12 +121,6 @@ def test_a_step_without_any_item_has_a_gradient_of_zero() -> None:
     keeper = gradients(1, 8, empty=tuple(range(8)))
     assert all((gradient == 0).all() for gradient in keeper.gradients[0].values())
     assert any((gradient != 0).any() for gradient in keeper.gradients[1].values())
-
-
-def test_without_num_items_ragged_micro_batches_are_a_mean_of_means() -> None:
-    # A test of the tests: the lengths are ragged enough for the difference to show.
-    whole, cut = gradients(8, 1), gradients(1, 8, MeanOfMeansTask)
-    assert (whole.gradients[0]["head.weight"] - cut.gradients[0]["head.weight"]).abs().max() > 1e-3
 
 
 _ON_TWO: list[tuple[int, int, tuple[int, ...]]] = [(4, 1, ()), (1, 4, ()), (2, 2, ()), (1, 4, (0, 5, 9))]

@@ -113,8 +113,3 @@ def test_a_stream_that_does_not_say_how_it_is_divided_is_refused_on_every_rank()
         for message in messages:
             assert "Stream would be read completely by each of 2 ranks" in message
             assert "ShardedIterable" in message
-
-
-def test_several_workers_of_one_process_are_refused_in_the_same_way() -> None:
-    with pytest.raises(ConfigurationError, match="2 loader workers"):
-        quiet_trainer(max_epochs=1).fit(SeenTask(), DataLoader(Stream(), batch_size=3, num_workers=2))

@@ -79,20 +79,3 @@ def test_ranks_that_log_different_keys_finish_and_all_learn_every_aggregate() ->
         assert metrics["seldom_1"] == 2
         assert metrics["only_on_one"] == 7
         assert {"common_epoch", "own_0_epoch", "own_1_epoch", "val_0", "val_1"} <= set(metrics)
-
-
-def _log_on_rank_one_alone() -> float:
-    class OneSided(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            if self.global_rank == 1 and self.global_step == 1:
-                self.log("alone", 3.0, sync_dist=True, reduce_fx="sum")
-            return self.loss(batch)
-
-    trainer = quiet_trainer(devices="auto", max_epochs=1, log_every_n_steps=4)
-    trainer.fit(OneSided(), regression_loader(16))
-    return trainer.callback_metrics["alone"]
-
-
-@pytest.mark.distributed
-def test_a_value_that_one_rank_logged_in_one_step_reaches_both() -> None:
-    assert run_distributed(_log_on_rank_one_alone, 2) == [3.0, 3.0]

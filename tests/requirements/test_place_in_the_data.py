@@ -46,10 +46,6 @@ def test_a_stream_that_keeps_its_own_place_goes_on_exactly_after_every_step(
     assert sorted(itertools.chain.from_iterable(whole.steps)) == sorted([*range(10)] * 2)
 
 
-def test_any_iterable_with_a_state_goes_on_exactly_after_every_step(tmp_path: Path) -> None:
-    resume_after_every_step(lambda: make_loader("own", _N, 0), tmp_path, range(1, _EPOCH + 3))
-
-
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.distributed)])
 def test_the_state_belongs_to_the_last_group_and_not_to_the_batch_fetched_ahead(workers: int, tmp_path: Path) -> None:
     make = lambda: make_loader("stream", 11, workers)  # noqa: E731

@@ -66,7 +66,7 @@ class _Look(Callback):
         return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("kind", ["plain", "stream", "own"])
+@pytest.mark.parametrize("kind", ["plain", "stream"])
 def test_saving_never_changes_a_generator(kind: str, tmp_path: Path) -> None:
     saving, silent = _Look(saves=True), _Look(saves=False)
     torch.manual_seed(5)
@@ -182,20 +182,6 @@ def test_every_way_to_fetch_a_sample_draws_the_same_with_and_without_workers() -
     assert torch.equal(_batches(DataLoader(NoisySamples(_N), 1, collate_fn=_Collate(), **WORKERS[2])), alone)
 
 
-def test_anything_with_an_index_draws_by_it() -> None:
-    class Batches:
-        def __len__(self) -> int:
-            return _N
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return noisy(index)
-
-    before = torch.get_rng_state()
-    expected = _batches(DataLoader(NoisySamples(_N), 3))
-    assert torch.equal(_batches(Batches()), expected)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_an_iterable_has_no_samples_to_derive_draws_from() -> None:
     with pytest.raises(ConfigurationError, match="per_sample_rng=True, but train_dataloader reads an iterable"):
         prepare_loader(make_loader("stream", _N, 0), LoaderOptions(per_sample_rng=True))
@@ -208,14 +194,3 @@ def test_an_index_that_identifies_no_sample_is_refused() -> None:
 
 
 # Single samples in workers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", [1, 2, 5])
-def test_workers_that_fetch_single_samples_draw_what_they_would_have_drawn(start: int) -> None:
-    def rows(start: int) -> list[list[float]]:
-        loader = prepare_loader(DataLoader(NoisySamples(_N), None, shuffle=True, **WORKERS[2]), LoaderOptions())
-        loader.set_epoch(1)
-        return [row.tolist() for row in loader.iterate(start)]
-
-    assert rows(start) == rows(0)[start:]

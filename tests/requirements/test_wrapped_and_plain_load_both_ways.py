@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,19 +84,20 @@ def test_a_checkpoint_holds_the_tasks_own_names(form: str, saved: dict[str, Path
     assert snapshot.optimizers[0]["groups"][0]["params"] == names
 
 
-@pytest.mark.parametrize(("writer", "reader"), list(itertools.permutations(FORMS, 2)))
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ("plain", "compiled step"),
+        ("compiled module", "wrapped modules"),
+        ("wrapped modules", "plain"),
+        ("both", "plain"),
+    ],
+)
 def test_each_form_goes_on_from_the_checkpoint_of_each_other(writer: str, reader: str, saved: dict[str, Path]) -> None:
     resumed = _fit(reader, 2, saved[writer])
     assert resumed.global_step == 8
     expected = _plain_weights(_fit("plain", 2).task)
     torch.testing.assert_close(_plain_weights(resumed.task), expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_weights_alone_load_into_the_plain_task(form: str, saved: dict[str, Path]) -> None:
-    task = AdamTask.load_from_checkpoint(saved[form])
-    expected = dict(read_checkpoint(saved["plain"]).model or {})
-    torch.testing.assert_close(weights_of(task), expected, rtol=1e-6, atol=1e-6)
 
 
 def _on_two_ranks(folder: Path, ckpt_path: Path | None, max_epochs: int) -> dict[str, torch.Tensor]:

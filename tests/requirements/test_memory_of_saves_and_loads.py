@@ -1,13 +1,12 @@
-"""Where the model lies in pieces, a save takes no more host memory on any rank than its own pieces once."""
+"""A save takes no host memory but, from a thread, its own pieces once; an export and a load go tensor by tensor."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.disk.host_buffers import BLOCK_BYTES
+from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.run import SaveRequest
-from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 
 pytestmark = [
     pytest.mark.slow,
@@ -55,22 +52,6 @@ class Large(RegressionTask):
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the error, with a gradient for every tensor."""
         return super().loss(batch) + sum(tensor[0] for tensor in self.large) * 0
-
-
-class LargeLayers(RegressionTask):
-    """The same bytes in layers that can be split."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.9)
-        self.large = nn.ModuleList(nn.Linear(1, TENSOR_MB * 2**18, bias=False) for _ in range(NUM_TENSORS))
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Return the error, with a gradient for every tensor."""
-        return super().loss(batch) + sum(layer(torch.zeros(1, 1)).sum() for layer in self.large)
-
-    def tensor_parallel_plan(self, mesh: Any) -> Any:
-        """Split the large ones."""
-        return {"large.*": "colwise"}
 
 
 class MeasuredSave(Callback):
@@ -109,30 +90,21 @@ def measured() -> Iterator[list[float]]:
         peak[0] = resident_mb("VmHWM") - before
 
 
-STRATEGIES: dict[str, Callable[..., Any]] = {
-    "fsdp": FSDPStrategy,
-    "tp": TensorParallelStrategy,
-    "zero3": partial(DeepSpeedStrategy, stage=3),
-}
-
-
-def save(folder: Path, name: str, state_dict_type: str) -> tuple[float, float, float]:
+def save(folder: Path) -> tuple[float, float, float]:
     """Train two steps; return MB that a save at once took, and one in a thread, and of that one's buffers."""
     torch.set_num_threads(1)
     # Otherwise the C library keeps some of what is freed, now more and now less.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
     callback = MeasuredSave(folder)
-    strategy = STRATEGIES[name](state_dict_type=state_dict_type)
-    quiet_trainer(devices="auto", strategy=strategy, max_steps=2, callbacks=[callback]).fit(
-        LargeLayers() if name == "tp" else Large(), regression_loader(8, 2)
-    )
+    strategy = FSDPStrategy(state_dict_type="sharded")
+    trainer = quiet_trainer(devices="auto", strategy=strategy, max_steps=2, callbacks=[callback])
+    trainer.fit(Large(), regression_loader(8, 2))
     return callback.at_once[0], callback.in_thread[0], callback.buffers_mb
 
 
-@pytest.mark.parametrize("name", mostly_exhaustive(list(STRATEGIES), keep=["fsdp"]))
-def test_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_once(name: str, tmp_path: Path) -> None:
-    by_rank = run_distributed(save, 2, tmp_path, name, "sharded", init=False, timeout=240)
+def test_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_once(tmp_path: Path) -> None:
+    by_rank = run_distributed(save, 2, tmp_path, init=False, timeout=240)
     print(by_rank)
     for at_once, in_thread, buffers in by_rank:
         assert at_once < TENSOR_MB
@@ -143,7 +115,26 @@ def test_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_on
     assert max(sizes) < SHARD_MB
 
 
-@pytest.mark.exhaustive
-def test_the_measure_notices_what_a_full_save_gathers(tmp_path: Path) -> None:
-    (at_once, _, _), _ = run_distributed(save, 2, tmp_path, "fsdp", "full", init=False, timeout=240)
-    assert at_once > STATE_MB
+def save_and_load(folder: Path) -> dict[str, float]:
+    """Train one process; return the MB that a save, an export and a load took."""
+    torch.set_num_threads(1)
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(Large(), regression_loader(8, 2))
+    with measured() as of_save:
+        trainer.save_checkpoint(folder / "saved")
+    with measured() as of_export:
+        export_weights(folder / "saved", folder / "exported.safetensors", dtype="bf16")
+    with measured() as of_load:
+        task = Large.load_from_checkpoint(folder / "saved")
+    assert float(task.large[0][0].detach()) == pytest.approx(0.5)
+    return {"save": of_save[0], "export": of_export[0], "load": of_load[0]}
+
+
+def test_a_full_save_copies_nothing_and_export_and_load_hold_a_tensor_beside_what_they_make(tmp_path: Path) -> None:
+    (took,) = run_distributed(save_and_load, 1, tmp_path, init=False, timeout=240)
+    print(took)
+    assert took["save"] < TENSOR_MB
+    assert took["export"] < 2.5 * TENSOR_MB
+    weights_mb = STATE_MB / 2
+    assert weights_mb < took["load"] < 2 * weights_mb + TENSOR_MB  # the pages of the mapped file count as well
