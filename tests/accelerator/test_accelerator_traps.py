@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from collections import UserDict
@@ -21,7 +20,6 @@ from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import seed_everything
-from trainwright.processes.devices import DistributedType
 
 
 def _net() -> nn.Linear:
@@ -51,15 +49,6 @@ next(batches)
 def test_a_script_that_leaves_its_workers_ends(persistent: bool, ending: str, code: int) -> None:
     script = _LEFT.format(persistent=persistent, ending=ending)
     assert subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True).returncode == code
-
-
-def test_autocast_around_a_prepared_model_ends() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    net = accelerator.prepare(_net())
-    with accelerator.autocast():
-        net(torch.ones(1, 4))
-        assert torch.is_autocast_enabled("cpu")
-    assert not torch.is_autocast_enabled("cpu")
 
 
 def _micro_batches(accelerator: Accelerator, net: Any, optimizer: Any, loader: Any) -> int:
@@ -164,15 +153,6 @@ def test_two_optimizers_with_accumulation_have_one_scale_in_a_group() -> None:
     assert _adversaries("fp16") == pytest.approx(_adversaries("no"), rel=0.02)
 
 
-def test_a_model_has_one_set_of_names() -> None:
-    net = Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.BatchNorm1d(3))
-    names = [name for name, _ in [*net.named_parameters(), *net.named_buffers()]]
-    assert names == list(net.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
-    within = nn.ModuleDict({"net": net})
-    within.load_state_dict(within.state_dict())
-    assert list(within.state_dict()) == [name for name, _ in [*within.named_parameters(), *within.named_buffers()]]
-
-
 def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_construction() -> None:
     def order(seed: int) -> list[Any]:
         accelerator = Accelerator(cpu=True)
@@ -200,23 +180,6 @@ def test_an_iterable_is_gone_through_where_batches_are_skipped(tmp_path: Path) -
     with pytest.warns(TrainwrightWarning, match=r"skip_first_batches\(loader, 3\)"):
         again.load_state(tmp_path / "state")
     assert [int(batch) for batch in again.skip_first_batches(loader, 3)] == [3, 4, 5]
-
-
-def test_an_optimizer_may_hold_parameters_of_no_model(tmp_path: Path) -> None:
-    def made() -> tuple[Accelerator, Any]:
-        net, temperature = _net(), nn.Parameter(torch.ones(()))
-        accelerator = Accelerator(cpu=True)
-        optimizer = torch.optim.Adam([*net.parameters(), temperature])
-        return accelerator, (*accelerator.prepare(net, optimizer), temperature)
-
-    accelerator, (net, optimizer, temperature) = made()
-    accelerator.backward(net(torch.ones(1, 4)).sum() * temperature)
-    optimizer.step()
-    accelerator.save_state(tmp_path / "state")
-    other, (_, optimizer_too, temperature_too) = made()
-    other.load_state(tmp_path / "state")
-    assert torch.equal(optimizer_too.state[temperature_too]["exp_avg"], optimizer.state[temperature]["exp_avg"])
-    assert optimizer_too.num_steps == 1
 
 
 def _gather_mixed() -> list[Any]:
@@ -258,15 +221,6 @@ def test_repeated_losses_are_trimmed_on_every_rank() -> None:
         for losses in run_distributed(_losses_by_rank, 2, num, 4):
             assert len(losses) == num
             assert sum(losses) / num == pytest.approx((num - 1) / 2)
-
-
-def test_a_pass_draws_from_the_generator_what_a_plain_loader_draws() -> None:
-    def drawn(loader: Any) -> list[torch.Tensor]:
-        torch.manual_seed(3)
-        return [torch.rand(1) for _ in range(2) for _ in loader]
-
-    loader = _loader(4)
-    assert drawn(Accelerator(cpu=True).prepare(loader)) == drawn(loader)
 
 
 def test_two_accelerators_of_different_precision_are_warned_of() -> None:
@@ -357,21 +311,6 @@ def test_a_loop_may_fetch_the_micro_batches_of_a_step_first_or_skip_some(skips: 
         for batch in [next(iterator) for _ in range(2)]:
             train(batch)
     assert steps == [False, True, False, True]
-
-
-def test_an_accelerator_is_pickled_while_its_loader_is_read() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net, loader = accelerator.prepare(_net(), _loader(batch_size=2))
-    for batch in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(net(batch[0]).mean())
-            assert pickle.loads(pickle.dumps(accelerator)).sync_gradients == accelerator.sync_gradients
-
-
-def test_names_of_the_tpu_pages_are_answered() -> None:
-    assert DistributedType.TPU is DistributedType.XLA
-    with pytest.raises(ConfigurationError, match=r"XLAStrategy\(downcast_bf16=True\).*--downcast_bf16"):
-        Accelerator(cpu=True, downcast_bf16=True)
 
 
 def _read_ahead(loader: Any) -> Any:

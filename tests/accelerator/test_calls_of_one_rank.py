@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import time
 import warnings
@@ -86,32 +85,6 @@ def test_any_collective_of_one_rank_alone_is_reported() -> None:
     assert run_distributed(_gather_alone, 2, True, init=False, timeout=120) == ["", ""]
 
 
-def _wait_two_seconds(file: str) -> None:
-    """Save on rank 0 two seconds before rank 1; write the standard error of rank 0, C++ logs included, to a file."""
-    accelerator = Accelerator(strategy="fsdp")
-    net = Net()
-    accelerator.prepare(net, make_optimizer(net))
-    if not accelerator.is_main_process:
-        time.sleep(2.5)
-        accelerator.save_state(f"{file}-state")
-    else:
-        with open(file, "w") as log:
-            usual = os.dup(2)
-            os.dup2(log.fileno(), 2)
-            try:
-                accelerator.save_state(f"{file}-state")
-            finally:
-                os.dup2(usual, 2)
-    accelerator.end_training()
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_waiting_writes_no_warnings_of_torchs_store(tmp_path: Path) -> None:
-    run_distributed(_wait_two_seconds, 2, str(tmp_path / "log"), init=False, timeout=120)
-    assert "waitForInput" not in (tmp_path / "log").read_text()
-
-
 def _save_on_the_main_process(folder: str) -> tuple[list[str], str, list[float]]:
     """Train for four steps, save on rank 0 after the steps 1 and 2, on both after step 3; rank 1 is late in the end."""
     process_group._LATE_S, process_group._LATE_AGAIN_S, process_group._TOO_LATE_S = 2.0, 0.2, 3.0
@@ -177,22 +150,3 @@ def test_sharded_weights_are_not_saved_by_the_main_process_alone(tmp_path: Path)
         run_distributed(_save_shards_on_the_main_process, 2, str(tmp_path / "saved"), init=False, timeout=120)
     assert "Call it on every rank, not on the main one alone" in str(caught.value)
     assert time.monotonic() - begun_s < 60
-
-
-def _load_on_the_main_process(folder: str) -> None:
-    process_group._LATE_S = 0.5
-    accelerator = Accelerator(cpu=True, strategy="ddp")
-    net = Net()
-    model, _ = accelerator.prepare(net, make_optimizer(net))
-    accelerator.save_state(folder)
-    if accelerator.is_main_process:
-        accelerator.load_state(folder)
-    accelerator.wait_for_everyone()
-    accelerator.backward(model(torch.ones(2, 4)).mean())
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_state_is_not_loaded_by_the_main_process_alone(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"waits in accelerator\.load_state\(\) for rank 1"):
-        run_distributed(_load_on_the_main_process, 2, str(tmp_path / "saved"), init=False, timeout=120)

@@ -18,11 +18,9 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import run_distributed
 from trainwright import (
     Accelerator,
-    AcceleratorState,
     DeepSpeedPlugin,
     DummyOptim,
     DummyScheduler,
-    get_active_deepspeed_plugin,
 )
 from trainwright.core.errors import ConfigurationError
 
@@ -66,24 +64,17 @@ def _full(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
-def _by_hand(
-    seed: int, *, rates: list[float], teacher: int | None = None, clip: float | None = None, accumulate: int = 1
-) -> dict[str, torch.Tensor]:
-    """Train on one device with plain torch, with one learning rate for each step."""
-    model, samples = Model(seed), _samples()
+def _by_hand(rates: list[float]) -> dict[str, torch.Tensor]:
+    """Train on one device with plain torch, with one learning rate for each step of two micro-batches."""
+    model, samples = Model(1), _samples()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.01)
-    rows = _ROWS * _RANKS * accumulate
+    rows = _ROWS * _RANKS * 2
     for i, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
         here = samples[i * rows % len(samples) :][:rows]
         batch = {name: torch.stack([sample[name] for sample in here]) for name in here[0]}
-        output = model(**batch)
-        loss = output.loss
-        if teacher is not None:
-            loss = loss + functional.mse_loss(output.logits, Model(teacher)(**batch).logits.detach())
-        loss.backward()
-        if clip is not None:
-            assert nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+        model(**batch).loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
@@ -98,34 +89,20 @@ _SCHEDULER = {
         "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
     },
 }  # fmt: skip
-_STAGES = {
-    2: {
-        "stage": 2,
-        "allgather_partitions": True,
-        "allgather_bucket_size": 2e8,
-        "overlap_comm": True,
-        "reduce_scatter": True,
-        "reduce_bucket_size": "auto",
-        "contiguous_gradients": True,
-    },
-    3: {
-        "stage": 3,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "sub_group_size": 1e9,
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": "auto",
-    },
+_ZERO3 = {
+    "stage": 3,
+    "overlap_comm": True,
+    "reduce_bucket_size": "auto",
+    "stage3_prefetch_bucket_size": "auto",
+    "stage3_param_persistence_threshold": "auto",
+    "stage3_max_live_parameters": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": "auto",
 }
 
 
-def _config(stage: int, **entries: Any) -> dict[str, Any]:
+def _config(**entries: Any) -> dict[str, Any]:
     return {
-        "zero_optimization": _STAGES[stage],
+        "zero_optimization": _ZERO3,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 0.1,
         "steps_per_print": 2000,
@@ -142,22 +119,8 @@ def _config_file(config: dict[str, Any], folder: str) -> dict[str, Any]:
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=file))
     assert (accelerator.distributed_type, accelerator.gradient_accumulation_steps) == ("DEEPSPEED", 2)
     model: Any = Model(1)
-    assert accelerator.state.deepspeed_plugin is not None
-    optimizer_cls: Any = (
-        torch.optim.AdamW
-        if accelerator.state.deepspeed_plugin is None
-        or "optimizer" not in accelerator.state.deepspeed_plugin.deepspeed_config
-        else DummyOptim
-    )
-    optimizer: Any = optimizer_cls(model.parameters(), lr=_RATE, weight_decay=0.01)
-    lr_scheduler: Any
-    if (
-        accelerator.state.deepspeed_plugin is None
-        or "scheduler" not in accelerator.state.deepspeed_plugin.deepspeed_config
-    ):
-        lr_scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    else:
-        lr_scheduler = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
+    optimizer: Any = DummyOptim(model.parameters(), lr=_RATE, weight_decay=0.01)
+    lr_scheduler: Any = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
     model, optimizer, dataloader, lr_scheduler = accelerator.prepare(model, optimizer, _loader(), lr_scheduler)
     rates = []
     for batch in itertools.chain(dataloader, dataloader):
@@ -170,195 +133,51 @@ def _config_file(config: dict[str, Any], folder: str) -> dict[str, Any]:
             lr_scheduler.step()
             optimizer.zero_grad()
     accelerator.save_model(model, f"{folder}/saved")
-    unwrapped_model = accelerator.unwrap_model(model)
     found = _full(accelerator, model)
     accelerator.end_training()
-    return {"weights": found, "rates": rates, "unwrapped": type(unwrapped_model).__name__}
+    return {"weights": found, "rates": rates}
 
 
-@pytest.mark.parametrize(
-    ("stage", "entries"),
-    [(2, {"scheduler": _SCHEDULER}), (2, {}), (3, {"optimizer": _OPTIMIZER, "scheduler": _SCHEDULER})],
-    ids=["scheduler", "neither", "optimizer and scheduler"],
-)
-def test_a_configuration_file_trains_as_by_hand(stage: int, entries: dict[str, Any], tmp_path: Path) -> None:
-    found, other = run_distributed(
-        _config_file, _RANKS, _config(stage, **entries), str(tmp_path), init=False, timeout=240
-    )
+def test_a_configuration_file_trains_as_by_hand(tmp_path: Path) -> None:
+    config = _config(optimizer=_OPTIMIZER, scheduler=_SCHEDULER)
+    found, other = run_distributed(_config_file, _RANKS, config, str(tmp_path), init=False, timeout=240)
     assert len(found["rates"]) == _STEPS
-    assert (found["rates"] == [_RATE] * _STEPS) == ("scheduler" not in entries)
     assert max(found["rates"]) == pytest.approx(_RATE)
-    wanted = _by_hand(1, rates=found["rates"], clip=0.1, accumulate=2)
-    torch.testing.assert_close(found["weights"], wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["weights"], _by_hand(found["rates"]), rtol=1e-4, atol=1e-5)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     torch.testing.assert_close(saved, found["weights"], rtol=0, atol=0)
-    assert found["unwrapped"] == "Model"
-    assert (stage == 3) == (other["weights"] == {})  # the main process has the full weights
+    assert other["weights"] == {}  # the main process has the full weights
 
 
 def _refused() -> list[str]:
     found = []
-    for case in ("scheduler of a DummyOptim", "no hidden_size", "another batch size"):
-        config = _config(2, optimizer=_OPTIMIZER)
+    for case in ("no hidden_size", "another batch size"):
+        config = _config(optimizer=_OPTIMIZER)
         if case == "another batch size":
             config["train_micro_batch_size_per_gpu"] = 3
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
         model: Any = Model(1)
         optimizer: Any = DummyOptim(model.parameters(), lr=_RATE)
-        objects = [model, optimizer, _loader()]
-        if case == "scheduler of a DummyOptim":
-            objects.append(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
-        elif case == "no hidden_size":
+        if case == "no hidden_size":
             del model.config
         with pytest.raises(ConfigurationError) as caught:
-            accelerator.prepare(*objects)
+            accelerator.prepare(model, optimizer, _loader())
         found.append(str(caught.value))
         accelerator.end_training()
     return found
 
 
 def test_what_the_configuration_cannot_be_is_an_error() -> None:
-    for scheduler, hidden_size, batch_size in run_distributed(_refused, _RANKS, init=False, timeout=240):
-        assert "ConstantLR was created with a DummyOptim and does not change" in scheduler
+    for hidden_size, batch_size in run_distributed(_refused, _RANKS, init=False, timeout=240):
         assert '"auto" for zero_optimization.reduce_bucket_size' in hidden_size
         assert "train_micro_batch_size_per_gpu=3, which differs from the training loader's batch_size=2" in batch_size
-
-
-# "Using multiple models with DeepSpeed"
-
-_ZERO2 = {
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "adam_w_mode": True},
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-    },
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
-_ZERO3 = {
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": 3,
-        "overlap_comm": True,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": "auto",
-        "stage3_max_reuse_distance": "auto",
-    },
-    "train_micro_batch_size_per_gpu": 1,
-}
-
-
-def _distill() -> dict[str, Any]:
-    zero2_plugin, zero3_plugin = DeepSpeedPlugin(hf_ds_config=_ZERO2), DeepSpeedPlugin(hf_ds_config=_ZERO3)
-    deepspeed_plugins = {"student": zero2_plugin, "teacher": zero3_plugin}
-    accelerator = Accelerator(deepspeed_plugins=deepspeed_plugins)
-    active_plugin = get_active_deepspeed_plugin(accelerator.state)
-    assert active_plugin is deepspeed_plugins["student"]
-    assert active_plugin is accelerator.deepspeed_plugin
-
-    student_model: Any = Model(1)
-    optimizer: Any = DummyOptim(student_model.parameters(), lr=_RATE, weight_decay=0.01)
-    scheduler: Any = DummyScheduler(optimizer, warmup_num_steps=2)
-    student_model, optimizer, scheduler, train_dataloader = accelerator.prepare(
-        student_model, optimizer, scheduler, _loader()
-    )
-    accelerator.state.select_deepspeed_plugin("teacher")
-    assert accelerator.deepspeed_plugin is accelerator.state.get_deepspeed_plugin("teacher") is zero3_plugin
-    teacher_model = accelerator.prepare(Model(2))
-
-    teacher_model.eval()
-    student_model.train()
-    rates = []
-    for batch in train_dataloader:
-        with torch.no_grad():
-            output_teacher = teacher_model(**batch)
-        output_student = student_model(**batch)
-        loss = functional.mse_loss(output_student.logits, output_teacher.logits) + output_student.loss
-        accelerator.backward(loss)
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    sharded = [any(hasattr(p, "ds_id") for p in one.parameters()) for one in (student_model, teacher_model)]
-    found = {"student": _full(accelerator, student_model), "teacher": _full(accelerator, teacher_model)}
-    accelerator.end_training()
-    return {**found, "rates": rates, "sharded": sharded}
-
-
-def test_a_student_at_stage_2_learns_from_a_teacher_at_stage_3() -> None:
-    found, _ = run_distributed(_distill, _RANKS, init=False, timeout=240)
-    assert found["sharded"] == [False, True]
-    assert len(found["rates"]) == _STEPS
-    assert found["rates"][-1] == pytest.approx(_RATE)  # two steps of warm-up
-    assert found["rates"][0] < _RATE
-    wanted = _by_hand(1, rates=found["rates"], teacher=2)
-    torch.testing.assert_close(found["student"], wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["teacher"], dict(Model(2).state_dict()), rtol=0, atol=0)
-
-
-def _disjoint(given_again: bool) -> list[dict[str, torch.Tensor]]:
-    deepspeed_plugins = {
-        "first_model": DeepSpeedPlugin(zero_stage=2),
-        "second_model": DeepSpeedPlugin(zero_stage=3, gradient_clipping=0.1),
-    }
-    first_accelerator = Accelerator(deepspeed_plugins=deepspeed_plugins)
-    second_accelerator = Accelerator(deepspeed_plugins=dict(deepspeed_plugins)) if given_again else Accelerator()
-    with pytest.raises(ConfigurationError, match=r"\['other'\].*\['first_model', 'second_model'\]"):
-        Accelerator(deepspeed_plugin={"other": DeepSpeedPlugin()})
-
-    first_accelerator.state.select_deepspeed_plugin("first_model")
-    first_model: Any = Model(1)
-    first_optimizer: Any = torch.optim.AdamW(first_model.parameters(), lr=_RATE)
-    first_scheduler: Any = torch.optim.lr_scheduler.ConstantLR(first_optimizer, 1.0)
-    first_model, first_optimizer, first_scheduler, train_dl = first_accelerator.prepare(
-        first_model, first_optimizer, first_scheduler, _loader()
-    )
-    AcceleratorState().select_deepspeed_plugin("second_model")
-    second_model: Any = Model(2)
-    second_optimizer: Any = torch.optim.AdamW(second_model.parameters(), lr=_RATE)
-    second_scheduler: Any = torch.optim.lr_scheduler.ConstantLR(second_optimizer, 1.0)
-    second_model, second_optimizer, second_scheduler = second_accelerator.prepare(
-        second_model, second_optimizer, second_scheduler
-    )
-    for batch in train_dl:
-        outputs1 = first_model(**batch)
-        first_accelerator.backward(outputs1.loss)
-        first_optimizer.step()
-        first_scheduler.step()
-        first_optimizer.zero_grad()
-
-        outputs2 = second_model(**batch)
-        second_accelerator.backward(outputs2.loss)
-        second_optimizer.step()
-        second_scheduler.step()
-        second_optimizer.zero_grad()
-    assert not any(hasattr(p, "ds_id") for p in first_model.parameters())
-    found = [_full(first_accelerator, first_model), _full(second_accelerator, second_model)]
-    second_accelerator.end_training()
-    return found
-
-
-@pytest.mark.parametrize("given_again", [False, True])
-def test_two_accelerators_train_disjoint_models_with_a_plugin_each(given_again: bool) -> None:
-    (first, second), _ = run_distributed(_disjoint, _RANKS, given_again, init=False, timeout=240)
-    torch.testing.assert_close(first, _by_hand(1, rates=[_RATE] * _STEPS), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(second, _by_hand(2, rates=[_RATE] * _STEPS, clip=0.1), rtol=1e-4, atol=1e-5)
 
 
 # "auto" after prepare
 
 
 def _filled() -> dict[str, Any]:
-    config = _config(3, optimizer=_OPTIMIZER, scheduler=_SCHEDULER, bf16={"enabled": "auto"})
+    config = _config(optimizer=_OPTIMIZER, scheduler=_SCHEDULER, bf16={"enabled": "auto"})
     config |= {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
     plugin = DeepSpeedPlugin(hf_ds_config=config)
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, mixed_precision="bf16")
@@ -394,34 +213,35 @@ def test_the_plugin_holds_the_values_of_auto_after_prepare() -> None:
 # Models of transformers are built in shards
 
 
-def _is_sharded() -> bool:
+def _llama() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=16))
-    return all(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=16))
+
+
+def _is_sharded() -> bool:
+    return all(hasattr(parameter, "ds_id") for parameter in _llama().parameters())
 
 
 def _built(folder: str) -> dict[str, Any]:
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
+    teacher_config = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
     plugins = {
-        "student": DeepSpeedPlugin(hf_ds_config=_config(2, gradient_accumulation_steps=1, gradient_clipping="auto")),
-        "teacher": DeepSpeedPlugin(hf_ds_config=_ZERO3, zero3_init_flag=True),
+        "student": DeepSpeedPlugin(zero_stage=2),
+        "teacher": DeepSpeedPlugin(hf_ds_config=teacher_config, zero3_init_flag=True),
         "whole": DeepSpeedPlugin(zero_stage=3, zero3_init_flag=False),
     }
     accelerator = Accelerator(deepspeed_plugins=plugins)
     assert not _is_sharded()
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    student: Any = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=16))
+    student = _llama()
     if accelerator.is_main_process:
         student.save_pretrained(folder)
     accelerator.wait_for_everyone()
     words = torch.arange(8).view(1, 8)
     expected = student(input_ids=words).logits.detach()
-    optimizer: Any = torch.optim.AdamW(student.parameters(), lr=_RATE)
-    student, optimizer = accelerator.prepare(student, optimizer)
     accelerator.state.select_deepspeed_plugin("teacher")
     assert _is_sharded()
     teacher: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -430,13 +250,6 @@ def _built(folder: str) -> dict[str, Any]:
     teacher = accelerator.prepare(teacher)
     with torch.no_grad():
         logits = teacher(input_ids=words).logits
-    losses = []
-    for _ in range(3):
-        loss = functional.mse_loss(student(input_ids=words).logits, logits + 1)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
     plugin = plugins["teacher"]
     with plugin.zero3_init_context_manager(enable=False):
         assert not plugin.is_zero3_init_enabled()
@@ -449,11 +262,10 @@ def _built(folder: str) -> dict[str, Any]:
     accelerator.state.select_deepspeed_plugin("teacher")
     accelerator.end_training()
     assert not _is_sharded()
-    return {"expected": expected, "logits": logits, "share": held / total, "losses": losses}
+    return {"expected": expected, "logits": logits, "share": held / total}
 
 
 def test_transformers_builds_the_models_of_a_stage_3_plugin_in_shards(tmp_path: Path) -> None:
     for found in run_distributed(_built, _RANKS, str(tmp_path), init=False, timeout=240):
         torch.testing.assert_close(found["logits"], found["expected"])
         assert found["share"] < 0.6
-        assert found["losses"] == sorted(found["losses"], reverse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import io
 import os
 import subprocess
@@ -15,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import trainwright
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, PartialState
-from trainwright.core.errors import ConfigurationError
 from trainwright.core.host import cpu_affinity
-from trainwright.core.names.foreign_names import answer
 from trainwright.logging import get_logger
-from trainwright.tracking import on_main_process
 from trainwright.utils import (
     get_cpu_distributed_information,
     load,
@@ -47,12 +41,6 @@ MEMBERS = (
     "skip_first_batches split_batches split_between_processes sync_gradients tensor_parallel_rank torch_device_mesh "
     "trigger_sync_in_backward unscale_gradients unwrap_model use_distributed use_seedable_sampler "
     "use_stateful_dataloader verify_device_map wait_for_everyone"
-)
-ARGUMENTS = (
-    "device_placement split_batches mixed_precision gradient_accumulation_steps cpu dataloader_config "
-    "deepspeed_plugin fsdp_plugin torch_tp_plugin megatron_lm_plugin rng_types log_with project_dir project_config "
-    "gradient_accumulation_plugin step_scheduler_with_optimizer kwargs_handlers dynamo_backend dynamo_plugin "
-    "deepspeed_plugins parallelism_config"
 )
 NAMES = {
     "utils": (
@@ -103,13 +91,6 @@ NAMES = {
 }
 # What may be refused: the parts that are not supported. All others must be here.
 REFUSED_MEMBERS = {"get_tracker", "init_trackers", "log"}
-REFUSED_ARGUMENTS: set[str] = set()
-REFUSED_NAMES = "initialize DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper install_xla AimTracker"
-_IMPORTS = [(path, name) for path, names in NAMES.items() for name in names.split()]
-
-
-def test_the_lists_are_complete() -> None:
-    assert (len(MEMBERS.split()), len(ARGUMENTS.split()), len(_IMPORTS)) == (86, 21, 139)
 
 
 def test_each_member_is_there_or_names_what_to_write() -> None:
@@ -121,37 +102,6 @@ def test_each_member_is_there_or_names_what_to_write() -> None:
             refused[name] = str(error)
     assert refused.keys() <= REFUSED_MEMBERS
     assert all("Instead: " in text for text in refused.values()), refused
-
-
-def test_each_argument_is_there_or_names_what_to_write() -> None:
-    refused = set(ARGUMENTS.split()) - inspect.signature(Accelerator).parameters.keys()
-    assert refused <= REFUSED_ARGUMENTS
-    for name in refused:
-        with pytest.raises(ConfigurationError, match=f"does not take {name}= . Instead: "):
-            Accelerator(cpu=True, **{name: object()})
-
-
-@pytest.mark.parametrize("path", NAMES)
-def test_each_name_is_importable_by_its_path_or_names_what_to_write(path: str) -> None:
-    module: Any = importlib.import_module(f"trainwright.{path}".rstrip("."))
-    for name in NAMES[path].split():
-        if hasattr(module, name):
-            continue
-        assert name in REFUSED_NAMES.split()
-        with pytest.raises(ImportError, match=f"{name} of Accelerate is not here: .*[a-z]") as caught:
-            exec(f"from {module.__name__} import {name}", {})
-        assert str(answer(name, "Accelerate")) in str(caught.value)
-
-
-def test_a_tracker_s_method_runs_on_the_main_process() -> None:
-    class Tracker:
-        main_process_only = True
-
-        @on_main_process
-        def store(self, value: int) -> int:
-            return value
-
-    assert Tracker().store(3) == 3
 
 
 def _save_on_ranks(folder: Path) -> list[str]:
@@ -248,10 +198,3 @@ def test_uncaught_errors_are_shown_by_rich_on_request(enabled: bool) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False)
     assert "ValueError: shown" in done.stderr
     assert ("Traceback (most recent call last) ─" in done.stderr) == enabled
-
-
-def test_names_of_the_package_s_face_and_of_the_paths_are_the_same_objects() -> None:
-    for path, name in _IMPORTS:
-        module = importlib.import_module(f"trainwright.{path}".rstrip("."))
-        if path and name in dir(trainwright) and name not in REFUSED_NAMES.split():
-            assert getattr(module, name) is getattr(trainwright, name), name

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import namedtuple
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, ConfigurationError, ProjectConfiguration, utils
-from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.trackers.comet_logger import CometLogger
+from trainwright import utils
 from trainwright.logging import get_logger
-from trainwright.tracking import MLflowTracker
-from trainwright.utils import concatenate, reduce
+from trainwright.utils import concatenate
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -76,56 +70,6 @@ def test_one_structure_is_its_own_concatenation() -> None:
     assert concatenate(["x"]) == "x"
     with pytest.raises(TypeError, match="str"):
         concatenate(["x", "y"])
-
-
-def _maximum() -> list[float]:
-    rank = Accelerator(cpu=True).process_index
-    found: list[float] = reduce(torch.tensor([rank, -rank]), "max", scale=2.0).tolist()
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_reduction_finds_the_maximum_of_each_element() -> None:
-    assert run_distributed(_maximum, world_size=2) == [[2.0, 0.0]] * 2
-    assert reduce(torch.tensor([3]), "max").tolist() == [3]
-
-
-def test_a_project_and_an_accelerator_say_what_to_call() -> None:
-    for option in ({"save_every_n_steps": 5}, {"iteration_checkpoints": True}):
-        with pytest.raises(ConfigurationError, match=r"call accelerator.save_state\(\) in the loop"):
-            ProjectConfiguration(**option)  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match=r"Call load_state\(folder\)"):
-        Accelerator(cpu=True).load_checkpoint("x")
-
-
-def test_an_mlflow_tracker_needs_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "trainwright.accelerator.trackers.LOGGERS",
-        SimpleNamespace(
-            get=lambda name: SimpleNamespace(in_folder=lambda *args, **options: SimpleNamespace(**options))
-        ),
-    )
-    assert MLflowTracker().run_name == "Default"
-    named: Any = MLflowTracker("mine", run_name="first")
-    assert (named.run_name, named.logger.run_name) == ("mine", "first")
-
-
-def test_comet_takes_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: dict[str, Any] = {}
-    experiment = SimpleNamespace(get_key=lambda: "key")
-
-    def start(**options: Any) -> Any:
-        started.update(options)
-        return experiment
-
-    monkeypatch.setattr(
-        "trainwright.loggers.trackers.comet_logger.require_package", lambda *_, **__: SimpleNamespace(start=start)
-    )
-    config = object()
-    logger = CometLogger(experiment_config=config)
-    logger._open(RunInfo("x", "run"))  # type: ignore[arg-type]
-    assert started["experiment_config"] is config
 
 
 def test_a_wrapper_of_a_logger_counts_frames_as_accelerate_does(caplog: pytest.LogCaptureFixture) -> None:

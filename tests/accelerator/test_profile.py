@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.utils import ProfileKwargs
@@ -21,15 +18,6 @@ def _model() -> torch.nn.Module:
 
 def _inputs() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8)
-
-
-def test_execution_time() -> None:
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
-    model = accelerator.prepare(_model())
-    with accelerator.profile() as prof, torch.no_grad():
-        model(_inputs())
-    assert "aten::conv2d" in prof.key_averages().table(sort_by="cpu_time_total", row_limit=10)
-    assert "[2, 3, 8, 8]" in str(prof.key_averages(group_by_input_shape=True).table(sort_by="cpu_time_total"))
 
 
 def test_memory_and_flops() -> None:
@@ -68,13 +56,6 @@ def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_step_the_warning_says_to_call_it() -> None:
-    options = ProfileKwargs(schedule_option={"active": 1})
-    accelerator = Accelerator(cpu=True)
-    with pytest.warns(TrainwrightWarning, match=r"did not call step\(\) of the profiler"), accelerator.profile(options):
-        _model()(_inputs())
-
-
 def test_each_cycle_and_context_has_a_file_and_the_handler_its_own(tmp_path: Path) -> None:
     handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"))
     schedule = {"wait": 1, "active": 1}
@@ -101,22 +82,3 @@ def test_wrong_options_name_the_nearest() -> None:
         ProfileKwargs(schedule_option={"warm_up": 1})
     with pytest.raises(ConfigurationError, match=r"'cpuu'.*'cpu'"):
         ProfileKwargs(activities=["cpuu"])
-
-
-def _write(folder: str) -> None:
-    accelerator = Accelerator(cpu=True)
-    model: Any = accelerator.prepare(torch.nn.Linear(2, 2))
-    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder)):
-        model(torch.ones(1, 2)).sum().backward()
-
-
-def _check(path: Path) -> None:
-    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
-    assert "aten::linear" in names
-
-
-@pytest.mark.distributed
-def test_each_process_writes_its_trace(tmp_path: Path) -> None:
-    run_distributed(_write, 2, str(tmp_path))
-    for rank in range(2):
-        _check(tmp_path / f"profile_{rank}.json")

@@ -17,7 +17,6 @@ from trainwright import (
     Accelerator,
     AcceleratorState,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     ParallelismConfig,
@@ -26,16 +25,6 @@ from trainwright.accelerator.accumulation import GradientState
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
-
-
-def test_the_state_prints_the_precision_and_the_configuration_of_deepspeed() -> None:
-    plain = Accelerator(cpu=True, mixed_precision="bf16")
-    assert str(AcceleratorState()).splitlines()[-2:] == ["Device: cpu", "Mixed precision type: bf16"]
-    plain.end_training()
-    plugin = DeepSpeedPlugin(zero_stage=1)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    assert str(accelerator.state).splitlines()[-1] == f"ds_config: {plugin.deepspeed_config}"
-    accelerator.end_training()
 
 
 def test_the_state_checks_a_precision_and_leaves_plugins_to_the_accelerator() -> None:
@@ -67,17 +56,6 @@ def test_the_state_has_the_arguments_of_the_newest_accelerator() -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=config)
     assert AcceleratorState().parallelism_config is config
     accelerator.end_training()
-
-
-def _mesh_of_the_state() -> bool:
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    return AcceleratorState().device_mesh is accelerator.torch_device_mesh is not None
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_state_has_the_mesh_of_a_sharded_run() -> None:
-    assert run_distributed(_mesh_of_the_state, world_size=2) == [True, True]
 
 
 def test_a_gradient_state_shows_the_newest_accelerator() -> None:
@@ -155,12 +133,6 @@ def test_a_schedule_may_be_of_a_users_class_or_have_an_optimizer_that_is_not_pre
     scheduler.step()
     assert cycle.last_epoch == 2
     accelerator.end_training()
-
-
-def test_a_schedule_prints_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    AcceleratedScheduler(StepLR(inner, 1), AcceleratedOptimizer(inner)).print_lr(True, 0, 0.5, 3)
-    assert capsys.readouterr().out == "Epoch 3: Adjusting learning rate of group 0 to 5.0000e-01.\n"
 
 
 def _rates_per_process() -> float:

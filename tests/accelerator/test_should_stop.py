@@ -121,33 +121,6 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_under_torchrun_a_signal_to_one_process_ends_all_with_code_0(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    with subprocess.Popen(
-        [*command, str(script), str(tmp_path / "state")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            pids = dict(process.stdout.readline().split()[1:] for _ in range(2))
-            os.kill(int(pids["1"]), signal.SIGTERM)
-            said = process.communicate(timeout=90)[0].split("\n")
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    steps = dict(line.split()[1:] for line in said if line.startswith("stopped"))
-    assert steps["0"] == steps["1"]
-    assert process.returncode == 0
-    assert (tmp_path / "state" / "manifest.json").is_file()
-
-
 @pytest.mark.slow
 def test_a_loop_that_hangs_outside_of_python_ends_after_a_signal(tmp_path: Path) -> None:
     # A collective that another rank does not reach hangs so, too: Python runs no handler until it returns.
@@ -230,34 +203,6 @@ def test_outside_of_the_main_thread_it_warns() -> None:
     thread.start()
     thread.join()
     assert len(said) == 1
-
-
-def _join() -> int:
-    accelerator = Accelerator()
-    net = Net()
-    model, optimizer = accelerator.prepare(net, make_optimizer(net))
-    num_batches = 2 + 15 * accelerator.process_index
-    assert not _stops(accelerator)
-    with accelerator.join_uneven_inputs([model]):
-        for _ in range(num_batches):
-            accelerator.backward(model(torch.ones(2, 4)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
-    if accelerator.is_main_process:
-        os.kill(os.getpid(), signal.SIGTERM)
-    steps = 0
-    while not _stops(accelerator):
-        accelerator.backward(model(torch.ones(2, 4)).mean())
-        steps += 1
-    accelerator.end_training()
-    return steps
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_uneven_inputs_exchange_nothing() -> None:
-    first, second = run_distributed(_join, 2, init=False, timeout=60)
-    assert first == second
 
 
 def _read_late() -> str:

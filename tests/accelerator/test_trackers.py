@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +9,10 @@ import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.loggers.wandb_file import read_run
 from trainwright import Accelerator, ConfigurationError
 from trainwright.core.errors import MissingPackageError, TrainwrightWarning
 from trainwright.tracking import GeneralTracker, on_main_process
-from trainwright.utils import LoggerType, ProjectConfiguration
+from trainwright.utils import LoggerType
 
 
 class Recorder(GeneralTracker):
@@ -74,19 +71,6 @@ def test_tensorboard_is_read_back(tmp_path: Path) -> None:
     (table,) = events.Tensors("rows/text_summary")
     assert table.tensor_proto.string_val[0].decode() == "| a | b |\n| --- | --- |\n| 1 | x\\|y |"
     assert "lr: 0.1" in (tmp_path / "project/hparams.yaml").read_text()
-
-
-def test_wandb_is_read_back(tmp_path: Path) -> None:
-    config = ProjectConfiguration(project_dir="elsewhere", logging_dir=str(tmp_path))
-    accelerator = Accelerator(cpu=True, log_with=[LoggerType.WANDB], project_config=config)
-    accelerator.init_trackers("project", {"lr": 0.1}, {"wandb": {"offline": True, "dir": tmp_path, "tags": ["a"]}})
-    accelerator.log({"loss": 1.5}, step=3)
-    run = accelerator.get_tracker("wandb", unwrap=True)
-    run.summary["own"] = 1
-    accelerator.end_training()
-    found = read_run(tmp_path)
-    assert (found["project"], found["config"]["lr"], found["exit_code"]) == ("project", 0.1, 0)
-    assert [row["loss"] for row in found["history"] if "loss" in row] == [1.5]
 
 
 def test_a_tracker_of_one_s_own_is_called_as_it_is_written(tmp_path: Path) -> None:
@@ -172,17 +156,6 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
-def test_a_loop_logs_to_csv_without_another_package(tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
-    accelerator.init_trackers("project", config={"lr": 0.1})
-    for step in range(3):
-        accelerator.log({"loss": 1 / (step + 1)}, step=step)
-    accelerator.end_training()
-    (path,) = tmp_path.rglob("metrics.csv")
-    with path.open(newline="") as file:
-        assert [float(row["loss"]) for row in csv.DictReader(file)] == [1.0, 0.5, 1 / 3]
-
-
 def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "trainwright.accelerator.trackers.find_spec", lambda name: name if name in ("tensorboard", "wandb") else None
@@ -215,15 +188,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.accelerator.trackers.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="pip install wandb"):
         Accelerator(cpu=True, log_with="wandb")
-
-
-def test_without_trackers_nothing_is_logged() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accelerator = Accelerator(cpu=True)
-        accelerator.init_trackers("project")
-        accelerator.log({"loss": 1.0})
-        accelerator.end_training()
 
 
 def _log(folder: Path, main_only: bool) -> int:

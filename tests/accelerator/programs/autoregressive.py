@@ -9,11 +9,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.accelerator.programs.language_model import make_model
 from tests.accelerator.programs.synthetic import Record, sentences
 from trainwright import Accelerator
 from trainwright.utils import set_seed
+
+
+def make_model() -> Any:
+    sizes: Any = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
 
 
 def collate_fn(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -45,7 +50,6 @@ def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
     model, record = make_model(), Record()
     optimizer: Any = torch.optim.AdamW(params=model.parameters(), lr=config["lr"])
     model, optimizer, train_dataloader = accelerator.prepare(model, optimizer, train_dataloader)
-    updates = []
     for _ in range(config["num_epochs"]):
         model.train()
         training_iterator = iter(train_dataloader)
@@ -62,7 +66,6 @@ def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
                 batch_samples += [next(training_iterator)]
             num_items: Any = sum((batch["labels"][:, 1:].ne(-100)).sum() for batch in batch_samples)
             num_items_in_batch = accelerator.gather(num_items).sum().item()
-            updates.append(num_batches_in_step)
             for i, batch in enumerate(batch_samples):
                 ctx: Any = contextlib.nullcontext
                 if i < len(batch_samples) - 1 and accelerator.num_processes > 1:
@@ -76,4 +79,4 @@ def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     accelerator.end_training()
-    return {"batches": record.batches, "losses": record.losses, "updates": updates}
+    return {"batches": record.batches, "losses": record.losses}

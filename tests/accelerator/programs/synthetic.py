@@ -32,24 +32,6 @@ def classifier() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
 
-class Accuracy:
-    """The interface of a metric of `evaluate`."""
-
-    def __init__(self) -> None:
-        self.predictions: list[int] = []
-        self.references: list[int] = []
-
-    def add_batch(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
-        self.predictions += predictions.tolist()
-        self.references += references.tolist()
-
-    def compute(self) -> dict[str, float]:
-        """Return the accuracy and the number of rows, and start again."""
-        pairs = list(zip(self.predictions, self.references, strict=True))
-        self.predictions, self.references = [], []
-        return {"accuracy": sum(one == other for one, other in pairs) / len(pairs), "num": len(pairs)}
-
-
 class Record:
     """The micro-batches of a rank, in order, and their losses."""
 
