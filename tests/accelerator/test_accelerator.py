@@ -18,7 +18,6 @@ from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -129,19 +128,6 @@ def test_fp16_leaves_out_steps_that_overflow_and_their_schedule_too() -> None:
     assert rates == [0.25, 0.25, 0.125]
     assert scales == [65536.0, 65536.0, 32768.0]  # changed before the next backward
     assert net.weight.tolist() == [0.25, 0.25]
-
-
-def test_two_optimizers_of_one_backward_find_the_same_scale() -> None:
-    nets = [Overflows(), Overflows()]
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
-    prepared = accelerator.prepare(*nets, *[torch.optim.SGD(net.parameters(), lr=1.0) for net in nets])
-    accelerator._scale.scaler.set_growth_interval(1)  # the scale would double after each optimizer
-    for _ in range(2):
-        accelerator.backward(prepared[0](0.25) + prepared[1](0.25))
-        for optimizer in prepared[2:]:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert [net.weight.tolist() for net in nets] == [[0.5, 0.5], [0.5, 0.5]]
 
 
 def test_a_step_between_groups_waits_and_so_do_gradients() -> None:

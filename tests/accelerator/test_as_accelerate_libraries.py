@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
 
 from tests.accelerator.tiny_llama import (
@@ -20,7 +19,6 @@ from tests.accelerator.tiny_llama import (
     arguments_of,
     in_order,
     language_model,
-    loss_of,
     losses_of,
     train_by_hand,
 )
@@ -82,62 +80,6 @@ def test_transformers_loads_with_a_device_map(kind: str, tmp_path: Path) -> None
 
 
 # peft: adapters that transformers' Trainer trains
-
-
-def _adapted() -> Any:
-    """Return a model with seeded LoRA adapters."""
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(language_model(), config)
-
-
-def _train_adapters(folder: Path, resume: str | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Train adapters with transformers' Trainer; returns the losses of all steps, and those of the saved adapters."""
-    import trainwright
-
-    trainwright.as_accelerate()
-    from peft import PeftModel
-    from transformers import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(**arguments_of(folder / "run", num_train_epochs=2, **options))
-    trainer = in_order(Trainer)(model=_adapted(), args=arguments, train_dataset=Sentences())
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(str(folder / "adapters"))
-    dist.barrier()
-    loaded = PeftModel.from_pretrained(_adapted().unload(), str(folder / "adapters"))
-    with torch.no_grad():
-        value = float(loss_of(loaded, [Sentences()[index] for index in range(8)]))
-    return {
-        "losses": losses_of(trainer),
-        "loaded": value,
-        "units": sum(isinstance(module, FSDPModule) for module in trainer.model.modules()),
-    }
-
-
-_SHARDED = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-_ADAPTERS: dict[str, tuple[dict[str, Any], int]] = {  # options, and units of FSDP
-    "ddp": ({}, 0),
-    "fsdp": ({"fsdp": True, "fsdp_config": _SHARDED}, 3),  # the whole model and its two layers
-    "fsdp, version 1": ({"fsdp": True, "fsdp_config": {"version": 1, **_SHARDED}}, 15),  # and each adapter's matrices
-}
-
-
-@pytest.mark.parametrize("kind", _ADAPTERS)
-def test_peft_trains_saves_and_resumes_adapters(kind: str, tmp_path: Path) -> None:
-    options, units = _ADAPTERS[kind]
-    model = _adapted()
-    losses = train_by_hand(model)
-    with torch.no_grad():
-        last = float(loss_of(model, [Sentences()[index] for index in range(8)]))
-    found, *_ = run_distributed(_train_adapters, 2, tmp_path, None, options, timeout=120)
-    assert found["units"] == units
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
-    assert found["loaded"] == pytest.approx(last, abs=1e-4)
-    resume = str(tmp_path / "run/checkpoint-4")
-    again, *_ = run_distributed(_train_adapters, 2, tmp_path, resume, options, timeout=120)
-    assert again == found
 
 
 # transformers' Trainer: options that use other parts of accelerate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -60,26 +58,6 @@ def _loader() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=_ROWS)
 
 
-def _full(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def _by_hand(rates: list[float]) -> dict[str, torch.Tensor]:
-    """Train on one device with plain torch, with one learning rate for each step of two micro-batches."""
-    model, samples = Model(1), _samples()
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.01)
-    rows = _ROWS * _RANKS * 2
-    for i, rate in enumerate(rates):
-        optimizer.param_groups[0]["lr"] = rate
-        here = samples[i * rows % len(samples) :][:rows]
-        batch = {name: torch.stack([sample[name] for sample in here]) for name in here[0]}
-        model(**batch).loss.backward()
-        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
 # "DeepSpeed"
 
 _OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
@@ -111,42 +89,6 @@ def _config(**entries: Any) -> dict[str, Any]:
         "wall_clock_breakdown": False,
         **entries,
     }
-
-
-def _config_file(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    file = Path(folder) / "zero_config.json"
-    file.write_text(json.dumps(config))
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=file))
-    assert (accelerator.distributed_type, accelerator.gradient_accumulation_steps) == ("DEEPSPEED", 2)
-    model: Any = Model(1)
-    optimizer: Any = DummyOptim(model.parameters(), lr=_RATE, weight_decay=0.01)
-    lr_scheduler: Any = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
-    model, optimizer, dataloader, lr_scheduler = accelerator.prepare(model, optimizer, _loader(), lr_scheduler)
-    rates = []
-    for batch in itertools.chain(dataloader, dataloader):
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                rates.append(optimizer.param_groups[0]["lr"])
-            optimizer.step()
-            lr_scheduler.step()
-            optimizer.zero_grad()
-    accelerator.save_model(model, f"{folder}/saved")
-    found = _full(accelerator, model)
-    accelerator.end_training()
-    return {"weights": found, "rates": rates}
-
-
-def test_a_configuration_file_trains_as_by_hand(tmp_path: Path) -> None:
-    config = _config(optimizer=_OPTIMIZER, scheduler=_SCHEDULER)
-    found, other = run_distributed(_config_file, _RANKS, config, str(tmp_path), init=False, timeout=240)
-    assert len(found["rates"]) == _STEPS
-    assert max(found["rates"]) == pytest.approx(_RATE)
-    torch.testing.assert_close(found["weights"], _by_hand(found["rates"]), rtol=1e-4, atol=1e-5)
-    saved = load_file(tmp_path / "saved" / "model.safetensors")
-    torch.testing.assert_close(saved, found["weights"], rtol=0, atol=0)
-    assert other["weights"] == {}  # the main process has the full weights
 
 
 def _refused() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from trainwright.utils import (
     MegatronLMPlugin,
     T5TrainStep,
     avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -250,12 +248,6 @@ def test_variables_and_fields_describe_the_strategy(monkeypatch: pytest.MonkeyPa
     assert plain.strategy(2, _gpt2()) == expected.with_options(distributed_optimizer=False)
 
 
-def test_fields_and_defaults_are_those_of_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate.utils")
-    theirs = {one.name: one.default for one in fields(accelerate.MegatronLMPlugin)}
-    assert {one.name: one.default for one in fields(MegatronLMPlugin)} == theirs
-
-
 def test_weight_decay_and_a_cosine_follow_the_plugin() -> None:
     options: dict[str, Any] = {"lr_decay_style": "cosine", "min_lr": 0.1, "lr_warmup_fraction": 0.5}
     options |= {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.4}
@@ -301,18 +293,3 @@ def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
     model.eval()
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def _gathered() -> Any:
-    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
-    rank = torch.tensor(float(accelerator.process_index))
-    gathered = gather_across_data_parallel_groups({"a": rank, "b": rank.expand(2, 1)})
-    return gathered, avg_losses_across_data_parallel_group([rank, rank + 1])
-
-
-@pytest.mark.distributed
-def test_values_of_data_parallel_ranks_are_gathered() -> None:
-    for gathered, means in run_distributed(_gathered, 2, init=False, timeout=60):
-        assert gathered["a"].tolist() == [0.0, 1.0]
-        assert gathered["b"].flatten().tolist() == [0.0, 0.0, 1.0, 1.0]
-        assert means.tolist() == [0.5, 1.5]

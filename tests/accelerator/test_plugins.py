@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullStateDictConfig, MixedPrecisionPolicy
 
-from tests.contracts.test_own_loop import Block, Net
-from tests.helpers.distributed import run_distributed
+from tests.contracts.test_own_loop import Net
 from trainwright import (
     Accelerator,
     AcceleratorState,
@@ -275,18 +274,6 @@ def test_configurations_of_states_select_their_type() -> None:
         FullyShardedDataParallelPlugin(state_dict_config={}).strategy(2)
 
 
-def test_a_wrap_policy_of_classes_names_what_is_missing() -> None:
-    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
-    with pytest.raises(ConfigurationError, match="Linear has no _no_split_modules"):
-        plugin.set_auto_wrap_policy(nn.Linear(2, 2))
-    plugin.transformer_cls_names_to_wrap = "Linear, Blok"
-    with pytest.raises(ConfigurationError, match="Blok"):
-        plugin.set_auto_wrap_policy(_Pair(nn.Linear(2, 2)))
-    plugin.auto_wrap_policy = None
-    plugin.set_auto_wrap_policy(nn.Linear(2, 2))
-    assert plugin.auto_wrap_policy is None
-
-
 @pytest.mark.parametrize(
     ("plugin", "name", "advice"),
     [
@@ -528,18 +515,6 @@ def test_autocast_has_the_options_of_its_handler() -> None:
         assert not torch.is_autocast_cache_enabled()
 
 
-def test_handlers_reach_a_sharded_model() -> None:
-    handlers = [AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=8.0)]
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", strategy="fsdp", kwargs_handlers=handlers)
-    net, inputs = nn.Linear(3, 2), torch.randn(4, 3)
-    expected = net(inputs)
-    torch.testing.assert_close(accelerator.prepare(net)(inputs), expected, rtol=0, atol=0)
-    assert accelerator.mixed_precision == "fp16"
-    assert accelerator._scale is not None
-    assert accelerator._scale.state_dict()["scale"] == 8.0
-    accelerator.end_training()
-
-
 # Compiling
 
 
@@ -591,39 +566,4 @@ def test_a_prepared_model_is_compiled_and_keeps_its_names() -> None:
     torch.testing.assert_close(again(torch.ones(2, 4)), expected)  # compiled once, by the user's backend
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own read of it
-def test_regional_compilation_compiles_repeated_blocks() -> None:
-    backend, net = _Backend(), Net()
-    expected = net(torch.ones(2, 4))
-    plugin = TorchDynamoPlugin(backend, use_regional_compilation=True)
-    model = Accelerator(cpu=True, dynamo_plugin=plugin).prepare(net)
-    assert model is net
-    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
-    assert 1 <= backend.num_graphs <= 2
-    assert all(isinstance(block, Block) and block._compiled_call_impl is not None for block in net.blocks)
-    assert list(net.state_dict()) == list(Net().state_dict())
-
-
 # Several processes
-
-
-def _group_options() -> dict[str, Any]:
-    handlers = [InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=77))]
-    accelerator = Accelerator(kwargs_handlers=handlers)
-    found = {
-        "timeout": accelerator.state.processes.timeout,
-        "engine": accelerator.engine.processes.timeout,
-        "backend": accelerator.state.backend,
-        "strategy": (vars(accelerator.strategy)["timeout"], vars(accelerator.strategy)["process_group_backend"]),
-    }
-    accelerator.end_training()
-    return found
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_options_of_the_process_group_reach_it() -> None:
-    limit = timedelta(seconds=77)
-    expected = {"timeout": limit, "engine": limit, "backend": "gloo", "strategy": (limit, "gloo")}
-    assert run_distributed(_group_options, 2, init=False, timeout=240) == [expected] * 2

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.contracts.test_own_loop import Net, data, make_optimizer
+from tests.contracts.test_own_loop import Net, make_optimizer
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import CheckpointError
@@ -60,38 +60,6 @@ def _gather(strategy: str) -> list[int]:
 def test_each_sample_has_one_row(strategy: str) -> None:
     for rows in _run(_gather, strategy):
         assert sorted(rows) == list(range(7))
-
-
-def _several(strategy: str) -> Any:
-    """Train two models in turn, as in an adversarial loop, and leave a group of micro-batches half way."""
-    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2, seed=0)
-    nets = [Net(), Net()]
-    optimizers = [make_optimizer(net) for net in nets]
-    first, second, one, two, loader = accelerator.prepare(*nets, *optimizers, DataLoader(data(24), 2))
-    norms = []
-    for epoch in range(2):
-        for i, (x, y, _) in enumerate(loader):
-            for model, optimizer, sign in ((first, one, 1.0), (second, two, -1.0)):
-                with accelerator.accumulate(model):
-                    output = model(x) + (0.1 * second(x).detach() if model is first else 0.0)
-                    accelerator.backward((sign * output - y).square().mean())
-                    if accelerator.sync_gradients:
-                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if epoch == 0 and i == 2:
-                break
-        if epoch == 0:
-            one.zero_grad()  # gives the open groups up
-            two.zero_grad()
-    weights = [{k: v.clone() for k, v in accelerator.get_state_dict(model).items()} for model in (first, second)]
-    accelerator.end_training()
-    return norms, weights
-
-
-def test_two_models_and_a_group_that_is_left_train_as_replicas_do() -> None:
-    replicas, shards = _run(_several, "ddp")[0], _run(_several, "fsdp")[0]
-    torch.testing.assert_close(shards, replicas, rtol=1e-5, atol=1e-6)
 
 
 def _mixed(strategy: str) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import pickle
 import signal
@@ -23,7 +21,6 @@ from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.processes import process_group
 
 STEPS = 40
 
@@ -168,23 +165,3 @@ def test_outside_of_the_main_thread_it_warns() -> None:
     thread.start()
     thread.join()
     assert len(said) == 1
-
-
-def _read_late() -> str:
-    process_group._LATE_S = 0.1
-    accelerator, weight = _loop()
-    if not accelerator.is_main_process:
-        time.sleep(0.5)
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert not _stops(accelerator)
-        accelerator.backward(weight * 2)
-    accelerator.end_training()
-    return said.getvalue()
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_ranks_that_do_not_read_it_are_named() -> None:
-    first, second = run_distributed(_read_late, 2, init=False, timeout=60)
-    assert "rank 0 waits in accelerator.should_stop for rank 1" in first
-    assert not second
