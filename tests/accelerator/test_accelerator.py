@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright.accelerator.accelerator import Accelerator
@@ -207,20 +207,6 @@ def test_an_evaluation_within_a_pass_leaves_its_groups_alone() -> None:
             x, y = _data(7)[i : i + 1]
             (nn.functional.mse_loss(other(x), y) / len(group)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
-
-
-def test_the_manners_of_optimizers_are_kept() -> None:
-    net = _net()
-    accelerator = Accelerator(cpu=True)
-    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    later = accelerator.prepare(LambdaLR(optimizer, lambda step: 1 / (step + 1)))  # made for what was prepared
-    net(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    later.step()
-    assert optimizer.param_groups[0]["lr"] == 0.05
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 3.0})
-    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.05, 3.0]
 
 
 @pytest.mark.parametrize(

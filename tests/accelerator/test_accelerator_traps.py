@@ -92,21 +92,6 @@ def test_a_method_that_runs_past_the_replica_is_an_error() -> None:
     assert run_distributed(_pass_by, 2, init=False) == [["AcceleratedModel", ""]] * 2
 
 
-def test_clipping_amid_a_group_in_fp16_is_an_error() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
-    net: Any = _net()
-    net, _, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), _loader(2))
-
-    def loop() -> None:
-        for (x,) in loader:
-            with accelerator.accumulate(net):
-                accelerator.backward(net(x).sum())
-                accelerator.clip_grad_norm_(net.parameters(), 1.0)
-
-    with pytest.raises(ConfigurationError, match="after the last backward"):
-        loop()
-
-
 def _adversaries(precision: str) -> list[float]:
     """Return the norms that two optimizers of one loop clip, with accumulation."""
     accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
@@ -159,16 +144,6 @@ def test_an_iterable_is_gone_through_where_batches_are_skipped(tmp_path: Path) -
     assert [int(batch) for batch in again.skip_first_batches(loader, 3)] == [3, 4, 5]
 
 
-def test_repeated_losses_of_a_short_last_batch_count_once_for_each_sample() -> None:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(torch.arange(11.0), batch_size=4))  # type: ignore[arg-type]
-    losses: list[float] = []
-    for x in loader:
-        losses.extend(accelerator.gather_for_metrics([x.mean().item()] * 4))
-    assert len(losses) == 11
-    assert sum(losses) / 11 == 5.0
-
-
 def _losses_by_rank(num: int, size: int) -> list[float]:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(float(num)), batch_size=size))  # type: ignore[arg-type]
@@ -181,15 +156,6 @@ def test_repeated_losses_are_trimmed_on_every_rank() -> None:
         for losses in run_distributed(_losses_by_rank, 2, num, 4):
             assert len(losses) == num
             assert sum(losses) / num == pytest.approx((num - 1) / 2)
-
-
-def test_two_accelerators_of_different_precision_are_warned_of() -> None:
-    first = Accelerator(cpu=True, mixed_precision="bf16")
-    Accelerator(cpu=True, mixed_precision="bf16")
-    with pytest.warns(TrainwrightWarning, match=r"mixed_precision='bf16'.*this one has 'no'"):
-        Accelerator(cpu=True)
-    del first
-    Accelerator(cpu=True)
 
 
 def test_a_step_without_any_item_is_warned_of_once() -> None:

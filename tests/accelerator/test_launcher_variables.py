@@ -61,15 +61,6 @@ def test_unsupported_variables_are_warnings(name: str, value: str, text: str, mo
     assert _warnings_of()[1] == found  # in each script, not once for a process
 
 
-def test_an_old_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.release", lambda: "5.4.0-150-generic")
-    (text,) = _warnings_of()[1]
-    assert text.startswith("the Linux kernel is 5.4.")
-    monkeypatch.setattr("platform.release", lambda: "5.15.0")
-    PartialState._reset_state()
-    assert _warnings_of()[1] == []
-
-
 def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "ACCELERATE_USE_CPU": "False",

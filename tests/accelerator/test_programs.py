@@ -7,7 +7,6 @@ micro-batches that the ranks of a program received.
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import runpy
 import sys
@@ -20,11 +19,9 @@ import torch
 from docs.examples import (
     batch_size,
     checkpointing,
-    complete_cv,
     early_stopping,
     multi_process_metrics,
     schedule_free,
-    trackers,
 )
 from torch import nn
 
@@ -250,29 +247,6 @@ def test_a_schedule_free_optimizer_has_weights_of_its_own_for_evaluation(engine:
 
 
 _EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
-
-
-def test_trackers_receive_each_value_once(tmp_path: Path) -> None:
-    found = trackers.training_function({**_SMALL, "output_dir": str(tmp_path)})
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert lines[0]["config"] == {"lr": 0.02, "seed": 3}
-    assert [line["step"] for line in lines if "loss" in line] == list(range(1, found["steps"] + 1))
-    assert [line["epoch"] for line in lines if "epoch_loss" in line] == [0, 1]
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
-
-
-def test_a_complete_example_learns_and_resumes(tmp_path: Path) -> None:
-    options = ["--cpu", "--mixed_precision", "bf16", "--output_dir", str(tmp_path), "--checkpointing_steps"]
-    found = complete_cv.main([*options, "epoch", "--with_tracking"])
-    assert found["metric"]["accuracy"] > 0.9
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
-    complete_cv.main([*options, "4"])
-    for folder in ("epoch_0", "step_4"):
-        again = complete_cv.main([*options, "none", "--resume_from_checkpoint", str(tmp_path / folder)])
-        assert again["metric"] == {**found["metric"], "num": 25}
-        assert again["step"] == found["step"]
-        assert again["losses"] == found["losses"][-len(again["losses"]) :]
-        assert 0 < len(again["losses"]) < len(found["losses"])
 
 
 @pytest.mark.usefixtures("fresh_state")

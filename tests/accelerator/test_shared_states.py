@@ -18,7 +18,6 @@ from trainwright import (
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    ParallelismConfig,
 )
 from trainwright.accelerator.accumulation import GradientState
 from trainwright.core.errors import ConfigurationError
@@ -33,27 +32,6 @@ def test_the_state_checks_a_precision_and_leaves_plugins_to_the_accelerator() ->
     assert AcceleratorState("bf16", True).mixed_precision == "bf16"
     with pytest.raises(ConfigurationError, match=r"Pass it to Accelerator\(fsdp_plugin=…\)"):
         AcceleratorState(fsdp_plugin=FullyShardedDataParallelPlugin())
-    accelerator.end_training()
-
-
-def test_the_state_has_the_arguments_of_the_newest_accelerator() -> None:
-    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
-    state = accelerator.state
-    assert state.dynamo_plugin is not None
-    assert state.dynamo_plugin.backend == "eager"
-    assert (state.parallelism_config, state.device_mesh, state.torch_tp_plugin, state.is_fsdp2) == (
-        None,
-        None,
-        None,
-        False,
-    )
-    accelerator.end_training()
-    sharded = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    assert AcceleratorState().is_fsdp2
-    sharded.end_training()
-    config = ParallelismConfig()
-    accelerator = Accelerator(cpu=True, parallelism_config=config)
-    assert AcceleratorState().parallelism_config is config
     accelerator.end_training()
 
 

@@ -12,7 +12,6 @@ from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, ConfigurationError
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.tracking import GeneralTracker, on_main_process
-from trainwright.utils import LoggerType
 
 
 class Recorder(GeneralTracker):
@@ -154,16 +153,6 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     assert len(caught) == 1
     assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "tensorboard"]
     accelerator.end_training()
-
-
-def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "trainwright.accelerator.trackers.find_spec", lambda name: name if name in ("tensorboard", "wandb") else None
-    )
-    recorder = Recorder()
-    assert Accelerator(cpu=True, log_with=[recorder, "all"]).log_with == [recorder, LoggerType.WANDB]
-    both = Accelerator(cpu=True, log_with="all", project_dir=".").log_with
-    assert both == [LoggerType.TENSORBOARD, LoggerType.WANDB]
 
 
 class Incomplete(GeneralTracker):
