@@ -120,9 +120,8 @@ def test_parameters_are_averaged_as_by_hand() -> None:
     first, second = run_distributed(_cases, 2, init=False, timeout=240)
     for way in ("block", "strategy"):
         weights, equal = first[way]
-        torch.testing.assert_close(
-            weights, first["by hand"], rtol=1e-6, atol=1e-6
-        )  # items are counted in another order
+        # Items are counted in another order than by hand.
+        torch.testing.assert_close(weights, first["by hand"], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(weights, second[way][0], rtol=0, atol=0)
         assert equal == [False, True, False, True, False]
     torch.testing.assert_close(*first["uneven"], rtol=0, atol=0)
