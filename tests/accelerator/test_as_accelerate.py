@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
@@ -157,7 +156,6 @@ class _Stream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 _EXTRAS: dict[str, dict[str, Any]] = {
-    "auto_find_batch_size": {"auto_find_batch_size": True},
     "dispatch_batches": {"accelerator_config": {"dispatch_batches": True, "split_batches": False}},
     "stream": {"max_steps": STEPS},
     "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
@@ -171,30 +169,19 @@ def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
     trainwright.as_accelerate()
     from transformers import Trainer, TrainingArguments
 
-    class Watched(Trainer if kind == "stream" else in_order(Trainer)):  # type: ignore[misc]  # it has no types
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if kind == "auto_find_batch_size" and self._train_batch_size > GROUP:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    # A smaller batch is 0.9 of it, then 0.9 of that.
-    size = 23 if kind == "auto_find_batch_size" else GROUP // dist.get_world_size()
     options = {"save_strategy": "no", "num_train_epochs": 2, **_EXTRAS[kind]}
     if kind == "best model":
         options["save_strategy"] = "steps"
-    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
+    sizes = {"per_device_train_batch_size": GROUP // 2, "gradient_accumulation_steps": 1}
     arguments = TrainingArguments(**arguments_of(folder, **sizes, **options))
     data: Any = _Stream() if kind == "stream" else Sentences()
-    trainer = Watched(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
+    kind_of_trainer = Trainer if kind == "stream" else in_order(Trainer)
+    trainer = kind_of_trainer(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
     trainer.train()
     if kind == "best model":
         assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{trainer.state.best_global_step}")
     found = trainer.predict(Sentences())
-    return {
-        "losses": losses_of(trainer),
-        "predictions": torch.from_numpy(found.predictions),
-        "size": trainer._train_batch_size,
-    }
+    return {"losses": losses_of(trainer), "predictions": torch.from_numpy(found.predictions)}
 
 
 @pytest.mark.slow
@@ -202,15 +189,9 @@ def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")  # of transformers
 @pytest.mark.parametrize("kind", _EXTRAS)
 def test_options_of_transformers_trainer(kind: str, tmp_path: Path) -> None:
-    found, *_ = run_distributed(
-        _train_with_extras, 1 if kind == "auto_find_batch_size" else 2, tmp_path, kind, timeout=60
-    )
+    found, *_ = run_distributed(_train_with_extras, 2, tmp_path, kind, timeout=60)
     model = language_model()
     losses = train_by_hand(model)
-    if kind == "auto_find_batch_size":
-        assert found["size"] <= GROUP
-        assert len(found["losses"]) == 2 * -(-48 // found["size"])
-        return
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         wanted = model(torch.stack([Sentences()[index]["input_ids"] for index in range(48)])).logits

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.accelerator.test_accelerator_distributed import Exchanges, _net, _weights
@@ -80,19 +78,6 @@ def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor:
         accelerator.backward(_losses(net, x).mean(), num_items=torch.tensor(len(x)) if as_tensor else len(x))
 
     ours = _ours(accelerator, backward)
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for group in _groups(steps):
-        total = sum(map(len, group))
-        for i, x in enumerate(group):
-            if i == len(group) - 1 and i > 0:
-                for parameter in net.parameters():
-                    parameter.grad.mul_(1 / total)  # type: ignore[union-attr]
-            weight = len(x) / total if i == len(group) - 1 else len(x)
-            (_losses(net, x).mean() * weight).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(ours, _weights(net))
     exact = _by_hand(steps, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
 
@@ -150,25 +135,6 @@ def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     each = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     found["each"] = _ours(each, lambda net, x: each.backward(_losses(net, x).mean(), num_items=len(x)))
-    rank, net = dist.get_rank(), _net()
-    replica = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for first in range(0, len(LENGTHS), 4):
-        group = list(range(first, min(first + 4, len(LENGTHS))))
-        total, own = sum(LENGTHS[i] for i in group), group[rank::2]
-        for i in own:
-            last = i == own[-1]
-            weight: float = LENGTHS[i]
-            if last:
-                weight *= 2 / total
-                for parameter in net.parameters():
-                    if parameter.grad is not None and i != own[0]:
-                        parameter.grad.mul_(2 / total)
-            replica.require_backward_grad_sync = last
-            (_losses(replica, _batches()[i]).mean() * weight).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    found["by hand"] = _weights(net)
     return found
 
 
@@ -176,7 +142,6 @@ def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
 def test_items_are_counted_over_ranks_too() -> None:
     exact = _by_hand(4, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
     for found in run_distributed(_loops_of_two_ranks, 2, init=False, timeout=120):
-        assert torch.equal(found["ours"], found["by hand"])
         for name in ("ours", "each"):
             torch.testing.assert_close(found[name], exact, rtol=1e-5, atol=1e-6)
 

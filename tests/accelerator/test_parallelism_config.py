@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.contracts.test_own_loop import Net
 from tests.helpers.distributed import run_distributed
 from trainwright import (
     Accelerator,
@@ -91,27 +91,13 @@ def test_what_cannot_be_served_is_an_error(sizes: dict[str, Any], text: str) -> 
     PartialState._reset_state()
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(self.up(x).relu())
-        return result
-
-    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        return {"up": "colwise", "down": "rowwise"}
-
-
 def _trained(
     sizes: dict[str, int], sharded: bool, variables: bool
 ) -> tuple[list[torch.Tensor], dict[str, int], tuple[int, int, int], bool]:
     plugin = FullyShardedDataParallelPlugin() if sharded and not variables else None
     config = None if variables else ParallelismConfig(**sizes)
     accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
-    torch.manual_seed(0)
-    net = _Net()
+    net: Any = Net()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in range(3):
         inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))

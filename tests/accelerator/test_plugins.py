@@ -34,7 +34,6 @@ from trainwright import (
     get_active_deepspeed_plugin,
 )
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launched import DynamoBackend
 from trainwright.utils import HfDeepSpeedConfig
@@ -111,7 +110,6 @@ _AUTO = {
         "stage": "auto",
         "stage3_gather_16bit_weights_on_model_save": "auto",
         "offload_optimizer": {"device": "auto"},
-        "offload_param": {"device": "auto"},
     },
     "gradient_clipping": "auto",
     "train_batch_size": "auto",
@@ -142,7 +140,6 @@ _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
         {
             "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
             "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
             "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme",
             "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
         },
@@ -153,7 +150,6 @@ _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
                     "stage": 3,
                     "stage3_gather_16bit_weights_on_model_save": True,
                     "offload_optimizer": {"device": "nvme"},
-                    "offload_param": {"device": "cpu"},
                 },
                 "gradient_clipping": 1.0,
                 "train_batch_size": "auto",
@@ -162,7 +158,6 @@ _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
             },
             "zero_stage": 3,
             "offload_optimizer_device": "nvme",
-            "offload_param_device": "cpu",
         },
     ),
 }
@@ -219,16 +214,6 @@ def test_a_tensor_parallel_plugin_splits_over_all_ranks_or_some(monkeypatch: pyt
     assert TorchTensorParallelPlugin(tp_size=2).strategy(4) == FSDPStrategy(tp=2)
     monkeypatch.setenv("TP_SIZE", "2")
     assert TorchTensorParallelPlugin().strategy(4) == FSDPStrategy(tp=2)
-
-
-def test_an_accelerator_shows_its_plugin_and_its_kind() -> None:
-    plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    assert accelerator.strategy == FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
-    assert (accelerator.distributed_type, accelerator.is_fsdp2) == (DistributedType.FSDP, True)
-    assert (accelerator.state.distributed_type, PartialState().distributed_type) == (DistributedType.FSDP, "NO")
-    assert (accelerator.fsdp_plugin, accelerator.deepspeed_plugin) == (plugin, None)
-    accelerator.end_training()
 
 
 def test_an_fsdp_plugin_may_be_set_until_a_model_is_prepared() -> None:
