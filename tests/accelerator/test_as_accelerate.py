@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils.data import IterableDataset
 
 from tests.accelerator.tiny_llama import (
-    GROUP,
     STEPS,
     Sentences,
     arguments_of,
@@ -143,56 +140,3 @@ def test_transformers_trains_and_resumes_on_us(kind: str, tmp_path: Path) -> Non
     assert again == found
     assert all(torch.equal(value, saved[name]) for name, value in (load_file(last) if saved else {}).items())
     assert json.loads((tmp_path / "checkpoint-6/trainer_state.json").read_text())["global_step"] == STEPS
-
-
-# Options that use other parts of accelerate
-
-
-class _Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The sentences, without a length."""
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return (Sentences()[index] for index in range(48))
-
-
-_EXTRAS: dict[str, dict[str, Any]] = {
-    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True, "split_batches": False}},
-    "stream": {"max_steps": STEPS},
-    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
-}
-
-
-def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
-    """Train with options of transformers' Trainer, and predict."""
-    import trainwright
-
-    trainwright.as_accelerate()
-    from transformers import Trainer, TrainingArguments
-
-    options = {"save_strategy": "no", "num_train_epochs": 2, **_EXTRAS[kind]}
-    if kind == "best model":
-        options["save_strategy"] = "steps"
-    sizes = {"per_device_train_batch_size": GROUP // 2, "gradient_accumulation_steps": 1}
-    arguments = TrainingArguments(**arguments_of(folder, **sizes, **options))
-    data: Any = _Stream() if kind == "stream" else Sentences()
-    kind_of_trainer = Trainer if kind == "stream" else in_order(Trainer)
-    trainer = kind_of_trainer(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
-    trainer.train()
-    if kind == "best model":
-        assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{trainer.state.best_global_step}")
-    found = trainer.predict(Sentences())
-    return {"losses": losses_of(trainer), "predictions": torch.from_numpy(found.predictions)}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.filterwarnings("ignore")  # of transformers
-@pytest.mark.parametrize("kind", _EXTRAS)
-def test_options_of_transformers_trainer(kind: str, tmp_path: Path) -> None:
-    found, *_ = run_distributed(_train_with_extras, 2, tmp_path, kind, timeout=60)
-    model = language_model()
-    losses = train_by_hand(model)
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
-    with torch.no_grad():
-        wanted = model(torch.stack([Sentences()[index]["input_ids"] for index in range(48)])).logits
-    torch.testing.assert_close(found["predictions"], wanted, rtol=1e-5, atol=1e-5)

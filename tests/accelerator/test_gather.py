@@ -40,10 +40,7 @@ def _misuse() -> dict[str, str]:
         "number": _raised(lambda: gather([ones] * (1 + rank))),
         "type on one": _raised(lambda: gather([ones, "text" if rank else ones])),
         "operation": _raised(lambda: (accelerator.gather, accelerator.reduce)[rank](ones)),
-        "reduction": _raised(lambda: reduce(ones, ("mean", "sum")[rank])),
-        "reduced": _raised(lambda: accelerator.reduce(torch.ones(2 + rank))),
         "padded number": _raised(lambda: pad_across_processes([ones] * rank)),
-        "padded dim": _raised(lambda: pad_across_processes(torch.ones(2, 2), dim=rank)),
         "object": _raised(lambda: gather_object(["a"] if rank else "a")),
         "kind": _raised(lambda: accelerator.gather_for_metrics(["a"] if rank else ones)),
         "metric dtype": _raised(lambda: accelerator.gather_for_metrics(ones if rank else ones.long())),
@@ -85,7 +82,6 @@ def _different_calls() -> dict[str, str]:
         "columns": lambda: accelerator.gather_for_metrics({"p": zeros(2, 3 + rank)}),
         "metric dtype": lambda: accelerator.gather_for_metrics({"p": zeros(2) if rank == 0 else zeros(2).long()}),
         "metric key": lambda: accelerator.gather_for_metrics({("p", "q")[rank]: zeros(2)}),
-        "objects": lambda: gather_object([1]) if rank else gather(zeros(2)),
         "value": lambda: gather({"a": zeros(1) if rank == 0 else "text"}),
     }
     found = {}
@@ -110,7 +106,6 @@ _TEXTS = {
     "columns": ["gather_for_metrics: ['p'] has rows of different shapes: (3,) on process 0, (4,) on process 1."],
     "metric dtype": ["gather_for_metrics: ['p'] has different dtypes: torch.float32 on process 0, torch.int64 on"],
     "metric key": ["In gather_for_metrics, process 0 has a tensor at ['p'], and process 1 has none."],
-    "objects": ["process 0: gather of", "process 1: gather_object of objects"],
     "value": [],
 }
 

@@ -6,7 +6,6 @@ import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,24 +172,14 @@ def test_a_deepspeed_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyP
     assert found.config.content == expected.config.content
 
 
-def test_variables_that_differ_from_the_configuration_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    config = tmp_path / "ds_config.json"
-    config.write_text(
-        '{"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "gradient_clipping": 1}'
-    )
-    variables = {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+def test_variables_that_differ_from_the_configuration_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    zero = {"stage": 2, "offload_param": {"device": "none"}}
+    plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero, "gradient_clipping": 1})
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "1.0")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "cpu")
     with pytest.raises(ConfigurationError) as caught:
-        Accelerator(cpu=True)
+        plugin.strategy(2)
     expected = "zero_stage=3 (zero_optimization.stage=2), offload_param_device='cpu' "
     assert f"{expected}(zero_optimization.offload_param.device='none'). Remove them" in str(caught.value)
     assert "gradient_clipping" not in str(caught.value)

@@ -20,16 +20,6 @@ def _inputs() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8)
 
 
-def test_memory_and_flops() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(_model())
-    options = ProfileKwargs(activities=["cpu"], profile_memory=True, record_shapes=True, with_flops=True)
-    with accelerator.profile(options) as prof:
-        model(_inputs())
-    assert "CPU Mem" in prof.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=10)
-    assert "FLOPs" in prof.key_averages().table(sort_by="flops", row_limit=10)
-
-
 def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
     seen: list[int] = []
     options = ProfileKwargs(

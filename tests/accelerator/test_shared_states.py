@@ -77,27 +77,6 @@ def test_an_optimizer_that_the_script_wraps_follows_the_accelerators_groups() ->
     accelerator.end_training()
 
 
-class _OwnSchedule:
-    num_calls = 0
-
-    def step(self) -> None:
-        self.num_calls += 1
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_schedule_may_be_of_a_users_class_or_have_an_optimizer_that_is_not_prepared() -> None:
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    accelerator = Accelerator(cpu=True)
-    own = _OwnSchedule()
-    AcceleratedScheduler(own, [inner], further=2).step()
-    assert own.num_calls == 3
-    cycle = torch.optim.lr_scheduler.OneCycleLR(inner, 1.0, total_steps=3)
-    scheduler = AcceleratedScheduler(cycle, inner, further=4)
-    scheduler.step()
-    assert cycle.last_epoch == 2
-    accelerator.end_training()
-
-
 def test_the_accelerator_takes_its_arguments_in_the_order_of_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate")
     theirs = list(inspect.signature(accelerate.Accelerator).parameters)

@@ -66,9 +66,11 @@ def test_a_process_without_batches_takes_part_in_the_averages_of_the_others() ->
 def test_joining_on_one_process_warns_and_does_nothing() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(_net())
-    with pytest.warns(TrainwrightWarning, match="join_uneven_inputs.. has no effect") as caught:
-        with accelerator.join_uneven_inputs([model], even_batches=True):
-            model(torch.ones(1, 4))
+    with (
+        pytest.warns(TrainwrightWarning, match="join_uneven_inputs.. has no effect") as caught,
+        accelerator.join_uneven_inputs([model], even_batches=True),
+    ):
+        model(torch.ones(1, 4))
     assert caught[0].filename == __file__
 
 
