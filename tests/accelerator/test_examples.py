@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from docs.examples import batch_size, checkpointing, early_stopping, multi_process_metrics, schedule_free
+from docs.examples import checkpointing, multi_process_metrics, schedule_free
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
@@ -91,19 +91,6 @@ def test_a_program_resumes_by_epoch_and_by_step(
         rest = rank["losses"][start:]
         assert again["losses"][: len(rest)] == rest
         assert len(again["losses"]) == again["step"] - start
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_early_stopping_stops_all_ranks_in_the_same_step() -> None:
-    found = _on_ranks(2, _recorded, early_stopping.training_function, _SMALL)
-    assert all(rank["stopped"] for rank in found)
-    assert len(found[0]["losses"]) == len(found[1]["losses"])
-
-
-def test_a_batch_size_is_found() -> None:
-    found = batch_size.training_function({**_SMALL, "batch_size": 16, "fits": 4})
-    assert found["tried"] == [16, 8, 4]
 
 
 @one_and_two_ranks

@@ -266,9 +266,6 @@ def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tup
 def _loops_that_sync_each_batch() -> dict[str, Any]:
     return {
         "held back": _exchanges_and_weights(Accelerator(cpu=True, gradient_accumulation_steps=3)),
-        "strategy": _exchanges_and_weights(
-            Accelerator(cpu=True, gradient_accumulation_steps=3, strategy=DDPStrategy(sync_each_batch=True))
-        ),
         "plugin": _exchanges_and_weights(
             Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))
         ),
@@ -282,7 +279,7 @@ def _loops_that_sync_each_batch() -> dict[str, Any]:
 def test_gradients_cross_once_per_step_or_micro_batch_and_train_the_same() -> None:
     for found in run_distributed(_loops_that_sync_each_batch, 2, init=False, timeout=120):
         assert {name: count for name, (count, _) in found.items()} == {
-            "held back": 2, "strategy": 6, "plugin": 6, "no_sync": 2, "no_sync of the model": 2,
+            "held back": 2, "plugin": 6, "no_sync": 2, "no_sync of the model": 2,
             "no_sync of backward alone": 6,
         }  # fmt: skip
         for _, weights in found.values():

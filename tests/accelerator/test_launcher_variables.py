@@ -86,7 +86,3 @@ def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto ")
     with pytest.raises(ConfigurationError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='auto '"):
         Accelerator(cpu=True)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
-    with pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION='fp61'"):
-        Accelerator(cpu=True)

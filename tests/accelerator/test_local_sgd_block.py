@@ -139,7 +139,7 @@ def test_on_one_process_it_has_no_effect() -> None:
     assert local.num_steps == 1
     accumulating = Accelerator(cpu=True, gradient_accumulation_steps=2)
     local = LocalSGD(accumulating, model)
-    for _ in accumulating.prepare(DataLoader(_data(4), batch_size=1)):
+    for _ in range(4):
         with accumulating.accumulate(model):
             local.step()
     assert local.num_steps == 4  # every call, as in Accelerate

@@ -262,7 +262,7 @@ def test_weight_decay_and_a_cosine_follow_the_plugin() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("kind", ["bert", "classes", "t5"])
+@pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     sizes |= {"intermediate_size": 32, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
@@ -272,9 +272,6 @@ def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
         config = transformers.MegatronBertConfig(**sizes)
         model, step = transformers.MegatronBertForPreTraining(config), BertTrainStep
         batch["next_sentence_label"] = torch.tensor([0, 1, 0, 1])
-    elif kind == "classes":
-        model = transformers.MegatronBertForSequenceClassification(transformers.MegatronBertConfig(**sizes))
-        step, batch["labels"] = BertTrainStep, torch.tensor([0, 1, 1, 0])
     else:
         config = transformers.T5Config(
             d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32, dropout_rate=0, pad_token_id=0,

@@ -6,6 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,11 +45,6 @@ _FSDP: dict[str, tuple[dict[str, Any], dict[str, str], FSDPStrategy]] = {
     "a number": ({"sharding_strategy": 2}, {}, FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
     "version 1's": ({"reshard_after_forward": "NO_SHARD"}, {}, FSDPStrategy(sharding_strategy="NO_SHARD")),
     "version 2's": ({"fsdp_version": 2, "reshard_after_forward": False}, {}, FSDPStrategy(reshard_after_forward=False)),
-    "classes": (
-        {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
-        {},
-        FSDPStrategy(auto_wrap_policy=["Block"]),
-    ),
     "sizes": ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}, {}, FSDPStrategy(min_num_params=7)),
     "options": (
         {"cpu_offload": True, "activation_checkpointing": True, "state_dict_type": "FULL_STATE_DICT"},
@@ -312,13 +308,19 @@ def _with_warnings(make: Callable[[], Accelerator]) -> tuple[Strategy, list[str]
     return found, [str(one.message) for one in caught if one.category is TrainwrightWarning]
 
 
-def test_the_launchers_variables_select_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_variables_select_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
     assert _with_warnings(lambda: Accelerator(cpu=True)) == (FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), [])
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ConfigurationError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED"):
         Accelerator(cpu=True)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"zero_optimization": {"stage": 1}}')
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(config))
+    PartialState._reset_state()
+    assert _with_warnings(lambda: Accelerator(cpu=True))[0].stage == 1  # type: ignore[attr-defined]  # DeepSpeed's
 
 
 def test_an_argument_that_overrides_a_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.utils import ProfileKwargs
 
 
@@ -34,16 +34,6 @@ def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
             model(_inputs())
             prof.step()
     assert seen == [4, 7]
-
-
-def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
-    options = ProfileKwargs(schedule_option={"wait": 9, "active": 1}, output_trace_dir=str(tmp_path))
-    with (
-        pytest.warns(TrainwrightWarning, match=r"the loop ran 1 steps.*active after 9 steps"),
-        Accelerator(cpu=True).profile(options) as prof,
-    ):
-        prof.step()
-    assert not list(tmp_path.iterdir())
 
 
 def test_each_cycle_and_context_has_a_file_and_the_handler_its_own(tmp_path: Path) -> None:

@@ -176,14 +176,8 @@ main()
 def test_a_failed_last_save_is_reported_at_exit(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_LAST_SAVE_FAILS)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        str(script),
-        str(tmp_path / "state"),
-    ]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command = [sys.executable, *launcher, str(script), str(tmp_path / "state")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.count("the script is done") == 2
     assert done.returncode == 1
