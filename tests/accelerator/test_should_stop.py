@@ -7,8 +7,8 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +134,7 @@ def test_handlers_are_set_when_it_is_read_call_the_users_and_are_restored() -> N
 
 @pytest.mark.usefixtures("fresh_state")
 def test_outside_of_the_main_thread_it_warns() -> None:
-    accelerator = _loop()[0]
-    said: list[Any] = []
-
-    def read() -> None:
-        with pytest.warns(TrainwrightWarning, match="outside of the main thread") as found:
-            _stops(accelerator)
-        said.extend(found)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
+    accelerator, _ = _loop()
+    with ThreadPoolExecutor(1) as pool, pytest.warns(TrainwrightWarning, match="outside of the main thread") as said:
+        pool.submit(_stops, accelerator).result()
     assert len(said) == 1
