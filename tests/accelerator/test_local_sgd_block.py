@@ -125,9 +125,8 @@ def test_parameters_are_averaged_as_by_hand() -> None:
         torch.testing.assert_close(weights, second[way][0], rtol=0, atol=0)
         assert equal == [False, True, False, True, False]
     torch.testing.assert_close(*first["uneven"], rtol=0, atol=0)
-    for text, words in zip(
-        first["refusals"], ("averaged already", "FSDPStrategy", "static_graph", "prepare"), strict=True
-    ):
+    refusals = ("averaged already", "FSDPStrategy", "static_graph", "prepare")
+    for text, words in zip(first["refusals"], refusals, strict=True):
         assert words in text
 
 

@@ -99,7 +99,6 @@ def _train(options: dict[str, Any], custom: bool, batch_size: int) -> tuple[list
     return losses, torch.tensor(evals).mean().item(), None if logits is None else tuple(logits.shape)
 
 
-# The page's class, with names and comments of its own.
 class GPTTrainStepWithCustomLoss(GPTTrainStep):
     def __init__(self, megatron_args: Any, **kwargs: Any) -> None:
         super().__init__(megatron_args)
