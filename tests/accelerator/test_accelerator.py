@@ -219,7 +219,7 @@ def test_what_it_does_not_take_is_said_with_what_to_do(arguments: dict[str, Any]
 
 
 def test_a_wrong_call_says_what_to_do() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     with pytest.raises(AttributeError, match="Did you mean 'gather'"):
         _ = accelerator.gathr
     with pytest.raises(TaskError, match="without a graph"):
@@ -228,11 +228,13 @@ def test_a_wrong_call_says_what_to_do() -> None:
         accelerator.prepare(_net(), _net(), device_placement=[True])
     with pytest.raises(ConfigurationError, match=r"'min' is unknown.*mean, sum, max, none"):
         accelerator.reduce(torch.ones(2), "min")
-    net = accelerator.prepare(_net())
-    with accelerator.accumulate(net):
-        accelerator.backward(net(torch.ones(1, 4)).sum())
-        with pytest.raises(ConfigurationError, match="after the last backward"):
-            accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    net = _net()
+    accelerator.prepare(net, torch.optim.SGD(net.parameters()))
+    accelerator.backward(net(torch.ones(1, 4)).sum())
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    accelerator.backward(net(torch.ones(1, 4)).sum())
+    with pytest.raises(ConfigurationError, match="after the last backward"):
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
 
 
 def test_unwrap_model_removes_all_wrappers() -> None:
