@@ -120,7 +120,6 @@ def test_parameters_are_averaged_as_by_hand() -> None:
     first, second = run_distributed(_cases, 2, init=False, timeout=240)
     for way in ("block", "strategy"):
         weights, equal = first[way]
-        # Items are counted in another order than by hand.
         torch.testing.assert_close(weights, first["by hand"], rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(weights, second[way][0], rtol=0, atol=0)
         assert equal == [False, True, False, True, False]
