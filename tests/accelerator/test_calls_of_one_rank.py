@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import re
 import time
 import warnings
@@ -34,8 +33,6 @@ def _call(call: str, folder: str) -> str:
     accelerator.backward(model(torch.ones(2, 4)).mean())
     calls: dict[str, Any] = {
         "save_state": lambda: accelerator.save_state(folder),
-        "get_state_dict": lambda: accelerator.get_state_dict(model),
-        "save_model": lambda: accelerator.save_model(model, folder),
         "clip_grad_norm_": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
     }
     if not accelerator.is_main_process:
@@ -49,7 +46,7 @@ def _call(call: str, folder: str) -> str:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["save_state", "get_state_dict", "save_model", "clip_grad_norm_"])
+@pytest.mark.parametrize("call", ["save_state", "clip_grad_norm_"])
 def test_the_ranks_that_do_not_make_it_are_named(call: str, tmp_path: Path) -> None:
     first, second = run_distributed(_call, 2, call, str(tmp_path / "saved"), init=False, timeout=120)
     assert f"rank 0 waits in accelerator.{call}() for rank 1" in first
@@ -60,16 +57,14 @@ def test_the_ranks_that_do_not_make_it_are_named(call: str, tmp_path: Path) -> N
     assert call not in second
 
 
-def _gather_alone(together: bool) -> str:
-    """Gather on rank 0, and eight seconds later, or in another call, on the other one."""
+def _gather_alone() -> str:
+    """Gather on rank 0, and eight seconds later on the other one."""
     late_calls._STUCK_S = 1.0
     accelerator = Accelerator(cpu=True)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        if not accelerator.is_main_process and not together:
+        if not accelerator.is_main_process:
             time.sleep(8.0)
         accelerator.gather(torch.ones(1))
-        if together:
-            time.sleep(2.0)
     accelerator.end_training()
     return said.getvalue()
 
@@ -77,39 +72,12 @@ def _gather_alone(together: bool) -> str:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_any_collective_of_one_rank_alone_is_reported() -> None:
-    first, second = run_distributed(_gather_alone, 2, False, init=False, timeout=120)
+    first, second = run_distributed(_gather_alone, 2, init=False, timeout=120)
     assert re.search(r"trainwright: rank 0 has waited \d+ s in all_gather", first)
     program = Path(__file__).name
     assert re.search(rf"rank 0: .*{program}:\d+ in _gather_alone, waits in all_gather", first)
     assert re.search(rf"rank 1: .*{program}:\d+ in _gather_alone\n", first)
     assert second == ""
-    assert run_distributed(_gather_alone, 2, True, init=False, timeout=120) == ["", ""]
-
-
-def _wait_two_seconds(file: str) -> None:
-    """Save on rank 0 two seconds before rank 1; write the standard error of rank 0, C++ logs included, to a file."""
-    accelerator = Accelerator(strategy="fsdp")
-    net = Net()
-    accelerator.prepare(net, make_optimizer(net))
-    if not accelerator.is_main_process:
-        time.sleep(2.5)
-        accelerator.save_state(f"{file}-state")
-    else:
-        with open(file, "w") as log:
-            usual = os.dup(2)
-            os.dup2(log.fileno(), 2)
-            try:
-                accelerator.save_state(f"{file}-state")
-            finally:
-                os.dup2(usual, 2)
-    accelerator.end_training()
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_waiting_writes_no_warnings_of_torchs_store(tmp_path: Path) -> None:
-    run_distributed(_wait_two_seconds, 2, str(tmp_path / "log"), init=False, timeout=120)
-    assert "waitForInput" not in (tmp_path / "log").read_text()
 
 
 def _save_on_the_main_process(folder: str) -> tuple[list[str], str, list[float]]:
@@ -177,22 +145,3 @@ def test_sharded_weights_are_not_saved_by_the_main_process_alone(tmp_path: Path)
         run_distributed(_save_shards_on_the_main_process, 2, str(tmp_path / "saved"), init=False, timeout=120)
     assert "Call it on every rank, not on the main one alone" in str(caught.value)
     assert time.monotonic() - begun_s < 60
-
-
-def _load_on_the_main_process(folder: str) -> None:
-    process_group._LATE_S = 0.5
-    accelerator = Accelerator(cpu=True, strategy="ddp")
-    net = Net()
-    model, _ = accelerator.prepare(net, make_optimizer(net))
-    accelerator.save_state(folder)
-    if accelerator.is_main_process:
-        accelerator.load_state(folder)
-    accelerator.wait_for_everyone()
-    accelerator.backward(model(torch.ones(2, 4)).mean())
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_state_is_not_loaded_by_the_main_process_alone(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"waits in accelerator\.load_state\(\) for rank 1"):
-        run_distributed(_load_on_the_main_process, 2, str(tmp_path / "saved"), init=False, timeout=120)

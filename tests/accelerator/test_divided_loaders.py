@@ -45,6 +45,13 @@ class Numbers(IterableDataset[int]):
         return iter(range(self.n))
 
 
+class Divided(Numbers):
+    """The numbers below n, which declare how they are divided."""
+
+    def shard(self, index: int, count: int) -> range:
+        return range(index, self.n, count)
+
+
 class Stream(Numbers):
     """The numbers below n, which the other ranks cannot read."""
 
@@ -66,20 +73,68 @@ def streamed(n: int, **options: Any) -> Callable[[], Any]:
     return lambda: DataLoader(Stream(n), batch_size=4, **options)
 
 
+def plain(n: int, **options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(range(n), batch_size=4, **options)  # type: ignore[arg-type]
+
+
+def custom() -> DataLoader[Any]:
+    return DataLoader(range(20), batch_sampler=_CUSTOM)  # type: ignore[arg-type]
+
+
+def of(dataset: IterableDataset[int], **options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(dataset, batch_size=4, **options)
+
+
 B = [list(range(i, i + 4)) for i in range(0, 16, 4)]
-# name → split_batches, loader, both ranks' batches without padding, what gather_for_metrics returns
-CASES: dict[str, tuple[bool, Callable[[], Any], list[Batches], Batches]] = {
-    "full": (False, mapped(16), [[B[0], B[2]], [B[1], B[3]]], [B[0] + B[1], B[2] + B[3]]),
-    "short": (False, mapped(14), [[B[0], B[2]], [B[1], [12, 13]]], [B[0] + B[1], [*B[2], 12, 13]]),
-    "one rank": (False, mapped(10), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
-    "drop_last": (False, mapped(10, drop_last=True), [[B[0]], [B[1]]], [B[0] + B[1]]),
-    "workers": (False, mapped(16, num_workers=1), [[B[0], B[2]], [B[1], B[3]]], [B[0] + B[1], B[2] + B[3]]),
-    "stream": (False, streamed(10), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
-    "full stream": (False, streamed(8), [[B[0]], [B[1]]], [B[0] + B[1]]),
-    "split": (True, mapped(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
-    "split, one rank": (True, mapped(6), [[[0, 1], [4, 5]], [[2, 3]]], [B[0], [4, 5]]),
-    "split, drop_last": (True, mapped(6, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
-    "split stream": (True, streamed(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
+_CUSTOM = [[9, 8, 7], [1, 2], [5]]
+_SPLIT_SEVEN = [[[0, 1], [4, 5]], [[2, 3], [6]]]
+_FOUR = [[B[0], B[2]], [B[1], B[3]]]
+_FOURTEEN = [[B[0], B[2]], [B[1], [12, 13]]]
+# loader, both ranks' batches without padding, what gather_for_metrics returns
+Case = tuple[Callable[[], Any], list[Batches], Batches]
+CASES: dict[str, tuple[dict[str, bool], dict[str, Case]]] = {
+    "the first process reads": (
+        {"dispatch_batches": True},
+        {
+            "short": (mapped(14), _FOURTEEN, [B[0] + B[1], [*B[2], 12, 13]]),
+            "one rank": (mapped(10), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
+            "drop_last": (mapped(10, drop_last=True), [[B[0]], [B[1]]], [B[0] + B[1]]),
+            "workers": (mapped(16, num_workers=1), _FOUR, [B[0] + B[1], B[2] + B[3]]),
+            "stream": (streamed(10), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
+        },
+    ),
+    "the first process reads, and each batch is split": (
+        {"dispatch_batches": True, "split_batches": True},
+        {
+            "short": (mapped(7), _SPLIT_SEVEN, [B[0], [4, 5, 6]]),
+            "one rank": (mapped(6), [[[0, 1], [4, 5]], [[2, 3]]], [B[0], [4, 5]]),
+            "drop_last": (mapped(6, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
+            "stream": (streamed(7), _SPLIT_SEVEN, [B[0], [4, 5, 6]]),
+        },
+    ),
+    "each batch is split": (
+        {"split_batches": True},
+        {
+            "short": (plain(7), _SPLIT_SEVEN, [B[0], [4, 5, 6]]),
+            "one rank": (plain(6), [[[0, 1], [4, 5]], [[2, 3]]], [B[0], [4, 5]]),
+            "drop_last": (plain(7, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
+            "workers": (plain(8, num_workers=1), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], B[:2]),
+            "custom": (custom, [[[9, 8], [1], [5]], [[7], [2]]], _CUSTOM),
+            "iterable": (of(ShardedIterable(Numbers(7))), _SPLIT_SEVEN, [B[0], [4, 5, 6]]),
+        },
+    ),
+    "iterables are cut into shards": (
+        {"dispatch_batches": False},
+        {
+            "short": (of(Numbers(14)), _FOURTEEN, [B[0] + B[1], [*B[2], 12, 13]]),
+            "workers": (of(Numbers(16), num_workers=2), _FOUR, [B[0] + B[1], B[2] + B[3]]),
+            "declared": (of(Divided(8)), [[[0, 2, 4, 6]], [[1, 3, 5, 7]]], [[0, 2, 4, 6, 1, 3, 5, 7]]),
+        },
+    ),
+    "iterables are cut into shards of batches that are split": (
+        {"dispatch_batches": False, "split_batches": True},
+        {"short": (of(Numbers(7)), _SPLIT_SEVEN, [B[0], [4, 5, 6]])},
+    ),
 }
 
 
@@ -109,13 +164,30 @@ def _listed(value: Any) -> Any:
 
 def _every_case() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    for name, (options, cases) in CASES.items():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))  # type: ignore[arg-type]
+        for case, (make, *_) in cases.items():
+            given = make()
+            kept = weakref.ref(given)
+            loader = accelerator.prepare_data_loader(given)
+            del given
+            assert kept() is not None  # otherwise, another object could have its id
+            found[f"{name}: {case}"] = [_read(accelerator, loader) for _ in range(2)]
+    return found
+
+
+def test_each_rank_reads_its_share_and_results_are_gathered_once() -> None:
+    for rank, found in enumerate(run_distributed(_every_case, 2, init=False, timeout=240)):
+        for name, (_, cases) in CASES.items():
+            for case, (_, expected, gathered) in cases.items():
+                assert found[f"{name}: {case}"] == [(expected[rank], gathered, True)] * 2, (name, case)
+
+
+def _dispatched() -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for split in (False, True):
         config = DataLoaderConfiguration(split_batches=split, dispatch_batches=True)
         accelerator = Accelerator(dataloader_config=config)
-        for name, (splits, make, *_) in CASES.items():
-            if splits == split:
-                loader = accelerator.prepare_data_loader(make())
-                found[name] = [_read(accelerator, loader) for _ in range(2)]
         nested = accelerator.prepare_data_loader(mapped(7, collate_fn=_nested)())
         found[f"nested {split}"] = [_listed(batch) for batch in nested]
         loader = accelerator.prepare_data_loader(mapped(20)())
@@ -123,8 +195,7 @@ def _every_case() -> dict[str, Any]:
         found[f"skipped {split}"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
         for _ in loader:
             break
-        state = loader.state_dict()
-        assert state["position"] is None
+        assert loader.state_dict()["position"] is None
         for number, _ in enumerate(loader):
             if number == 1:
                 state = loader.state_dict()
@@ -132,8 +203,8 @@ def _every_case() -> dict[str, Any]:
         resumed = accelerator.prepare_data_loader(mapped(20)())
         resumed.load_state_dict(state)
         found[f"resumed {split}"] = [batch.tolist() for batch in resumed]
-        reversing = accelerator.prepare_data_loader(mapped(8)(), slice_fn_for_dispatch=_reversed)
-        found[f"sliced {split}"] = [batch.tolist() for batch in reversing]
+    reversing = accelerator.prepare_data_loader(mapped(8)(), slice_fn_for_dispatch=_reversed)
+    found["sliced"] = [batch.tolist() for batch in reversing]
     found["default"] = [batch.tolist() for batch in Accelerator().prepare_data_loader(streamed(10)())]
     accelerator = Accelerator(gradient_accumulation_steps=2)
     stream = accelerator.prepare_data_loader(streamed(20)())
@@ -150,12 +221,10 @@ def _reversed(batch: Any, tensor_slice: slice, process_index: int, num_processes
 
 
 def test_the_first_process_sends_the_others_their_share() -> None:
-    ranks = run_distributed(_every_case, 2, init=False, timeout=50)
+    ranks = run_distributed(_dispatched, 2, init=False, timeout=50)
     whole = [_listed(_nested(numbers)) for numbers in (B[0], [4, 5, 6])]
-    parts = [[_listed(_nested(numbers)) for numbers in of_rank] for of_rank in CASES["split"][2]]
+    parts = [[_listed(_nested(numbers)) for numbers in of_rank] for of_rank in _SPLIT_SEVEN]
     for rank, found in enumerate(ranks):
-        for name, (_, _, expected, gathered) in CASES.items():
-            assert found[name] == [(expected[rank], gathered, True)] * 2, name
         assert found["nested False"] == [whole[rank]]
         assert found["nested True"] == parts[rank]
         assert (found["numbers False"], found["numbers True"]) == ((8, 3), (4, 5))
@@ -163,8 +232,7 @@ def test_the_first_process_sends_the_others_their_share() -> None:
         assert found["skipped True"] == [[[8, 9], [12, 13], [16, 17]], [[10, 11], [14, 15], [18, 19]]][rank]
         assert found["resumed False"] == [[16, 17, 18, 19]]
         assert found["resumed True"] == found["skipped True"]
-        assert found["sliced False"] == [[[7, 6, 5, 4]], [[3, 2, 1, 0]]][rank]
-        assert found["sliced True"] == [[[3, 2], [7, 6]], [[1, 0], [5, 4]]][rank]
+        assert found["sliced"] == [[[3, 2], [7, 6]], [[1, 0], [5, 4]]][rank]
         assert found["default"] == [[B[0], [8, 9]], [B[1], [8, 9]]][rank]
     assert ranks[0]["weights"] == [(None, False), (None, False), (1.0, True)]
     assert ranks[1]["weights"] == [(None, False), (None, False), (0.0, True)]
@@ -235,50 +303,16 @@ def test_a_stream_that_keeps_its_position_is_resumed() -> None:
 # Split batches
 
 
-def plain(n: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(range(n), batch_size=4, **options)  # type: ignore[arg-type]
-
-
-_CUSTOM = [[9, 8, 7], [1, 2], [5]]
-
-
-def custom(batches: Batches) -> DataLoader[Any]:
-    return DataLoader(range(20), batch_sampler=batches)  # type: ignore[arg-type]
-
-
-def iterable(n: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(ShardedIterable(Numbers(n)), batch_size=4, **options)
-
-
-# name → loader, the batches of both ranks without padding, what gather_for_metrics returns
-SPLIT: dict[str, tuple[Callable[[], DataLoader[Any]], list[Batches], Batches]] = {
-    "full": (lambda: plain(8), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], B[:2]),
-    "short": (lambda: plain(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
-    "one rank": (lambda: plain(6), [[[0, 1], [4, 5]], [[2, 3]]], [B[0], [4, 5]]),
-    "drop_last": (lambda: plain(7, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
-    "workers": (lambda: plain(8, num_workers=1), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]], B[:2]),
-    "custom": (lambda: custom(_CUSTOM), [[[9, 8], [1], [5]], [[7], [2]]], _CUSTOM),
-    "iterable": (lambda: iterable(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
-    "iterable, drop_last": (lambda: iterable(7, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
-}
-
-
-def _every_split() -> dict[str, Any]:
+def _split() -> dict[str, Any]:
     found: dict[str, Any] = {}
     accelerator = Accelerator(split_batches=True)
-    for name, (make, *_) in SPLIT.items():
-        loader = accelerator.prepare_data_loader(make())
-        found[name] = [_read(accelerator, loader) for _ in range(2)]
-    loader = accelerator.prepare_data_loader(plain(10))
+    loader = accelerator.prepare_data_loader(plain(10)())
     found["numbers"] = (loader.total_batch_size, loader.remainder, len(loader), loader.batch_size)
     found["skipped"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
-    found["skipped custom"] = [
-        batch.tolist()
-        for batch in accelerator.skip_first_batches(custom([[0, 1], [2, 3], [4, 5]]), 1)  # type: ignore[arg-type]
-    ]
+    found["skipped custom"] = [batch.tolist() for batch in accelerator.skip_first_batches(custom(), 1)]  # type: ignore[arg-type]
     for _ in loader:
         break
-    resumed = accelerator.prepare_data_loader(plain(10))
+    resumed = accelerator.prepare_data_loader(plain(10)())
     resumed.load_state_dict({"epoch": 0, "position": loader.prepared.position(1), "loader": None})
     found["resumed"] = [batch.tolist() for batch in resumed]
     wrong: dict[str, Any] = {"uneven": DataLoader(range(6), batch_size=3), "list": [torch.ones(4)]}  # type: ignore[arg-type]
@@ -287,72 +321,19 @@ def _every_split() -> dict[str, Any]:
             accelerator.prepare_data_loader(given)
         found[name] = str(caught.value)
     config = DataLoaderConfiguration(split_batches=True, data_seed=3)
-    shuffled = Accelerator(dataloader_config=config).prepare_data_loader(plain(16, shuffle=True))
+    shuffled = Accelerator(dataloader_config=config).prepare_data_loader(plain(16, shuffle=True)())
     found["shuffled"] = [batch.tolist() for batch in shuffled]
     return found
 
 
 def test_two_ranks_get_the_parts_of_each_batch() -> None:
-    ranks = run_distributed(_every_split, 2, init=False, timeout=240)
+    ranks = run_distributed(_split, 2, init=False, timeout=240)
     for rank, found in enumerate(ranks):
-        for name, (_, expected, gathered) in SPLIT.items():
-            assert found[name] == [(expected[rank], gathered, True)] * 2, name
         assert found["numbers"] == (4, 2, 3, 4)
         assert found["skipped"] == [[[8, 9]], [[0, 1]]][rank]  # rank 1 has padding
-        assert found["skipped custom"] == [[[2], [4]], [[3], [5]]][rank]
+        assert found["skipped custom"] == [[[1], [5]], [[2], [5]]][rank]  # rank 1 has padding
         assert found["resumed"][0] == [[4, 5], [6, 7]][rank]
         assert "batch_size=3 is not divisible by num_processes=2" in found["uneven"]
         assert "a list without a batch size" in found["list"]
-    one = Accelerator(cpu=True, seed=3, split_batches=True).prepare_data_loader(plain(16, shuffle=True))
+    one = Accelerator(cpu=True, seed=3, split_batches=True).prepare_data_loader(plain(16, shuffle=True)())
     assert [a + b for a, b in zip(*(found["shuffled"] for found in ranks), strict=True)] == [b.tolist() for b in one]
-
-
-class Divided(IterableDataset[int]):
-    """The numbers below n, which declare how they are divided."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
-
-    def shard(self, index: int, count: int) -> range:
-        return range(index, self.n, count)
-
-
-# name → split_batches, loader, the batches of both ranks without padding, what gather_for_metrics returns
-_PAIRS = [B[0] + B[1], B[2] + B[3]]
-SHARDED: dict[str, tuple[bool, Callable[[], DataLoader[Any]], list[Batches], Batches]] = {
-    "full": (False, lambda: _of(Numbers(16)), [[B[0], B[2]], [B[1], B[3]]], _PAIRS),
-    "short": (False, lambda: _of(Numbers(14)), [[B[0], B[2]], [B[1], [12, 13]]], [B[0] + B[1], [*B[2], 12, 13]]),
-    "one rank": (False, lambda: _of(Numbers(10)), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
-    "workers": (False, lambda: _of(Numbers(16), num_workers=2), [[B[0], B[2]], [B[1], B[3]]], _PAIRS),
-    "split": (True, lambda: _of(Numbers(7)), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
-    "declared": (False, lambda: _of(Divided(8)), [[[0, 2, 4, 6]], [[1, 3, 5, 7]]], [[0, 2, 4, 6, 1, 3, 5, 7]]),
-}
-
-
-def _of(dataset: IterableDataset[int], **options: Any) -> DataLoader[Any]:
-    return DataLoader(dataset, batch_size=4, **options)
-
-
-def _every_shard() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for split in (False, True):
-        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=False)
-        accelerator = Accelerator(dataloader_config=config)
-        for name, (splits, make, *_) in SHARDED.items():
-            if splits == split:
-                given = make()
-                kept = weakref.ref(given)
-                loader = accelerator.prepare_data_loader(given)
-                del given
-                assert kept() is not None  # otherwise, another object could have its id
-                found[name] = [_read(accelerator, loader) for _ in range(2)]
-    return found
-
-
-def test_an_iterable_data_set_is_cut_into_shards_if_batches_are_not_dispatched() -> None:
-    for rank, found in enumerate(run_distributed(_every_shard, 2, init=False, timeout=240)):
-        for name, (_, _, expected, gathered) in SHARDED.items():
-            assert found[name] == [(expected[rank], gathered, True)] * 2, name

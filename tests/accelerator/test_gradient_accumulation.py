@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.accelerator.test_accelerator_distributed import Exchanges, _net, _weights
@@ -72,23 +70,7 @@ def test_a_loss_is_divided_by_the_accumulation_steps_in_a_short_group_too() -> N
     assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / 4))
 
 
-def test_weighting_by_counted_items_is_exact_in_a_short_group() -> None:
-    """Weigh a sum by `steps / num_items`, as scripts for Hugging Face's Accelerate do."""
-    plugin = GradientAccumulationPlugin(num_steps=4, short_group="steps")  # says that it is meant: no warning
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    of_batch = {id_of(x): sum(map(len, group)) for group in _groups(4) for x in group}
-    ours = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).sum() / of_batch[id_of(x)] * 4))
-    exact = _by_hand(4, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
-    assert torch.equal(ours, exact)  # times four and by four is exact
-
-
-def id_of(x: torch.Tensor) -> float:
-    """Return what tells a micro-batch from the others."""
-    return float(x[0, 0])
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize(("steps", "as_tensor"), [(1, False), (4, True)])
 def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor: bool) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
 
@@ -96,30 +78,8 @@ def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor:
         accelerator.backward(_losses(net, x).mean(), num_items=torch.tensor(len(x)) if as_tensor else len(x))
 
     ours = _ours(accelerator, backward)
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for group in _groups(steps):
-        total = sum(map(len, group))
-        for i, x in enumerate(group):
-            if i == len(group) - 1 and i > 0:
-                for parameter in net.parameters():
-                    parameter.grad.mul_(1 / total)  # type: ignore[union-attr]
-            weight = len(x) / total if i == len(group) - 1 else len(x)
-            (_losses(net, x).mean() * weight).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(ours, _weights(net))
     exact = _by_hand(steps, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:backward.. was given num_items=0:trainwright.core.errors.TrainwrightWarning")
-def test_a_step_without_any_item_has_a_gradient_of_zero() -> None:
-    accelerator = Accelerator(cpu=True)
-    net, before = _net(), _weights(_net())
-    accelerator.backward(_losses(net, torch.ones(1, 4)).mean(), num_items=0)
-    assert all(bool((p.grad == 0).all()) for p in net.parameters())  # type: ignore[union-attr]
-    assert torch.equal(_weights(net), before)
 
 
 def test_counted_items_do_not_overflow_fp16() -> None:
@@ -166,10 +126,6 @@ def test_invalid_arguments_of_the_plugin_are_errors() -> None:
         GradientAccumulationPlugin(num_steps=0)
     with pytest.raises(ConfigurationError, match="both"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(3))
-    assert (
-        Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3)).gradient_accumulation_steps
-        == 3
-    )
 
 
 def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
@@ -179,25 +135,6 @@ def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     each = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     found["each"] = _ours(each, lambda net, x: each.backward(_losses(net, x).mean(), num_items=len(x)))
-    rank, net = dist.get_rank(), _net()
-    replica = DistributedDataParallel(net, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for first in range(0, len(LENGTHS), 4):
-        group = list(range(first, min(first + 4, len(LENGTHS))))
-        total, own = sum(LENGTHS[i] for i in group), group[rank::2]
-        for i in own:
-            last = i == own[-1]
-            weight: float = LENGTHS[i]
-            if last:
-                weight *= 2 / total
-                for parameter in net.parameters():
-                    if parameter.grad is not None and i != own[0]:
-                        parameter.grad.mul_(2 / total)
-            replica.require_backward_grad_sync = last
-            (_losses(replica, _batches()[i]).mean() * weight).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    found["by hand"] = _weights(net)
     return found
 
 
@@ -205,7 +142,6 @@ def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
 def test_items_are_counted_over_ranks_too() -> None:
     exact = _by_hand(4, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
     for found in run_distributed(_loops_of_two_ranks, 2, init=False, timeout=120):
-        assert torch.equal(found["ours"], found["by hand"])
         for name in ("ours", "each"):
             torch.testing.assert_close(found[name], exact, rtol=1e-5, atol=1e-6)
 
@@ -230,8 +166,7 @@ def _left_loop(passes: Any, plugin: GradientAccumulationPlugin, *, counted: bool
     return found
 
 
-@pytest.mark.parametrize("counted", [False, True])
-@pytest.mark.parametrize("short_group", ["steps", "mean"])
+@pytest.mark.parametrize(("short_group", "counted"), [("steps", False), ("mean", True)])
 def test_the_next_pass_continues_an_interrupted_group(short_group: Any, counted: bool) -> None:
     plugin = GradientAccumulationPlugin(num_steps=4, short_group=short_group)
     assert _left_loop([6, 6, 2], plugin, counted=counted) == [1.0, 1.0, 1.0]
@@ -254,15 +189,6 @@ def test_gradients_of_an_interrupted_group_are_freed_if_the_number_of_steps_chan
     with pytest.warns(TrainwrightWarning, match="left after 1 micro-batch.* were freed"):
         _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
     assert net.weight.grad.item() == 1.0  # of one micro-batch, as the next group's first was carried
-
-
-def test_a_group_of_another_model_does_not_continue_an_interrupted_one() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    first, second, loader = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
-    for model in (first, second):
-        _run_micro_batches(accelerator, model, itertools.islice(loader, 2))
-    assert accelerator.sync_gradients
-    assert second.weight.grad.item() == 1.0
 
 
 def test_gradients_of_a_group_that_failed_are_freed_before_the_next_one() -> None:
@@ -340,9 +266,6 @@ def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tup
 def _loops_that_sync_each_batch() -> dict[str, Any]:
     return {
         "held back": _exchanges_and_weights(Accelerator(cpu=True, gradient_accumulation_steps=3)),
-        "strategy": _exchanges_and_weights(
-            Accelerator(cpu=True, gradient_accumulation_steps=3, strategy=DDPStrategy(sync_each_batch=True))
-        ),
         "plugin": _exchanges_and_weights(
             Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3, sync_each_batch=True))
         ),
@@ -356,7 +279,7 @@ def _loops_that_sync_each_batch() -> dict[str, Any]:
 def test_gradients_cross_once_per_step_or_micro_batch_and_train_the_same() -> None:
     for found in run_distributed(_loops_that_sync_each_batch, 2, init=False, timeout=120):
         assert {name: count for name, (count, _) in found.items()} == {
-            "held back": 2, "strategy": 6, "plugin": 6, "no_sync": 2, "no_sync of the model": 2,
+            "held back": 2, "plugin": 6, "no_sync": 2, "no_sync of the model": 2,
             "no_sync of backward alone": 6,
         }  # fmt: skip
         for _, weights in found.values():

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainwright import Accelerator, AcceleratorState, GradientAccumulationPlugin, PartialState
+from trainwright import Accelerator, GradientAccumulationPlugin, PartialState
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -61,22 +61,6 @@ def test_unsupported_variables_are_warnings(name: str, value: str, text: str, mo
     assert _warnings_of()[1] == found  # in each script, not once for a process
 
 
-def test_a_plain_precision_variable_is_the_scripts_own_if_a_precision_is_passed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MIXED_PRECISION", "bf16")
-    assert _warnings_of(mixed_precision="bf16")[1] == []
-
-
-def test_an_old_kernel_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.release", lambda: "5.4.0-150-generic")
-    (text,) = _warnings_of()[1]
-    assert text.startswith("the Linux kernel is 5.4.")
-    monkeypatch.setattr("platform.release", lambda: "5.15.0")
-    PartialState._reset_state()
-    assert _warnings_of()[1] == []
-
-
 def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "ACCELERATE_USE_CPU": "False",
@@ -102,23 +86,3 @@ def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto ")
     with pytest.raises(ConfigurationError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='auto '"):
         Accelerator(cpu=True)
-    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
-    with pytest.raises(ConfigurationError, match="ACCELERATE_MIXED_PRECISION='fp61'"):
-        Accelerator(cpu=True)
-
-
-def test_the_launcher_can_select_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    monkeypatch.setattr("trainwright.accelerator.accelerator.AcceleratorState", _Cpu)
-    with pytest.raises(_Asked, match="True"):
-        Accelerator()
-
-
-class _Asked(Exception):
-    pass
-
-
-class _Cpu(AcceleratorState):
-    def __init__(self, mixed_precision: str | None = None, cpu: bool = False, **kwargs: object) -> None:
-        raise _Asked(str(cpu))

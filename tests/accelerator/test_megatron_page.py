@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from trainwright.utils import (
     MegatronLMPlugin,
     T5TrainStep,
     avg_losses_across_data_parallel_group,
-    gather_across_data_parallel_groups,
 )
 
 transformers = pytest.importorskip("transformers")
@@ -64,9 +61,7 @@ def _reference(loss_of: Callable[[Any, torch.Tensor], torch.Tensor] | None = Non
     return losses, found.item()
 
 
-def _train(
-    options: dict[str, Any], custom: bool = False, folder: Path | None = None, batch_size: int = 2
-) -> tuple[list[float], float, Any]:
+def _train(options: dict[str, Any], custom: bool, batch_size: int) -> tuple[list[float], float, Any]:
     """Train as on the page: `batch_size` rows for each of two micro-batches."""
     accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(**options) if options else None, cpu=True)
     assert accelerator.distributed_type == DistributedType.MEGATRON_LM
@@ -77,16 +72,11 @@ def _train(
         plugin.custom_train_step_kwargs = {"keytoken_ids": [3, 5], "alpha": 0.25}
     model = _gpt2()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    args = SimpleNamespace(max_train_steps=_STEPS, num_warmup_steps=2)
-    lr_scheduler: Any = MegatronLMDummyScheduler(
-        optimizer=optimizer, total_num_steps=args.max_train_steps, warmup_num_steps=args.num_warmup_steps
-    )
+    lr_scheduler: Any = MegatronLMDummyScheduler(optimizer=optimizer, total_num_steps=_STEPS, warmup_num_steps=2)
     train: Any = DataLoader(_rows(_STEPS * _BATCH), batch_size=batch_size)
     test: Any = DataLoader(_rows(_BATCH), batch_size=batch_size)
     model, optimizer, lr_scheduler, train, test = accelerator.prepare(model, optimizer, lr_scheduler, train, test)
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        total_batch_size = accelerator.state.megatron_lm_plugin.global_batch_size
-    assert total_batch_size == _BATCH
+    assert plugin.global_batch_size == _BATCH
     assert accelerator.prepare(train) is train
     assert len(train) == _STEPS
     losses, logits = [], None
@@ -101,8 +91,6 @@ def _train(
             optimizer.zero_grad()
         losses.append(loss.item())
         logits = outputs.get("logits")
-    if folder is not None:
-        accelerator.save_state(str(folder))
     model.eval()
     evals = []
     for batch in test:
@@ -111,7 +99,6 @@ def _train(
     return losses, torch.tensor(evals).mean().item(), None if logits is None else tuple(logits.shape)
 
 
-# The page's class, with names and comments of its own.
 class GPTTrainStepWithCustomLoss(GPTTrainStep):
     def __init__(self, megatron_args: Any, **kwargs: Any) -> None:
         super().__init__(megatron_args)
@@ -148,23 +135,20 @@ def _custom_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 _WAYS: dict[str, tuple[dict[str, Any], int]] = {
-    "pp": ({"pp_degree": 2, "num_micro_batches": 2, "recompute_activations": True}, 2),
     "interleaved": ({"pp_degree": 2, "num_micro_batches": 2, "num_layers_per_virtual_pipeline_stage": 1}, 2),
     "tp": ({"tp_degree": 2, "num_micro_batches": 2, "sequence_parallelism": True}, 2),
-    "dp": ({"num_micro_batches": 2, "recompute_activations": True}, 1),
     "shards": ({"num_micro_batches": 2, "use_distributed_optimizer": True, "return_logits": True}, 1),
 }
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("custom", [False, True], ids=["loss", "custom_step"])
-@pytest.mark.parametrize("way", _WAYS)
-def test_the_page_trains_as_one_process_does(way: str, custom: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "custom"), [("interleaved", True), ("tp", False), ("shards", True), ("shards", False)])
+def test_the_page_trains_as_one_process_does(way: str, custom: bool) -> None:
     options, batch_size = _WAYS[way]
     if custom:  # its loss function takes no logits
         options = {name: value for name, value in options.items() if name != "return_logits"}
     losses, test = _reference(_custom_loss if custom else None)
-    for rank in run_distributed(_train, 2, options, custom, tmp_path / "state", batch_size, init=False, timeout=120):
+    for rank in run_distributed(_train, 2, options, custom, batch_size, init=False, timeout=120):
         assert rank[0] == pytest.approx(losses, rel=1e-4)
         assert rank[1] == pytest.approx(test, rel=1e-4)
         assert rank[2] == ((2, 8, 32) if "return_logits" in options else None)
@@ -173,7 +157,6 @@ def test_the_page_trains_as_one_process_does(way: str, custom: bool, tmp_path: P
 def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
     for options, says in (
         ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "configure position embeddings"),
-        ({"other_megatron_args": {"attention_head_type": "multiquery"}}, "attention in the model"),
         ({"context_parallel_size": 2}, "ParallelismConfig.*splits sequences"),
         ({"custom_megatron_datasets_provider_function": print}, "prepare a DataLoader"),
         ({"recompute_method": "block"}, "use 'uniform'"),
@@ -200,26 +183,19 @@ def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
 def _train_on_tokens(path: Path) -> tuple[list[float], list[float]]:
     """Train as on the page on a file of tokens; return the losses of training and evaluation."""
     accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2, num_micro_batches=2), cpu=True, seed=0)
-    args = SimpleNamespace(data_path=str(path), splits_string="80,20,0", block_size=8, max_train_steps=6)
-    megatron_dataloader_config = {
-        "data_path": args.data_path,
-        "splits_string": args.splits_string,
-        "seq_length": args.block_size,
-        "micro_batch_size": 2,
-    }
-    megatron_dataloader = MegatronLMDummyDataLoader(**megatron_dataloader_config)
+    tokens = MegatronLMDummyDataLoader(data_path=str(path), splits_string="80,20,0", seq_length=8, micro_batch_size=2)
     accelerator.state.megatron_lm_plugin.megatron_dataset_flag = True
     model = _gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    lr_scheduler = MegatronLMDummyScheduler(optimizer=optimizer, total_num_steps=args.max_train_steps)
+    lr_scheduler = MegatronLMDummyScheduler(optimizer=optimizer, total_num_steps=6)
     model, optimizer, lr_scheduler, train_dataloader, eval_dataloader, test = accelerator.prepare(
-        model, optimizer, lr_scheduler, megatron_dataloader, megatron_dataloader, megatron_dataloader
+        model, optimizer, lr_scheduler, tokens, tokens, tokens
     )
     assert test is None
-    completed_steps, losses, evaluated = 0, [], []
-    while completed_steps < args.max_train_steps:
+    losses, evaluated = [], []
+    for step in range(6):
         model.train()
-        batch = next(train_dataloader) if train_dataloader is not None else {}
+        batch = next(train_dataloader)
         assert batch["input_ids"].shape == (4, 8)
         outputs = model(**batch)
         accelerator.backward(outputs.loss)
@@ -227,12 +203,10 @@ def _train_on_tokens(path: Path) -> tuple[list[float], list[float]]:
         lr_scheduler.step()
         optimizer.zero_grad()
         losses.append(outputs.loss.item())
-        completed_steps += 1
-        if completed_steps % 3 == 0:
+        if step % 3 == 2:
             model.eval()
             with torch.no_grad():
-                batch = next(eval_dataloader) if eval_dataloader is not None else {}
-                evaluated.append(model(**batch).loss.item())
+                evaluated.append(model(**next(eval_dataloader)).loss.item())
     return losses, evaluated
 
 
@@ -265,15 +239,8 @@ def test_variables_and_fields_describe_the_strategy(monkeypatch: pytest.MonkeyPa
     )
     monkeypatch.undo()
     plain = MegatronLMPlugin(num_layers_per_virtual_pipeline_stage=1, pp_degree=2, recompute_granularity="full")
-    assert (plain.tp_degree, plain.num_micro_batches, plain.gradient_clipping) == (1, 1, 1.0)
     expected = MegatronStrategy(pp=2, schedule="interleaved1f1b", virtual_stages=2, recompute="full")
     assert plain.strategy(2, _gpt2()) == expected.with_options(distributed_optimizer=False)
-
-
-def test_fields_and_defaults_are_those_of_accelerate() -> None:
-    accelerate = pytest.importorskip("accelerate.utils")
-    theirs = {one.name: one.default for one in fields(accelerate.MegatronLMPlugin)}
-    assert {one.name: one.default for one in fields(MegatronLMPlugin)} == theirs
 
 
 def test_weight_decay_and_a_cosine_follow_the_plugin() -> None:
@@ -294,7 +261,7 @@ def test_weight_decay_and_a_cosine_follow_the_plugin() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("kind", ["bert", "classes", "t5", "gpt"])
+@pytest.mark.parametrize("kind", ["bert", "t5"])
 def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
     sizes |= {"intermediate_size": 32, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
@@ -304,35 +271,15 @@ def test_steps_compute_the_losses_of_transformers(kind: str) -> None:
         config = transformers.MegatronBertConfig(**sizes)
         model, step = transformers.MegatronBertForPreTraining(config), BertTrainStep
         batch["next_sentence_label"] = torch.tensor([0, 1, 0, 1])
-    elif kind == "classes":
-        model = transformers.MegatronBertForSequenceClassification(transformers.MegatronBertConfig(**sizes))
-        step, batch["labels"] = BertTrainStep, torch.tensor([0, 1, 1, 0])
-    elif kind == "t5":
+    else:
         config = transformers.T5Config(
             d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=32, dropout_rate=0, pad_token_id=0,
             decoder_start_token_id=0,
         )  # fmt: skip
         model, step = transformers.T5ForConditionalGeneration(config), T5TrainStep
-    else:
-        model, step = _gpt2(), GPTTrainStep
     expected = model(**batch).loss.item()
     plugin = MegatronLMPlugin(custom_train_step_class=step, gradient_clipping=0)
     model = Accelerator(megatron_lm_plugin=plugin, cpu=True).prepare(model)
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
     model.eval()
     assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
-
-
-def _gathered() -> Any:
-    accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(), cpu=True)
-    rank = torch.tensor(float(accelerator.process_index))
-    gathered = gather_across_data_parallel_groups({"a": rank, "b": rank.expand(2, 1)})
-    return gathered, avg_losses_across_data_parallel_group([rank, rank + 1])
-
-
-@pytest.mark.distributed
-def test_values_of_data_parallel_ranks_are_gathered() -> None:
-    for gathered, means in run_distributed(_gathered, 2, init=False, timeout=60):
-        assert gathered["a"].tolist() == [0.0, 1.0]
-        assert gathered["b"].flatten().tolist() == [0.0, 0.0, 1.0, 1.0]
-        assert means.tolist() == [0.5, 1.5]

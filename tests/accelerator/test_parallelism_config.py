@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
+from tests.contracts.test_own_loop import Net
 from tests.helpers.distributed import run_distributed
 from trainwright import (
     Accelerator,
@@ -26,7 +26,6 @@ from trainwright.strategies.strategy import Strategy
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ({"dp_replicate_size": 2}, DDPStrategy()),
         ({"tp_size": 2}, TensorParallelStrategy(tp=2)),
         ({}, DDPStrategy()),
         (
@@ -39,7 +38,6 @@ from trainwright.strategies.strategy import Strategy
             FSDPStrategy(sp=2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
         ),
         ({"pp_size": 2, "sp_size": 2}, MegatronStrategy(pp=2, sp=2, dp_shard=1)),
-        ({"pp_size": 2, "dp_shard_size": 2}, MegatronStrategy(pp=2, dp_shard=2)),
     ],
 )
 def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expected: Strategy) -> None:
@@ -85,7 +83,6 @@ def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -
         ({"ep_size": 2, "dp_shard_size": 3}, "dp_shard_size=3 is not divisible by ep_size=2.*dp_shard_size=4"),
         ({"ep_size": 2, "dp_shard_size": 2, "tp_size": 2}, "ep=2 and tp=2: tensor parallelism does not support"),
         ({"ep_size": 2, "dp_shard_size": 2, "pp_size": 2}, "ep_size=2 and pp_size=2: experts cannot be divided"),
-        ({"dp_replicate_size": 2}, "= 2 ranks, but there are 1 processes. Start 2 processes"),
     ],
 )
 def test_what_cannot_be_served_is_an_error(sizes: dict[str, Any], text: str) -> None:
@@ -94,27 +91,13 @@ def test_what_cannot_be_served_is_an_error(sizes: dict[str, Any], text: str) -> 
     PartialState._reset_state()
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(self.up(x).relu())
-        return result
-
-    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        return {"up": "colwise", "down": "rowwise"}
-
-
 def _trained(
     sizes: dict[str, int], sharded: bool, variables: bool
 ) -> tuple[list[torch.Tensor], dict[str, int], tuple[int, int, int], bool]:
     plugin = FullyShardedDataParallelPlugin() if sharded and not variables else None
     config = None if variables else ParallelismConfig(**sizes)
     accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
-    torch.manual_seed(0)
-    net = _Net()
+    net: Any = Net()
     net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     for step in range(3):
         inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
@@ -132,9 +115,6 @@ def _trained(
 @pytest.mark.parametrize(
     ("sizes", "sharded", "variables", "lengths", "ranks"),
     [
-        ({"dp_replicate_size": 2}, False, False, {}, (1, 0, 0)),
-        ({"tp_size": 2}, False, False, {"tp": 2}, (0, 0, 1)),
-        ({"dp_shard_size": 2}, True, False, {"dp_shard": 2}, (0, 1, 0)),
         ({"dp_replicate_size": 2}, True, False, {"dp_replicate": 2, "dp_shard": 1}, (1, 0, 0)),
         ({"dp_shard_size": 2}, True, True, {"dp_shard": 2}, (0, 1, 0)),
         ({"tp_size": 2}, False, True, {"tp": 2}, (0, 0, 1)),

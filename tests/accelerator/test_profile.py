@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.utils import ProfileKwargs
 
 
@@ -21,25 +18,6 @@ def _model() -> torch.nn.Module:
 
 def _inputs() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8)
-
-
-def test_execution_time() -> None:
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], record_shapes=True)])
-    model = accelerator.prepare(_model())
-    with accelerator.profile() as prof, torch.no_grad():
-        model(_inputs())
-    assert "aten::conv2d" in prof.key_averages().table(sort_by="cpu_time_total", row_limit=10)
-    assert "[2, 3, 8, 8]" in str(prof.key_averages(group_by_input_shape=True).table(sort_by="cpu_time_total"))
-
-
-def test_memory_and_flops() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(_model())
-    options = ProfileKwargs(activities=["cpu"], profile_memory=True, record_shapes=True, with_flops=True)
-    with accelerator.profile(options) as prof:
-        model(_inputs())
-    assert "CPU Mem" in prof.key_averages().table(sort_by="self_cpu_memory_usage", row_limit=10)
-    assert "FLOPs" in prof.key_averages().table(sort_by="flops", row_limit=10)
 
 
 def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
@@ -56,23 +34,6 @@ def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
             model(_inputs())
             prof.step()
     assert seen == [4, 7]
-
-
-def test_a_schedule_that_never_becomes_active_is_told(tmp_path: Path) -> None:
-    options = ProfileKwargs(schedule_option={"wait": 9, "active": 1}, output_trace_dir=str(tmp_path))
-    with (
-        pytest.warns(TrainwrightWarning, match=r"the loop ran 1 steps.*active after 9 steps"),
-        Accelerator(cpu=True).profile(options) as prof,
-    ):
-        prof.step()
-    assert not list(tmp_path.iterdir())
-
-
-def test_without_a_step_the_warning_says_to_call_it() -> None:
-    options = ProfileKwargs(schedule_option={"active": 1})
-    accelerator = Accelerator(cpu=True)
-    with pytest.warns(TrainwrightWarning, match=r"did not call step\(\) of the profiler"), accelerator.profile(options):
-        _model()(_inputs())
 
 
 def test_each_cycle_and_context_has_a_file_and_the_handler_its_own(tmp_path: Path) -> None:
@@ -101,22 +62,3 @@ def test_wrong_options_name_the_nearest() -> None:
         ProfileKwargs(schedule_option={"warm_up": 1})
     with pytest.raises(ConfigurationError, match=r"'cpuu'.*'cpu'"):
         ProfileKwargs(activities=["cpuu"])
-
-
-def _write(folder: str) -> None:
-    accelerator = Accelerator(cpu=True)
-    model: Any = accelerator.prepare(torch.nn.Linear(2, 2))
-    with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder)):
-        model(torch.ones(1, 2)).sum().backward()
-
-
-def _check(path: Path) -> None:
-    names = {event.get("name") for event in json.loads(path.read_text())["traceEvents"]}
-    assert "aten::linear" in names
-
-
-@pytest.mark.distributed
-def test_each_process_writes_its_trace(tmp_path: Path) -> None:
-    run_distributed(_write, 2, str(tmp_path))
-    for rank in range(2):
-        _check(tmp_path / f"profile_{rank}.json")

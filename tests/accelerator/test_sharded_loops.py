@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.contracts.test_own_loop import Net, data, make_optimizer
+from tests.contracts.test_own_loop import Net, make_optimizer
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.strategies import FSDPStrategy
+from trainwright.core.errors import CheckpointError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -26,10 +23,10 @@ def _run(function: Any, *arguments: Any, ranks: int = 2) -> list[Any]:
     return found
 
 
-def _save(folder: str, limit: str) -> Any:
+def _save(folder: str) -> Any:
     accelerator = Accelerator(strategy="fsdp")
     model = accelerator.prepare(Net())
-    accelerator.save_model(model, folder, max_shard_size=limit)
+    accelerator.save_model(model, folder, max_shard_size="500B")
     try:
         accelerator.save_model(model, f"{folder}/{'x' * 300}")
     except (OSError, CheckpointError) as error:
@@ -38,17 +35,16 @@ def _save(folder: str, limit: str) -> Any:
     return failed
 
 
-@pytest.mark.parametrize("limit", ["10GB", "500B"])
-def test_the_main_process_writes_the_weights_of_a_sharded_model(limit: str, tmp_path: Path) -> None:
-    failed = _run(_save, str(tmp_path / "model"), limit)
+def test_the_main_process_writes_the_weights_of_a_sharded_model(tmp_path: Path) -> None:
+    failed = _run(_save, str(tmp_path / "model"))
     found = {k: v for file in (tmp_path / "model").glob("*.safetensors") for k, v in load_file(file).items()}
     torch.testing.assert_close(found, dict(Net().state_dict()), rtol=0, atol=0)
-    assert len(list((tmp_path / "model").glob("*.safetensors"))) == (1 if limit == "10GB" else 5)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 5
     assert "too long" in failed[0]
     assert failed[1].startswith("CheckpointError: rank 0 could not write")
 
 
-def _gather(strategy: Any) -> list[int]:
+def _gather(strategy: str) -> list[int]:
     accelerator = Accelerator(strategy=strategy)
     model, loader = accelerator.prepare(Net(), DataLoader(TensorDataset(torch.randn(7, 4), torch.arange(7)), 2))
     rows: list[int] = []
@@ -60,84 +56,14 @@ def _gather(strategy: Any) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("tp", 2), ("fsdp", 2), (FSDPStrategy(tp=2), 4)])
-def test_each_sample_has_one_row(strategy: Any, ranks: int) -> None:
-    for rows in _run(_gather, strategy, ranks=ranks):
+@pytest.mark.parametrize("strategy", ["tp", "fsdp"])
+def test_each_sample_has_one_row(strategy: str) -> None:
+    for rows in _run(_gather, strategy):
         assert sorted(rows) == list(range(7))
 
 
-def _several(strategy: str) -> Any:
-    """Train two models in turn, as in an adversarial loop, and leave a group of micro-batches half way."""
-    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=2, seed=0)
-    nets = [Net(), Net()]
-    optimizers = [make_optimizer(net) for net in nets]
-    first, second, one, two, loader = accelerator.prepare(*nets, *optimizers, DataLoader(data(24), 2))
-    norms = []
-    for epoch in range(2):
-        for i, (x, y, _) in enumerate(loader):
-            for model, optimizer, sign in ((first, one, 1.0), (second, two, -1.0)):
-                with accelerator.accumulate(model):
-                    output = model(x) + (0.1 * second(x).detach() if model is first else 0.0)
-                    accelerator.backward((sign * output - y).square().mean())
-                    if accelerator.sync_gradients:
-                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if epoch == 0 and i == 2:
-                break
-        if epoch == 0:
-            one.zero_grad()  # gives the open groups up
-            two.zero_grad()
-    weights = [{k: v.clone() for k, v in accelerator.get_state_dict(model).items()} for model in (first, second)]
-    accelerator.end_training()
-    return norms, weights
-
-
-def test_two_models_and_a_group_that_is_left_train_as_replicas_do() -> None:
-    replicas, shards = _run(_several, "ddp")[0], _run(_several, "fsdp")[0]
-    torch.testing.assert_close(shards, replicas, rtol=1e-5, atol=1e-6)
-
-
-def _carried() -> Any:
-    """Prepare an optimizer that has state already, after its model."""
-    accelerator = Accelerator(strategy="fsdp")
-    net = Net()
-    optimizer = make_optimizer(net)
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    before = {name: optimizer.state[p]["exp_avg"].clone() for name, p in net.named_parameters()}
-    model = accelerator.prepare(net)
-    prepared = accelerator.prepare(optimizer)
-    names = dict(model.named_parameters())
-    full = {name: prepared.state[p]["exp_avg"].full_tensor() for name, p in names.items()}
-    held = [p for group in prepared.param_groups for p in group["params"]]
-    accelerator.end_training()
-    return before, full, all(isinstance(p, DTensor) for p in held), len(held)
-
-
-def test_an_optimizer_keeps_its_state_and_groups() -> None:
-    for before, after, all_shards, count in _run(_carried):
-        torch.testing.assert_close(after, before, rtol=0, atol=0)
-        assert (all_shards, count) == (True, len(before))
-
-
-def _different() -> str:
-    accelerator = Accelerator(strategy="fsdp")
-    try:
-        accelerator.prepare(nn.Linear(4, 2 + accelerator.process_index))
-    except ConfigurationError as error:
-        return str(error)
-    return ""
-
-
-def test_different_models_are_refused_on_every_rank() -> None:
-    for text in _run(_different):
-        assert "'weight' (2×4, torch.float32) on rank 0, and 'weight' (3×4, torch.float32) on rank 1" in text
-
-
-def _mixed(precision: str, strategy: str = "fsdp") -> Any:
-    accelerator = Accelerator(strategy=strategy, mixed_precision=precision)
+def _mixed(strategy: str) -> Any:
+    accelerator = Accelerator(strategy=strategy, mixed_precision="fp16")
     net = Net()
     model, optimizer = accelerator.prepare(net, make_optimizer(net))
     losses = []
@@ -156,10 +82,9 @@ def _mixed(precision: str, strategy: str = "fsdp") -> Any:
     return losses, dtypes, accelerator.optimizer_step_was_skipped
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_keeps_float32_shards(precision: str) -> None:
-    (expected, _, _), *_ = _run(_mixed, precision, "single", ranks=1)
-    for losses, dtypes, skipped in _run(_mixed, precision):
+def test_float16_keeps_float32_shards() -> None:
+    (expected, _, _), *_ = _run(_mixed, "single", ranks=1)
+    for losses, dtypes, skipped in _run(_mixed, "fsdp"):
         torch.testing.assert_close(losses, expected, rtol=0.02, atol=1e-3)
         assert dtypes == {"torch.float32"}
         assert not skipped

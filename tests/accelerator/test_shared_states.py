@@ -10,32 +10,19 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from tests.helpers.distributed import run_distributed
 from trainwright import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
     Accelerator,
     AcceleratorState,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    ParallelismConfig,
 )
 from trainwright.accelerator.accumulation import GradientState
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
-
-
-def test_the_state_prints_the_precision_and_the_configuration_of_deepspeed() -> None:
-    plain = Accelerator(cpu=True, mixed_precision="bf16")
-    assert str(AcceleratorState()).splitlines()[-2:] == ["Device: cpu", "Mixed precision type: bf16"]
-    plain.end_training()
-    plugin = DeepSpeedPlugin(zero_stage=1)
-    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
-    assert str(accelerator.state).splitlines()[-1] == f"ds_config: {plugin.deepspeed_config}"
-    accelerator.end_training()
 
 
 def test_the_state_checks_a_precision_and_leaves_plugins_to_the_accelerator() -> None:
@@ -46,38 +33,6 @@ def test_the_state_checks_a_precision_and_leaves_plugins_to_the_accelerator() ->
     with pytest.raises(ConfigurationError, match=r"Pass it to Accelerator\(fsdp_plugin=…\)"):
         AcceleratorState(fsdp_plugin=FullyShardedDataParallelPlugin())
     accelerator.end_training()
-
-
-def test_the_state_has_the_arguments_of_the_newest_accelerator() -> None:
-    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
-    state = accelerator.state
-    assert state.dynamo_plugin is not None
-    assert state.dynamo_plugin.backend == "eager"
-    assert (state.parallelism_config, state.device_mesh, state.torch_tp_plugin, state.is_fsdp2) == (
-        None,
-        None,
-        None,
-        False,
-    )
-    accelerator.end_training()
-    sharded = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    assert AcceleratorState().is_fsdp2
-    sharded.end_training()
-    config = ParallelismConfig()
-    accelerator = Accelerator(cpu=True, parallelism_config=config)
-    assert AcceleratorState().parallelism_config is config
-    accelerator.end_training()
-
-
-def _mesh_of_the_state() -> bool:
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
-    return AcceleratorState().device_mesh is accelerator.torch_device_mesh is not None
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_the_state_has_the_mesh_of_a_sharded_run() -> None:
-    assert run_distributed(_mesh_of_the_state, world_size=2) == [True, True]
 
 
 def test_a_gradient_state_shows_the_newest_accelerator() -> None:
@@ -120,62 +75,6 @@ def test_an_optimizer_that_the_script_wraps_follows_the_accelerators_groups() ->
     assert optimizer.gradient_state.num_steps == scheduler.gradient_state.num_steps == 2
     assert (scheduler.split_batches, each_call.split_batches) == (True, False)
     accelerator.end_training()
-
-
-def test_an_optimizer_with_a_scaler_skips_steps_and_updates_the_scale() -> None:
-    weight = nn.Parameter(torch.ones(1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=1.0), scaler=scaler)
-    scaler.scale(weight.sum() * float("inf")).backward()
-    optimizer.step()
-    assert (optimizer.step_was_skipped, scaler.get_scale(), weight.item()) == (True, 2.0, 1.0)
-    optimizer.zero_grad()
-    scaler.scale(weight.sum()).backward()
-    optimizer.step()
-    assert (optimizer.step_was_skipped, weight.item()) == (False, 0.0)
-
-
-class _OwnSchedule:
-    num_calls = 0
-
-    def step(self) -> None:
-        self.num_calls += 1
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_schedule_may_be_of_a_users_class_or_have_an_optimizer_that_is_not_prepared() -> None:
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    accelerator = Accelerator(cpu=True)
-    for optimizers in (inner, [inner]):
-        own = _OwnSchedule()
-        AcceleratedScheduler(own, optimizers, further=2).step()
-        assert own.num_calls == 3
-    cycle = torch.optim.lr_scheduler.OneCycleLR(inner, 1.0, total_steps=3)
-    scheduler = AcceleratedScheduler(cycle, inner, further=4)
-    scheduler.step()
-    assert cycle.last_epoch == 2
-    accelerator.end_training()
-
-
-def test_a_schedule_prints_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    AcceleratedScheduler(StepLR(inner, 1), AcceleratedOptimizer(inner)).print_lr(True, 0, 0.5, 3)
-    assert capsys.readouterr().out == "Epoch 3: Adjusting learning rate of group 0 to 5.0000e-01.\n"
-
-
-def _rates_per_process() -> float:
-    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    accelerator = Accelerator(cpu=True)
-    scheduler = AcceleratedScheduler(StepLR(inner, 1, 0.5), AcceleratedOptimizer(inner))
-    scheduler.step()
-    accelerator.end_training()
-    return scheduler.get_last_lr()[0]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_schedule_that_the_script_wraps_advances_by_the_number_of_processes() -> None:
-    assert run_distributed(_rates_per_process, world_size=2) == [0.25, 0.25]
 
 
 def test_the_accelerator_takes_its_arguments_in_the_order_of_accelerate() -> None:

@@ -56,10 +56,8 @@ def _train(sizes: dict[str, int] | None, rows: slice = slice(None)) -> dict[str,
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"cp_size": 2},
         {"sp_size": 2},
         pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
-        pytest.param({"cp_size": 2, "tp_size": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

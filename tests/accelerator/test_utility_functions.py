@@ -1,37 +1,103 @@
-"""Accelerate's functions that need no Accelerator: seeds, environment, tensors, logging, versions."""
+"""Functions with the names of `accelerate.utils` and `accelerate.logging`: tensors, texts, files, seeds, cores."""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import random
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, DistributedType, FullyShardedDataParallelPlugin, dispatch_model
+from trainwright import Accelerator, DistributedType, PartialState, utils
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.host import cpu_affinity
 from trainwright.logging import get_logger
 from trainwright.utils import (
     RNGType,
     clear_environment,
     compare_versions,
     convert_outputs_to_fp32,
-    disable_fsdp_ram_efficient_loading,
-    enable_fsdp_ram_efficient_loading,
-    extract_model_from_parallel,
+    get_cpu_distributed_information,
     get_grad_scaler,
     get_mixed_precision_context_manager,
     is_torch_version,
     listify,
+    load,
+    override_numa_affinity,
     patch_environment,
+    save,
+    set_numa_affinity,
     set_seed,
     slice_tensors,
     synchronize_rng_states,
     tqdm,
 )
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_helpers_look_into_nested_tensors() -> None:
+    tree = {"name": "x", "rows": [torch.ones(3, 2), torch.ones(3)]}
+    assert utils.find_device(tree) == torch.device("cpu")
+    assert utils.find_device({"name": "x"}) is None
+    assert utils.find_batch_size(tree) == 3
+    with pytest.raises(ValueError, match="find_batch_size got no tensor"):
+        utils.find_batch_size([])
+    assert (utils.is_torch_tensor(torch.ones(1)), utils.is_torch_tensor([])) == (True, False)
+    assert utils.is_namedtuple(Pair(1, 2))
+    assert not utils.is_namedtuple((1, 2))
+    assert utils.honor_type(Pair(0, 0), (n for n in (1, 2))) == Pair(1, 2)
+    assert utils.honor_type([], iter((1, 2))) == [1, 2]
+    padded = utils.pad_input_tensors({"x": torch.tensor([1, 2, 3, 4, 5, 6])}, 6, 4)
+    assert padded["x"].tolist() == [1, 2, 3, 4, 5, 6, 6, 6]
+    assert utils.pad_input_tensors(torch.ones(2, 4), 4, 2, dim=1).shape == (2, 4)
+    assert utils.pad_input_tensors(torch.ones(0, 4), 0, 2).shape == (0, 4)
+
+
+def test_helpers_read_texts_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (utils.str_to_bool("Yes"), utils.str_to_bool("off", to_bool=True)) == (1, False)
+    with pytest.raises(ValueError, match="true or false"):
+        utils.str_to_bool("maybe")
+    monkeypatch.setenv("MY_FLAG", "on")
+    assert (utils.parse_choice_from_env("MY_FLAG"), utils.parse_choice_from_env("OTHER_FLAG")) == ("on", "no")
+    assert (utils.parse_flag_from_env("MY_FLAG"), utils.parse_flag_from_env("OTHER_FLAG", default=True)) == (True, True)
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")
+def test_helpers_know_models_and_sizes() -> None:
+    state = {"h.1.weight": torch.ones(1), "h.10.weight": torch.ones(1), "head": torch.ones(1)}
+    assert list(utils.extract_submodules_state_dict(state, ["h.1", "head"])) == ["h.1.weight", "head"]
+    assert (utils.dtype_byte_size(torch.float32), utils.dtype_byte_size(utils.CustomDtype.INT4)) == (4, 0.5)
+    model = nn.Linear(1, 1)
+    within = nn.Sequential(nn.Linear(1, 1))
+    assert not utils.has_compiled_regions(within)
+    within[0] = torch.compile(within[0])
+    assert utils.has_compiled_regions(within)
+    assert (utils.is_compiled_module(torch.compile(model)), utils.is_compiled_module(model)) == (True, False)
+
+
+def test_a_wrapper_of_a_logger_counts_frames_as_accelerate_does(caplog: pytest.LogCaptureFixture) -> None:
+    logger = get_logger("stack")
+
+    def wrapper() -> None:
+        logger.warning("of the caller", stacklevel=3)
+        logger.warning("of the wrapper", stacklevel=2)
+        logger.warning("of the wrapper")
+
+    wrapper()
+    callers = [record.funcName for record in caplog.records]
+    assert callers == ["test_a_wrapper_of_a_logger_counts_frames_as_accelerate_does", "wrapper", "wrapper"]
 
 
 def test_variables_are_set_and_removed_for_a_block() -> None:
@@ -53,22 +119,12 @@ def test_tensors_are_sliced_listed_and_widened() -> None:
     assert forward(torch.ones(1))["out"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("operation", "other", "expected"), [(">=", "2.4", True), ("<", "2.4.1", True), ("==", "2.4.0", True)]
-)
-def test_versions_are_compared_by_numbers(operation: str, other: str, expected: bool) -> None:
-    assert compare_versions("2.4.0+cpu", operation, other) is expected
+def test_versions_are_compared_by_numbers() -> None:
+    for operation, other in ((">=", "2.4"), ("<", "2.4.1"), ("==", "2.4.0")):
+        assert compare_versions("2.4.0+cpu", operation, other) is True
     assert is_torch_version(">=", "2.1") is True
     with pytest.raises(ConfigurationError, match="operation='=>'"):
         compare_versions("torch", "=>", "2.0")
-
-
-def test_models_within_a_model_are_unwrapped_on_request() -> None:
-    model = nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))
-    wrapper = model[0]
-    assert extract_model_from_parallel(nn.DataParallel(model)) is model
-    assert model[0] is wrapper
-    assert isinstance(extract_model_from_parallel(model, recursive=True)[0], nn.Linear)  # type: ignore[index]
 
 
 def test_the_context_and_the_scaler_are_those_of_the_precision() -> None:
@@ -80,23 +136,6 @@ def test_the_context_and_the_scaler_are_those_of_the_precision() -> None:
         assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype == torch.float32
     assert get_grad_scaler(init_scale=8.0).get_scale() == 8.0
     assert type(get_grad_scaler(DistributedType.FSDP)) is not type(get_grad_scaler())
-
-
-def test_a_dispatched_model_is_recognized() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
-    assert not accelerator.verify_device_map(model)
-    assert not accelerator.verify_device_map(dispatch_model(model, {"": "cpu"}))
-    model[0].hf_device_map = {"a": "cpu", "b": "disk"}
-    assert accelerator.verify_device_map(model)
-
-
-def test_variables_of_fsdp_select_where_weights_are_loaded() -> None:
-    with patch_environment(fsdp_cpu_ram_efficient_loading="none"):
-        enable_fsdp_ram_efficient_loading()
-        assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is True
-        disable_fsdp_ram_efficient_loading()
-        assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is False
 
 
 def test_a_warning_is_written_once_and_shows_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,3 +183,82 @@ def test_processes_draw_other_or_the_same_numbers_and_log_on_the_main_one() -> N
     assert first["records"] == ["main", "all", "in order"]
     assert second["records"] == ["all", "in order"]
     assert (first["bar"], second["bar"]) == (False, True)
+
+
+def _save_on_ranks(folder: Path) -> list[str]:
+    save({"w": torch.ones(2)}, folder / f"{PartialState().process_index}.bin")
+    save({"w": torch.ones(2)}, folder / f"{PartialState().process_index}.safetensors", safe_serialization=True)
+    save([1], folder / "node.bin", save_on_each_node=True)
+    PartialState().wait_for_everyone()
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.distributed
+def test_the_main_process_saves(tmp_path: Path) -> None:
+    for found in run_distributed(_save_on_ranks, 2, tmp_path):
+        assert found == ["0.bin", "0.safetensors", "node.bin"]
+    assert load(tmp_path / "0.bin", map_location="cpu")["w"].tolist() == [1, 1]
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.putenv, ("LOADED", "1")  # type: ignore[return-value]
+
+
+def test_a_pickle_is_not_executed_unless_it_is_trusted() -> None:
+    file = io.BytesIO()
+    save(_Runs(), file)
+    file.seek(0)
+    with pytest.raises(Exception, match="weights_only"):
+        load(file)
+    file.seek(0)
+    assert load(file, weights_only=False) is None
+
+
+def test_processes_share_the_numa_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for node, text in enumerate(("0,1", "2-3\n")):
+        folder = tmp_path / f"devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(text)
+    (tmp_path / "tasks/1").mkdir(parents=True)
+    chosen: list[Any] = []
+    monkeypatch.setattr(cpu_affinity, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(cpu_affinity, "_TASKS", tmp_path / "tasks")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *call: chosen.append(call))
+    variables = {"world_size": 4, "local_world_size": 4, "accelerate_debug_mode": 1}
+    for rank in (1, 2):
+        with patch_environment(rank=rank, local_rank=rank, **variables, master_addr="localhost", master_port=1):
+            assert get_cpu_distributed_information().local_world_size == 4
+            override_numa_affinity(rank)
+    assert chosen == [(1, {0, 1}), (1, {2, 3})]
+    assert "process 2 runs on the cores [2, 3]" in caplog.text
+
+
+def test_a_variable_sets_the_affinity_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setattr("trainwright.processes.partial_state.set_numa_affinity", called.append)
+    PartialState(cpu=True)
+    PartialState._reset_state()
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "true")
+    PartialState(cpu=True)
+    PartialState(cpu=True)
+    assert called == [0]
+    set_numa_affinity(0)  # this machine's own: no error
+
+
+def test_a_variable_sets_the_level_of_loggers() -> None:
+    with patch_environment(accelerate_log_level="warning"):
+        assert get_logger("of_a_variable").logger.level == 30
+        assert get_logger("of_an_argument", log_level="ERROR").logger.level == 40
+
+
+def test_uncaught_errors_are_shown_by_rich_on_request() -> None:
+    pytest.importorskip("rich")
+    program = "import trainwright; trainwright.Accelerator(cpu=True); raise ValueError('shown')"
+    environ = {**os.environ, "ACCELERATE_ENABLE_RICH": "True", "TERM": "dumb"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False)
+    assert "ValueError: shown" in done.stderr
+    assert "Traceback (most recent call last) ─" in done.stderr
