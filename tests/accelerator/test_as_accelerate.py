@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from torch.utils.data import Dataset, SequentialSampler
 
+from tests.accelerator.tiny_llama import (
+    STEPS,
+    Sentences,
+    arguments_of,
+    in_order,
+    language_model,
+    losses_of,
+    train_by_hand,
+)
 from tests.helpers.distributed import run_distributed
 
 _SCRIPT = """
@@ -73,58 +80,6 @@ def test_it_can_be_removed_and_refuses_an_imported_accelerate() -> None:
     assert "accelerate is imported already" in found.stderr.strip().splitlines()[-1]
 
 
-# Training with transformers' Trainer
-
-STEPS, GROUP, LR = 6, 16, 1e-3  # of two epochs; samples of an optimizer step
-WORDS = 64
-
-
-class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Sentences of random tokens, of which some are padding without a label."""
-
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, WORDS, (16,), generator=generator)
-        labels = tokens.clone()
-        labels[: index % 5] = -100
-        return {"input_ids": tokens, "labels": labels}
-
-
-def language_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes))
-
-
-def loss_of(model: Any, rows: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the mean loss over all labels of the rows."""
-    tokens, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
-    scores = model(input_ids=tokens).logits[:, :-1]
-    return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels[:, 1:].flatten())
-
-
-def train_by_hand(model: Any) -> list[float]:
-    """Train a model as transformers' Trainer does, in order, and return the losses of all steps."""
-    data, losses = Sentences(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
-    for step in range(STEPS):
-        rows = [data[i % len(data)] for i in range(step * GROUP, (step + 1) * GROUP)]
-        value = loss_of(model, rows)
-        value.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(float(value.detach()))
-    return losses
-
-
 def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train with transformers' Trainer; returns the losses of all steps and the class of its Accelerator."""
     import trainwright
@@ -132,22 +87,14 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
     trainwright.as_accelerate()
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-    class InOrder(Trainer):  # type: ignore[misc]  # it has no types
-        def _get_train_sampler(self, *args: object) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=GROUP // 4, gradient_accumulation_steps=2, learning_rate=LR,
-        num_train_epochs=2, eval_strategy="epoch", logging_steps=1, save_steps=2, report_to=[], use_cpu=True,
-        disable_tqdm=True, **options,
-    )  # fmt: skip
+    arguments = TrainingArguments(**arguments_of(folder, num_train_epochs=2, eval_strategy="epoch", **options))
     # Built in shards at ZeRO stage 3, and read by rank 0 alone with cpu_ram_efficient_loading.
     model = LlamaForCausalLM.from_pretrained(folder / "start") if resume is None else language_model()
-    trainer = InOrder(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences())
+    trainer = in_order(Trainer)(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences())
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "last"))
     return {
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses": losses_of(trainer),
         "evaluated": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
         "accelerator": type(trainer.accelerator).__module__,
     }
@@ -162,25 +109,34 @@ def _deepspeed(stage: int, **further: Any) -> dict[str, Any]:
 _ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 
 
-_LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {},
+    "zero2": _deepspeed(2),
     "zero2, DeepSpeed's optimizer": _deepspeed(2, optimizer=_ADAM),
     "zero3": _deepspeed(3),
-    "fsdp": {"fsdp": True, "fsdp_config": {**_LAYERS, "cpu_ram_efficient_loading": True}},
-    "fsdp, sharded files": {"fsdp": True, "fsdp_config": {**_LAYERS, "state_dict_type": "SHARDED_STATE_DICT"}},
+    "fsdp": {
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": True},
+    },
+    "fsdp, sharded files": {
+        "fsdp": True,
+        "fsdp_config": {
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
 }
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore")  # of transformers
-@pytest.mark.parametrize("kind", _OPTIONS)
-def test_transformers_trains_and_resumes_on_us(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 1), *((kind, 2) for kind in _OPTIONS)])
+def test_transformers_trains_and_resumes_on_us(kind: str, world_size: int, tmp_path: Path) -> None:
     model = language_model()
     model.save_pretrained(tmp_path / "start")
     losses, weights = train_by_hand(model), model.state_dict()
-    found, *_ = run_distributed(_with_transformers, 2, tmp_path, None, _OPTIONS[kind], timeout=120)
+    found, *_ = run_distributed(_with_transformers, world_size, tmp_path, None, _OPTIONS[kind], timeout=120)
     assert found["accelerator"].startswith("trainwright.")
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
     last = tmp_path / "last/model.safetensors"  # written unless each rank writes its shards
@@ -189,7 +145,7 @@ def test_transformers_trains_and_resumes_on_us(kind: str, tmp_path: Path) -> Non
     for name, value in saved.items():
         torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
     resume = str(tmp_path / "checkpoint-4")
-    again, *_ = run_distributed(_with_transformers, 2, tmp_path, resume, _OPTIONS[kind], timeout=120)
+    again, *_ = run_distributed(_with_transformers, world_size, tmp_path, resume, _OPTIONS[kind], timeout=120)
     assert again == found
     assert all(torch.equal(value, saved[name]) for name, value in (load_file(last) if saved else {}).items())
     assert json.loads((tmp_path / "checkpoint-6/trainer_state.json").read_text())["global_step"] == STEPS
