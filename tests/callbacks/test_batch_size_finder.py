@@ -14,7 +14,6 @@ from tests.callbacks.fake_run import FakeTrialSteps
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
 from trainwright.callbacks import BatchSizeFinder, LearningRateFinder
-from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
 from trainwright.core.run import Trial
 from trainwright.data import DataModule
@@ -111,11 +110,6 @@ def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
     assert _sizes("validation_step") == [2] * 4
 
 
-def test_data_that_is_shorter_than_a_trial_is_read_again() -> None:
-    Tuner(quiet_trainer()).scale_batch_size(_Hungry(num_samples=4), steps_per_trial=5, init_val=4)
-    assert _sizes("training_step") == [4] * 5
-
-
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
 def test_the_other_stages_are_searched_with_their_own_steps(method: Any) -> None:
     step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[method]
@@ -158,26 +152,6 @@ def test_a_search_at_a_later_epoch_changes_that_epoch() -> None:
     assert trainer.state.samples == 128
 
 
-def test_the_task_hears_its_own_hooks_and_callbacks_hear_nothing() -> None:
-    heard: list[str] = []
-
-    class Task(_Hungry):
-        def on_train_start(self) -> None:
-            heard.append("start")
-
-        def on_train_end(self) -> None:
-            heard.append("end")
-
-    class Listens(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            pytest.fail("heard a trial")
-
-        on_validation_end = on_train_start = on_train_epoch_start = setup = teardown = on_train_batch_end  # type: ignore[assignment]
-
-    Tuner(quiet_trainer(callbacks=Listens())).scale_batch_size(Task(), max_trials=2)
-    assert heard == ["start", "end"] * 2
-
-
 def test_the_size_is_set_wherever_it_lies() -> None:
     class Task(_Hungry):
         def __init__(self, batch_size: int = 2) -> None:
@@ -209,19 +183,9 @@ def test_an_attribute_that_is_nowhere_is_an_error_that_lists_candidates() -> Non
         quiet_trainer(callbacks=BatchSizeFinder()).fit(Task(), regression_loader())
 
 
-def test_loaders_that_were_handed_over_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"passed to the Trainer as an object.*Define train_dataloader"):
-        Tuner(quiet_trainer()).scale_batch_size(_Hungry(), regression_loader())
-
-
 class _Fixed(_Hungry):
     def train_dataloader(self) -> Any:
         return regression_loader(64, 16)
-
-
-class _Mistaken(_Hungry):
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        raise ZeroDivisionError("mine")
 
 
 @pytest.mark.parametrize(

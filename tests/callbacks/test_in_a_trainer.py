@@ -195,24 +195,3 @@ def test_overriding_an_unused_method_of_a_progress_bar_is_an_error(base: Any, na
     bar = type("Bar", (base,), {name: lambda self, *args: None})
     with pytest.raises(ConfigurationError, match=message):
         bar()
-
-
-def test_metrics_in_the_state_of_callbacks_are_saved_and_restored(tmp_path: Path) -> None:
-    class Keeps(Callback):
-        best = None
-
-        def on_validation_end(self, trainer: Any, task: TaskModule) -> None:
-            self.best = trainer.callback_metrics["val_loss"]
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"best": self.best}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            self.best = state_dict["best"]
-
-    stopping = EarlyStopping("val_loss", patience=5)
-    fit(Scripted([3.0, 2.0, 1.0]), tmp_path, [stopping, Keeps(), ModelCheckpoint(tmp_path / "ck")], max_epochs=2)
-    again, keeps = EarlyStopping("val_loss", patience=5), Keeps()
-    run = trainer(tmp_path, [again, keeps, ModelCheckpoint(tmp_path / "ck")], max_epochs=2)
-    run.fit(Scripted([9.0]), regression_loader(5), regression_loader(2), ckpt_path="last")
-    assert (again.best_score, keeps.best) == (2.0, 2.0)

@@ -43,16 +43,6 @@ def test_learning_rates_go_from_the_smallest_to_the_largest(options: dict[str, A
     assert _find(num_training=5, update_attr=False, **options).results["lr"] == pytest.approx(lrs)
 
 
-def test_the_steps_use_the_learning_rates_that_are_reported() -> None:
-    used: list[float] = []
-
-    class Task(RegressionTask):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            used.append(optimizer.param_groups[0]["lr"])
-
-    assert _find(Task(), num_training=20, update_attr=False).results["lr"] == used
-
-
 def test_losses_are_a_running_mean_that_starts_with_the_first_loss() -> None:
     losses = iter([4.0, 2.0, 1.0])
 
@@ -103,12 +93,6 @@ def test_the_attribute_takes_the_suggestion(name: str) -> None:
     task = Task()
     found = _find(task, attr_name=name if name == "speed" else "")
     assert getattr(task, name) == found.suggestion()
-
-
-def test_the_attribute_stays_when_it_is_not_to_be_set() -> None:
-    task = RegressionTask()
-    _find(task, update_attr=False)
-    assert task.lr == 0.05
 
 
 def test_an_attribute_that_is_nowhere_is_an_error_that_lists_candidates() -> None:

@@ -14,12 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
-from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.run import SaveRequest
 
 NAN = float("nan")
 
@@ -90,30 +88,9 @@ def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: p
     assert [step for step, _ in run.written] == [3, 6, 9]
 
 
-def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(monitor="loss")], tmp_path)
-    with pytest.raises(ConfigurationError, match="Logged so far: none"):
-        run.fit(epochs=1, batches=2)
-    assert run.state.step == 2
-
-
 def test_a_field_of_the_name_that_was_never_logged_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(TrainwrightWarning, match="'acc', which was not logged"):
         fit(ModelCheckpoint(filename="{epoch}-{acc:.2f}"), tmp_path)
-
-
-def test_a_second_save_at_one_step_is_left_out(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(save_top_k=-1)
-    run = FakeRun([callback], tmp_path, has_validation=True)
-    run.fit(epochs=1, batches=2)
-    run._validate(None)
-    run.step_end()
-    assert len(run.written) == 1
-
-
-def test_a_constant_name_is_written_again_in_place(tmp_path: Path) -> None:
-    run = fit(ModelCheckpoint(filename="latest"), tmp_path)
-    assert [(request.name, request.remove) for _, request in run.written] == [("latest", [])] * 3
 
 
 def test_without_the_version_counter_names_are_reused(tmp_path: Path) -> None:
@@ -162,13 +139,6 @@ def test_an_exception_saves_from_the_main_process_without_a_word_to_the_others(t
         assert run.peers.said == []
 
 
-def test_an_exception_right_after_a_save_saves_nothing_more(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(save_on_exception=True)
-    run = fit(callback, tmp_path)
-    callback.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
-    assert run.emergencies == []
-
-
 def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path) -> None:
     peers = Peers()
     for rank, name in ((0, "other"), (1, "val_loss")):
@@ -189,28 +159,6 @@ def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp
     with pytest.warns(TrainwrightWarning, match="epoch=1-step=10"):
         run.fit(epochs=5, batches=5, on_validation=log("val_loss", [9.0, 8.0]))
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
-
-
-def test_a_new_run_with_the_same_callback_starts_afresh(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss")
-    fit(callback, tmp_path / "a", [1.0], epochs=1)
-    again = fit(callback, tmp_path / "b", [2.0], epochs=1)  # a save at the same step
-    assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
-
-
-def test_the_checkpoint_holds_what_early_stopping_decided_at_the_same_moment(tmp_path: Path) -> None:
-    seen = []
-    stopper = EarlyStopping("val_loss", patience=1)
-
-    class Watching(FakeRun):
-        def request_save(self, request: SaveRequest) -> None:
-            seen.append(stopper.wait_count)
-            super().request_save(request)
-
-    run = Watching([ModelCheckpoint(), stopper], tmp_path)
-    run.has_validation = True
-    run.fit(epochs=3, batches=1, on_validation=log("val_loss", [1.0, 2.0]))
-    assert seen == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -289,13 +237,6 @@ def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
 def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="filename="):
         make(tmp_path, filename=filename)
-
-
-@pytest.mark.parametrize(
-    "filename", ["{epoch}", "{epoch:02d}-{val/loss:.2f}", "best model {step:>4}", "é-{loss:.3e}", "{x:b}", "{x:,.1f}"]
-)
-def test_valid_checkpoint_filenames_are_accepted(filename: str, tmp_path: Path) -> None:
-    ModelCheckpoint(tmp_path, filename=filename)
 
 
 SCORES = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), max_size=30)

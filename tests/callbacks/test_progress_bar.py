@@ -83,19 +83,6 @@ def test_it_is_drawn_at_most_once_in_refresh_rate_batches(tmp_path: Path, now: l
     assert [call[2] for call in bar.calls if call[0] == "draw"] == [4, 8, 9]
 
 
-def test_metrics_are_read_only_when_it_is_drawn(tmp_path: Path, now: list[float]) -> None:
-    class Counting(Recording):
-        reads = 0
-
-        def get_metrics(self, trainer: Any, task: Any) -> dict[str, Any]:
-            self.reads += 1
-            return {}
-
-    bar = Counting()
-    FakeRun([bar], tmp_path).fit(epochs=1, batches=500, on_step=pass_time(now, 0.0001))
-    assert bar.reads == 1
-
-
 def test_a_resumed_epoch_begins_where_it_stood(tmp_path: Path) -> None:
     bar = Recording()
     run = FakeRun([bar], tmp_path)
@@ -159,15 +146,6 @@ def test_nothing_is_shown_when_it_is_off_or_not_the_main_process(tmp_path: Path,
     assert bar.calls == []
 
 
-def test_a_bar_that_was_disabled_can_be_enabled_again(tmp_path: Path) -> None:
-    bar = Recording()
-    bar.disable()
-    bar.enable()
-    FakeRun([bar], tmp_path).fit(epochs=1, batches=1)
-    assert bar.is_enabled
-    assert bar.calls
-
-
 @pytest.mark.parametrize("cls", [ProgressBar, *DRAWN])
 def test_without_a_terminal_an_epoch_is_one_readable_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], now: list[float], cls: type[ProgressBar]
@@ -229,12 +207,6 @@ def test_a_line_printed_in_a_terminal_stands_by_itself(
     bar = cls()
     FakeRun([bar], tmp_path).fit(epochs=1, batches=2, on_step=lambda run: bar.print("hello", run.state.step))
     assert any(line.strip("\r").endswith("hello 1") for line in screen.getvalue().split("\n"))
-
-
-@pytest.mark.parametrize("cls", [ProgressBar, *DRAWN])
-def test_print_works_before_a_run(capsys: pytest.CaptureFixture[str], cls: type[ProgressBar]) -> None:
-    cls().print("a", 1)
-    assert capsys.readouterr().out == "a 1\n"
 
 
 @pytest.mark.parametrize("cls", DRAWN)

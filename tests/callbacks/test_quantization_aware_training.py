@@ -17,7 +17,6 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import CheckpointError, ConfigurationError, load_quantized_model, quantize_model
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, QuantizationAwareTraining
 from trainwright.checkpoint import read_checkpoint
-from trainwright.cli.configs.class_names import own_name
 
 pytestmark = [
     pytest.mark.requires("torchao", reason="it quantizes the layers"),
@@ -241,25 +240,12 @@ def test_what_cannot_be_quantized_is_an_error_before_the_first_step(arguments: A
     assert {type(layer).__name__ for layer in task.net} == {"Linear", "Tanh", "Dropout", "ReLU"}
 
 
-def test_a_configuration_that_torchao_does_not_train_with_is_an_error() -> None:
-    from torchao.quantization import Int8WeightOnlyConfig
-
-    with pytest.raises(ConfigurationError, match=r"Int8WeightOnlyConfig cannot quantize net\.3"):
-        _fit(_callback(Int8WeightOnlyConfig()))
-
-
 @pytest.mark.parametrize("name", ["int8_weights", "fbgemm"])
 def test_an_unknown_name_is_an_error(name: str) -> None:
     with pytest.raises(ConfigurationError, match="Known: int8_dynamic_int4_weight"):
         QuantizationAwareTraining(name)
     with pytest.raises(ConfigurationError, match="Known: int8_dynamic_int4_weight"):
         quantize_model(_Task(), name)
-
-
-def test_lightnings_name_is_this_class() -> None:
-    assert own_name("pytorch_lightning.callbacks.QuantizationAwareTraining") == (
-        "trainwright.callbacks.QuantizationAwareTraining"
-    )
 
 
 @pytest.mark.parametrize("name", [*_NAMES, "Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
@@ -291,25 +277,12 @@ def test_layers_that_cannot_be_quantized_are_named_and_none_is_quantized() -> No
     assert type(task.net[3].weight.data) is torch.Tensor
 
 
-def test_a_name_to_skip_that_no_module_has_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"_Task has no module 'net\.00'. Did you mean 'net\.0'"):
-        quantize_model(_Task(), skip="net.00")
-
-
 @pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")
 def test_fp8_is_refused() -> None:
     task = _Task()
     with pytest.raises(ConfigurationError, match=r"cannot be combined with fp8, in which net\.3 of _Task"):
         _fit(_callback(), task=task, precision="fp8")
     assert type(task.net[3]) is nn.Linear
-
-
-def test_a_file_of_float_weights_is_an_error(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file(_Task().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"no quantized weights. load_checkpoint_in_model reads"):
-        load_quantized_model(_Task(), tmp_path / "model.safetensors")
 
 
 def test_layers_can_be_quantized_by_two_configurations() -> None:

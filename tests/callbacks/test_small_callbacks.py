@@ -98,9 +98,3 @@ def test_an_unknown_event_is_refused_with_the_nearest() -> None:
 def test_a_value_that_is_no_function_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="expected a function"):
         LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]
-
-
-def test_two_of_them_do_not_share_their_functions() -> None:
-    first, second = LambdaCallback(on_fit_end=print), LambdaCallback()
-    assert "on_fit_end" in vars(first)
-    assert second.on_fit_end.__func__ is Callback.on_fit_end  # type: ignore[attr-defined]

@@ -43,12 +43,6 @@ def test_tokens_are_counted_when_the_task_says_how_many(tmp_path: Path, now: lis
     assert run.logged[0][1]["throughput/tokens_per_s"] == 16.0
 
 
-def test_a_task_that_does_not_count_tokens_is_not_asked(tmp_path: Path) -> None:
-    run = FakeRun([Throughput()], tmp_path)
-    run.fit(epochs=1, batches=1)
-    assert not run.count_tokens
-
-
 def test_the_rate_is_that_of_the_latest_window(tmp_path: Path, now: list[float]) -> None:
     run = FakeRun([Throughput(window_size=2)], tmp_path)
     pace = iter([1.0, 1.0, 1.0, 0.25, 0.25])

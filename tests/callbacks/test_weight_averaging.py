@@ -166,15 +166,6 @@ def test_the_weights_are_swapped_back_when_validation_fails() -> None:
     assert_equal_weights(weights_of(task), notes.trained[-1])
 
 
-def test_before_the_first_update_everything_is_as_without_it(tmp_path: Path) -> None:
-    task, notes, saver = RegressionTask(), Notes(), ModelCheckpoint(tmp_path, save_top_k=-1)
-    fit(task, [EMAWeightAveraging(update_starting_at_step=4), notes, saver], max_epochs=2)
-    assert_equal_weights(notes.validated[0], notes.trained[3])
-    first = read_checkpoint(tmp_path / "epoch=0-step=4")
-    assert first.model is not None
-    assert_equal_weights(first.model, notes.trained[3])
-
-
 def test_an_average_that_never_began_leaves_the_weights_and_says_so() -> None:
     task, notes = RegressionTask(), Notes()
     with pytest.warns(TrainwrightWarning, match="did not average anything"):
@@ -259,22 +250,6 @@ def test_weights_that_do_not_belong_to_the_task_are_refused(tmp_path: Path) -> N
     other = [WeightAveraging(use_buffers=False), ModelCheckpoint(tmp_path)]
     with pytest.raises(CheckpointError, match="use_buffers"):
         fit(Normed(), other, max_epochs=2, ckpt_path=tmp_path / "saved")
-
-
-def test_test_runs_on_the_average_that_a_checkpoint_holds(tmp_path: Path) -> None:
-    seen: list[dict[str, torch.Tensor]] = []
-
-    class Seen(RegressionTask):
-        def test_step(self, batch: Batch, batch_idx: int) -> None:
-            seen.append(weights_of(self))
-
-    saver = ModelCheckpoint(tmp_path, filename="saved")
-    fit(Seen(), [EMAWeightAveraging(decay=0.5), saver], max_epochs=1)
-    tester = quiet_trainer(callbacks=[EMAWeightAveraging(decay=0.5)])
-    tester.test(Seen(), regression_loader(4, 4), ckpt_path=tmp_path / "saved", verbose=False)
-    model = read_checkpoint(tmp_path / "saved").model
-    assert model is not None
-    assert_equal_weights(seen[0], model)
 
 
 class Tied(RegressionTask):
