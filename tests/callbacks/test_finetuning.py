@@ -159,11 +159,6 @@ def test_two_ranks_train_as_one(strategy: str, tmp_path: Path) -> None:
             torch.testing.assert_close(found[name], value, msg=name)
 
 
-class Built(Net):
-    def configure_model(self) -> None:
-        pass
-
-
 class Headless(TaskModule):
     def __init__(self) -> None:
         super().__init__()

@@ -22,10 +22,6 @@ class Noting(Callback):
         self.notes.append(self.name)
 
 
-class Quiet(Callback):
-    """Overrides nothing."""
-
-
 def test_callbacks_run_in_their_order_and_equal_ones_as_given() -> None:
     notes: list[str] = []
     callbacks = [
@@ -38,12 +34,6 @@ def test_callbacks_run_in_their_order_and_equal_ones_as_given() -> None:
     for hook in HookTable(callbacks, Task()).on_train_epoch_start:
         hook(None, None)
     assert notes == ["first", "early", "a", "b", "last"]
-
-
-def test_every_event_has_an_entry_and_nobody_listens_without_overriding() -> None:
-    table = HookTable([Quiet(), Callback()], Task())
-    assert set(EVENTS) <= set(vars(table))
-    assert set(vars(table).values()) == {()}
 
 
 def test_an_event_that_does_not_exist_is_an_attribute_error() -> None:

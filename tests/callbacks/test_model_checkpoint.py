@@ -44,12 +44,6 @@ def test_without_a_monitor_the_latest_is_kept(tmp_path: Path) -> None:
     assert callback.best_model_score is None
 
 
-def test_nothing_is_ranked_with_save_top_k_zero(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", save_top_k=0)
-    assert fit(callback, tmp_path, [1, 2, 3]).written == []
-    assert callback.kth_best_model_path == ""
-
-
 def test_every_n_epochs_skips_the_others(tmp_path: Path) -> None:
     run = fit(ModelCheckpoint(save_top_k=-1, every_n_epochs=2), tmp_path, epochs=5)
     assert [step for step, _ in run.written] == [10, 20]
@@ -91,12 +85,6 @@ def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: p
 def test_a_field_of_the_name_that_was_never_logged_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(TrainwrightWarning, match="'acc', which was not logged"):
         fit(ModelCheckpoint(filename="{epoch}-{acc:.2f}"), tmp_path)
-
-
-def test_without_the_version_counter_names_are_reused(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "best").mkdir(parents=True)
-    run = fit(ModelCheckpoint(filename="best", enable_version_counter=False), tmp_path)
-    assert run.saved_names() == ["best"]
 
 
 def test_two_callbacks_in_one_folder_do_not_take_the_same_name(tmp_path: Path) -> None:

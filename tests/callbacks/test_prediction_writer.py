@@ -78,13 +78,6 @@ def test_several_loaders_are_told_apart() -> None:
     assert indices == [[[0, 1]], [[0, 1], [2]]]
 
 
-def test_a_second_prediction_starts_over() -> None:
-    writer = _Writer("epoch")
-    _predict(writer, _loader(3))
-    _predict(writer, _loader(3))
-    assert [len(predictions) for predictions, _ in writer.epochs] == [2, 2]
-
-
 def test_samples_without_batches_have_one_index_each() -> None:
     writer = _Writer()
     _predict(writer, _loader(2, batch_size=None))  # type: ignore[arg-type]

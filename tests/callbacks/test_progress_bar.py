@@ -91,14 +91,6 @@ def test_a_resumed_epoch_begins_where_it_stood(tmp_path: Path) -> None:
     assert bar.calls[0] == ("open", "train", "Epoch 0", 5, 3)
 
 
-def test_a_loader_without_length_has_no_total(tmp_path: Path) -> None:
-    bar = Recording()
-    run = FakeRun([bar], tmp_path, has_validation=True, num_eval_batches=[2, float("inf")])
-    bar.setup(run, run.task, "fit")  # type: ignore[arg-type]
-    bar.on_validation_start(run, run.task)  # type: ignore[arg-type]
-    assert bar.calls == [("open", "eval", "Validation", None, 0)]
-
-
 def test_validation_has_a_bar_of_its_own_and_its_time_is_a_pause_of_the_other(tmp_path: Path, now: list[float]) -> None:
     bar = Recording()
     run = FakeRun([bar], tmp_path, has_validation=True)
@@ -196,17 +188,6 @@ def test_in_a_terminal_the_bars_show_epoch_place_and_metrics(
     assert "loss=0.25" in text
     assert "Validation" in text
     assert threading.active_count() == before
-
-
-@pytest.mark.parametrize("cls", DRAWN)
-def test_a_line_printed_in_a_terminal_stands_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]
-) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    bar = cls()
-    FakeRun([bar], tmp_path).fit(epochs=1, batches=2, on_step=lambda run: bar.print("hello", run.state.step))
-    assert any(line.strip("\r").endswith("hello 1") for line in screen.getvalue().split("\n"))
 
 
 @pytest.mark.parametrize("cls", DRAWN)

@@ -285,13 +285,6 @@ def test_fp8_is_refused() -> None:
     assert type(task.net[3]) is nn.Linear
 
 
-def test_layers_can_be_quantized_by_two_configurations() -> None:
-    task = quantize_model(_Task(), "int8_weight", module_filter=lambda module, name: name == "net.0")
-    quantize_model(task, "int4_weight", skip="net.0")
-    assert {type(task.net[i].weight.data).__name__ for i in (0, 3, 5)} == {"IntxUnpackedToInt8Tensor"}
-    assert not any(task.net[i].weight.requires_grad for i in (0, 3, 5))
-
-
 def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     quantize_model(_Task(), skip="net.0", path=path)

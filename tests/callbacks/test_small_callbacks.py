@@ -14,7 +14,6 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import Callback, ConfigurationError
 from trainwright.callbacks import GarbageCollection
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from trainwright.callbacks.hook_table import HookTable
 from trainwright.callbacks.lambda_callback import LambdaCallback
 
 
@@ -82,12 +81,6 @@ def test_its_functions_are_called_with_the_event_s_arguments(tmp_path: Path) -> 
     )
     FakeRun([callback], tmp_path).fit(epochs=2, batches=3)
     assert seen == ["fit", 3, 6]
-
-
-def test_only_the_given_events_have_a_listener(tmp_path: Path) -> None:
-    run = FakeRun([], tmp_path)
-    table = HookTable([LambdaCallback(on_fit_end=print)], run.task)
-    assert [name for name, listeners in vars(table).items() if listeners] == ["on_fit_end"]
 
 
 def test_an_unknown_event_is_refused_with_the_nearest() -> None:

@@ -117,20 +117,6 @@ def test_batch_normalization_is_measured_anew_on_the_mean_over_the_training_data
     assert "train_loss" in trainer.callback_metrics
 
 
-def test_measuring_draws_no_random_numbers_and_logs_nothing() -> None:
-    states: list[torch.Tensor] = []
-
-    class State(Callback):
-        def __init__(self, order: int) -> None:
-            self.order = order
-
-        def on_train_end(self, trainer: Any, task: Any) -> None:
-            states.append(torch.get_rng_state())
-
-    fit(Normed(), [State(Order.FIRST - 1), StochasticWeightAveraging(0.05, 1), State(Order.LAST)], max_epochs=2)
-    assert torch.equal(*states)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Scheduled, Normed], ids=["schedule", "batch norm"])
 @pytest.mark.parametrize("stop", [{"max_steps": 6}, {"max_steps": 14}, {"max_epochs": 4}], ids=str)

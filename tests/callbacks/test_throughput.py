@@ -82,19 +82,6 @@ def test_the_first_step_s_flops_are_counted_forward_and_backward(tmp_path: Path)
     assert "throughput/mfu" in run.logged[-1][1]
 
 
-def test_counting_ends_when_the_first_step_fails(tmp_path: Path) -> None:
-    callback = Throughput(measure_flops=True)
-    run = FakeRun([callback], tmp_path)
-
-    def fail(run: FakeRun) -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        run.fit(epochs=1, batches=1, on_step=fail)
-    callback.teardown(run, run.task, "fit")  # type: ignore[arg-type]
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

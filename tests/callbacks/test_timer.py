@@ -72,14 +72,6 @@ def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tm
     assert (run.state.step, second.time_elapsed()) == (2, 10.0)
 
 
-def test_a_resumed_run_whose_time_is_used_up_ends_before_its_first_step(tmp_path: Path, clock: Clock) -> None:
-    timer = Timer({"seconds": 10})
-    timer.load_state_dict({"time_elapsed": {"train": 10.0}})
-    run = FakeRun([timer], tmp_path)
-    run.fit(epochs=1, batches=10, on_step=clock.tick)
-    assert run.state.step == 0
-
-
 @pytest.mark.parametrize("ends", ["a second fit goes on", "an exception ends it"])
 def test_the_time_between_fits_does_not_count(ends: str, tmp_path: Path, clock: Clock) -> None:
     timer = Timer()
@@ -115,11 +107,6 @@ def test_a_duration_can_be_written_in_four_ways(duration: Any) -> None:
 def test_what_is_no_time_is_refused(arguments: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         Timer(**arguments)
-
-
-def test_an_unknown_stage_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'validate'"):
-        Timer().time_elapsed("validation")
 
 
 def test_all_ranks_stop_at_the_step_that_rank_zero_says_with_few_words(tmp_path: Path, clock: Clock) -> None:

@@ -17,7 +17,6 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
-from trainwright.callbacks.averaged_weights import AveragedWeights
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
@@ -187,15 +186,6 @@ def test_a_checkpoint_holds_the_average_as_its_model_and_the_current_weights_bes
     assert_equal_weights(weights_of(loaded), saved.model)
 
 
-def test_a_checkpoint_of_weights_alone_holds_the_average_alone(tmp_path: Path) -> None:
-    notes, saver = Notes(), ModelCheckpoint(tmp_path, filename="saved", save_weights_only=True)
-    fit(RegressionTask(), [EMAWeightAveraging(decay=0.5), notes, saver], max_epochs=1)
-    saved = read_checkpoint(tmp_path / "saved", parts=("trainer", "model"))
-    assert saved.model is not None
-    torch.testing.assert_close(saved.model, ema_of(notes.trained, 0.5))
-    assert "callbacks" not in saved.trainer
-
-
 class PerEpoch(WeightAveraging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return epoch_idx is not None
@@ -277,23 +267,6 @@ def test_tied_weights_stay_tied_and_replaced_buffers_are_found() -> None:
     assert task.twice.weight is task.net[0].weight
     assert task.level.item() == (1 + 2 + 3 + 4) / 4
     assert task.count.item() == 4
-
-
-def test_a_second_swap_undoes_the_first_bit_for_bit_in_any_dtype() -> None:
-    task = Tied()
-    task.net[3].to(torch.bfloat16)
-    weights = AveragedWeights(task)
-    weights.update()
-    with torch.no_grad():
-        for parameter in task.parameters():
-            parameter.add_(0.125)
-    weights.update()
-    before, average = weights_of(task), {name: value.clone() for name, value in weights.average().items()}
-    with torch.inference_mode():
-        weights.swap()
-    assert_equal_weights({name: weights_of(task)[name] for name in average}, average)
-    weights.swap()
-    assert_equal_weights(weights_of(task), before)
 
 
 def _ranks(folder: Path) -> list[dict[str, list[float]]]:

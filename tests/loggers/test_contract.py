@@ -20,7 +20,6 @@ import pytest
 from tests.loggers.wandb_file import read_run
 from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.loggers import (
-    LOGGERS,
     ConsoleLogger,
     CSVLogger,
     JSONLinesLogger,
@@ -98,18 +97,6 @@ def run(tmp_path: Path) -> RunInfo:
     return RunInfo(root_dir=tmp_path)
 
 
-def test_every_registered_logger_is_under_the_contract() -> None:
-    assert set(LOGGERS) == {
-        *CASES,
-        "mlflow",
-        "comet_ml",
-        "clearml",
-        "dvclive",
-        "trackio",
-        "swanlab",
-    }  # tests/loggers/trackers has theirs
-
-
 def test_what_is_logged_can_be_read_back(case: Case, run: RunInfo) -> None:
     logger = case.make()
     logger.start(run)
@@ -118,16 +105,6 @@ def test_what_is_logged_can_be_read_back(case: Case, run: RunInfo) -> None:
     logger.finish("success")
     assert case.points(logger, "loss") == [(1, 0.5), (2, 0.125)]
     assert case.points(logger, "lr") == [(1, 0.25)]
-
-
-def test_two_calls_for_one_step_are_both_kept(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_metrics({"train": 1.0}, 5)
-    logger.log_metrics({"val": 2.0}, 5)
-    logger.finish("success")
-    assert case.points(logger, "train") == [(5, 1.0)]
-    assert case.points(logger, "val") == [(5, 2.0)]
 
 
 def test_a_value_that_is_not_finite_is_not_altered(case: Case, run: RunInfo) -> None:
@@ -149,15 +126,6 @@ def test_the_prefix_stands_before_every_name(case: Case, run: RunInfo) -> None:
     assert case.points(logger, "loss") == []
 
 
-def test_hyperparameters_of_any_kind_are_taken(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_hyperparams({"lr": 0.1, "net": {"sizes": [1, 2], "act": max}, "path": Path("a/b"), "none": None})
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert case.points(logger, "loss") == [(1, 1.0)]
-
-
 @pytest.mark.parametrize("status", ["success", "failed", "interrupted"])
 def test_finishing_brings_everything_to_the_reader_whatever_the_status(case: Case, run: RunInfo, status: Any) -> None:
     logger = case.make()
@@ -165,17 +133,6 @@ def test_finishing_brings_everything_to_the_reader_whatever_the_status(case: Cas
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finish(status)
     assert case.points(logger, "loss") == [(1, 1.0)]
-
-
-def test_starting_twice_and_finishing_twice_is_the_same_as_once(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    logger.finish("success")
-    assert case.points(logger, "loss") == [(1, 1.0)]
-    assert not logger.is_started
 
 
 def test_started_again_after_its_end_a_logger_goes_on(case: Case, run: RunInfo) -> None:
@@ -200,21 +157,6 @@ def test_a_logger_travels_to_another_process_before_its_start(case: Case, run: R
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finish("success")
     assert case.points(logger, "loss") == [(1, 1.0)]
-
-
-def test_what_a_logger_cannot_hold_is_said_once(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in (1, 2):
-            logger.log_image("image", [[0, 255]], step)
-    logger.finish("success")
-    messages = [str(one.message) for one in caught if issubclass(one.category, TrainwrightWarning)]
-    if type(logger).log_image is Logger.log_image:
-        assert messages == [f"{type(logger).__name__} cannot log images; they are skipped."]
-    else:
-        assert messages == []
 
 
 def test_a_muted_logger_offers_an_experiment_that_does_nothing(case: Case, tmp_path: Path) -> None:
@@ -250,16 +192,6 @@ def write(case: Case, run: RunInfo, steps: range, *, value: float = 1.0, metric:
     for step in steps:
         logger.log_metrics({metric: value, "epoch": 0.0}, step)  # as the loop does
     return logger
-
-
-def test_a_copy_of_a_started_logger_is_closed(folder_case: Case, run: RunInfo) -> None:
-    logger = folder_case.make()
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    copy = pickle.loads(pickle.dumps(logger))
-    logger.finish("success")
-    assert not copy.is_started
-    assert copy.version == logger.version
 
 
 def test_each_run_has_a_numbered_folder(folder_case: Case, run: RunInfo) -> None:
@@ -312,19 +244,6 @@ def test_a_resumed_run_continues_the_curves_and_no_step_is_doubled(folder_case: 
     assert folder_case.points(second, "late") == []
 
 
-def test_a_state_that_comes_after_the_start_is_taken_too(folder_case: Case, run: RunInfo) -> None:
-    first = write(folder_case, run, range(1, 3))
-    state = first.state_dict()
-    first.finish("failed")
-    second = folder_case.make()
-    second.start(run)
-    second.load_state_dict(state)
-    second.log_metrics({"loss": 2.0}, 3)
-    second.finish("success")
-    assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
-    assert [path.name for path in (run.root_dir / "trainwright_logs").iterdir()] == ["version_0"]
-
-
 def test_a_version_that_was_asked_for_wins_over_the_state(folder_case: Case, run: RunInfo) -> None:
     first = write(folder_case, run, range(1, 3))
     first.finish("success")
@@ -347,14 +266,6 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-def test_a_test_run_in_the_folder_of_a_training_leaves_its_curves_alone(folder_case: Case, run: RunInfo) -> None:
-    write(folder_case, run, range(1, 6), version=0).finish("success")
-    second = write(folder_case, run, range(1), version=0, metric="test_loss")
-    second.finish("success")
-    assert folder_case.points(second, "loss") == [(step, 1.0) for step in range(1, 6)]
-    assert folder_case.points(second, "test_loss") == [(0, 1.0)]
-
-
 @pytest.mark.slow
 def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: RunInfo) -> None:
     write(folder_case, run, range(1, 6), version=0).finish("success")
@@ -365,16 +276,6 @@ def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: R
     last.finish("success")
     assert folder_case.points(last, "loss") == [(step, 1.0) for step in range(1, 6)]
     assert folder_case.points(last, "test_loss") == [(0, 1.0), (0, 2.0)]
-
-
-def test_the_experiment_can_be_asked_for_before_any_trainer(
-    folder_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    logger = folder_case.make()
-    assert logger.experiment is not None
-    assert logger.is_started
-    logger.finish("success")
 
 
 def test_before_any_trainer_only_rank_0_has_a_true_experiment(
@@ -409,14 +310,3 @@ def test_name_and_version_must_be_inside_the_folder_of_the_logger(
     with pytest.raises(ConfigurationError, match=f"{argument}=.* points outside of the logger's folder"):
         make(tmp_path / "logs", **{argument: value})
     assert not os.listdir(tmp_path)
-
-
-def test_sub_dir_must_be_inside_the_folder_of_the_logger(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="sub_dir"):
-        TensorBoardLogger(tmp_path, sub_dir="../../up")
-
-
-def test_name_and_version_of_a_logger_may_contain_slashes(tmp_path: Path) -> None:
-    assert CSVLogger(tmp_path, name="group/experiment", version="seed/1").log_dir == str(
-        tmp_path / "group/experiment/seed/1"
-    )

@@ -42,13 +42,6 @@ def test_a_line_holds_step_time_and_metrics(tmp_path: Path) -> None:
     assert line == {"step": 7, "a": 1.0, "b": 2.0}
 
 
-def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_metrics({"a": 1.0}, 1)
-    assert len(lines(logger)) == 1
-    logger.finish("success")
-
-
 def test_the_file_is_valid_json_with_values_that_are_not_finite(tmp_path: Path) -> None:
     logger = started(tmp_path)
     logger.log_hyperparams({"limit": math.inf})

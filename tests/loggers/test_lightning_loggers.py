@@ -41,14 +41,6 @@ def test_version_and_log_dir_are_known_before_a_fit(kind: Any, name: str, tmp_pa
     assert kind(tmp_path).version == 1  # nobody else gets the same
 
 
-def test_two_loggers_share_one_folder(tmp_path: Path) -> None:
-    first, second = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-    CSVLogger(tmp_path).log_metrics({"other": 1.0}, 0)
-    assert second.version == 1
-    quiet_trainer(max_steps=1, log_every_n_steps=1, logger=[first, second]).fit(RegressionTask(), regression_loader(4))
-    assert (first.version, second.version) == (1, 1)
-
-
 class OfLightning(Logger):
     """As Lightning's documentation writes one, but for the import; its `__init__` does not call the base's."""
 

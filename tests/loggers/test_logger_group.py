@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.errors import MissingPackageError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, LoggerGroup, RunInfo, TensorBoardLogger
 
 
@@ -130,11 +130,6 @@ def test_a_failed_logger_is_tried_again_by_the_next_run(run: RunInfo) -> None:
     assert group.active == [logger]
 
 
-def test_a_missing_package_ends_the_start(run: RunInfo) -> None:
-    with pytest.raises(MissingPackageError):
-        LoggerGroup([Recorder("start", error=MissingPackageError)]).start(run)
-
-
 def test_ctrl_c_in_a_logger_is_not_swallowed(run: RunInfo) -> None:
     logger = Recorder("flush", error=KeyboardInterrupt)  # type: ignore[arg-type]
     group = LoggerGroup([logger])
@@ -157,14 +152,6 @@ def test_on_other_ranks_nothing_is_called_or_written(run: RunInfo) -> None:
     assert list(run.root_dir.iterdir()) == []
 
 
-def test_a_flush_without_metrics_calls_no_logger(run: RunInfo) -> None:
-    logger = Recorder()
-    group = LoggerGroup([logger])
-    group.start(run)
-    group.log_metrics({}, 1)
-    assert logger.calls == ["start"]
-
-
 def test_only_loggers_that_want_it_get_the_graph(run: RunInfo) -> None:
     wants, other = Recorder(), Recorder()
     wants.wants_graph = True
@@ -172,13 +159,6 @@ def test_only_loggers_that_want_it_get_the_graph(run: RunInfo) -> None:
     group.start(run)
     group.log_graph(object())
     assert (wants.calls, other.calls) == (["start", "log_graph"], ["start"])
-
-
-def test_a_checkpoint_is_announced_with_its_aliases(run: RunInfo) -> None:
-    logger = Recorder()
-    group = LoggerGroup([logger])
-    group.log_checkpoint(Path("step-1"), aliases=("best",))
-    assert logger.calls == ["log_checkpoint step-1 ('best',)"]
 
 
 def test_loggers_in_one_place_share_the_numbered_folder(run: RunInfo) -> None:
@@ -221,10 +201,3 @@ def test_states_find_loggers_of_their_class_in_order() -> None:
     assert fresh.state is not None
     assert fresh_other.state is not None
     assert (fresh.state["id"], fresh_other.state["id"]) == (id(first), id(other))
-
-
-def test_a_group_is_a_sequence_of_its_loggers() -> None:
-    loggers = [Recorder(), Recorder()]
-    group = LoggerGroup(loggers)
-    assert list(group) == loggers
-    assert (len(group), group[1]) == (2, loggers[1])

@@ -80,14 +80,6 @@ def test_in_evaluation_the_mean_of_the_epoch_is_logged(stage: EpochStage) -> Non
     assert buffer.flush_epoch().logged == {"acc": 0.5}
 
 
-def test_in_a_hook_of_a_training_epoch_the_aggregate_is_logged() -> None:
-    buffer = training()
-    buffer.in_step, buffer.batch = False, None
-    buffer.log("epoch_time", 3.0)
-    assert buffer.flush_step().callback == {}
-    assert buffer.flush_epoch().logged == {"epoch_time": 3.0}
-
-
 def test_logged_on_step_and_epoch_a_metric_has_both_endings_and_its_plain_name_for_callbacks() -> None:
     buffer = training()
     for value in (1.0, 3.0):
@@ -250,13 +242,6 @@ def test_a_reduction_of_the_users_own_sees_all_values_in_order() -> None:
     assert seen == [[float(n) for n in range(150)]]
 
 
-def test_a_lambda_written_in_the_call_is_the_same_each_time() -> None:
-    buffer = evaluating()
-    for value in (1.0, 5.0, 2.0):
-        buffer.log("m", value, reduce_fx=lambda values: values.median())
-    assert buffer.flush_epoch().logged == {"m": 2.0}
-
-
 def test_bf16_losses_are_averaged_without_loss_of_digits() -> None:
     buffer = evaluating()
     value = torch.tensor(1.0078125, dtype=torch.bfloat16)
@@ -319,13 +304,6 @@ def test_another_option_for_the_same_key_in_one_epoch_is_an_error() -> None:
         buffer.log("loss", 1.0, prog_bar=True)
 
 
-def test_the_default_written_out_is_the_same_option() -> None:
-    buffer = training()
-    buffer.log("loss", 1.0)
-    buffer.log("loss", 2.0, on_step=True, on_epoch=False)
-    assert buffer.flush_step().logged == {"loss": 2.0}
-
-
 def test_a_new_epoch_may_choose_other_options() -> None:
     buffer = training()
     buffer.log("loss", 1.0)
@@ -368,11 +346,6 @@ def test_complex_and_text_are_refused() -> None:
 def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
     with pytest.raises(ConfigurationError, match="name"):
         training().log(name, 1.0)
-
-
-def test_a_name_that_no_file_can_hold_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="surrogate"):
-        training().log("loss\udc80", 1.0)
 
 
 @pytest.mark.parametrize("size", [-1, torch.tensor(4), "4"])
@@ -457,13 +430,6 @@ def test_logging_a_loss_is_one_call_that_copies_it_without_its_graph() -> None:
     assert calls(training(), torch.tensor(1.0))[0] == ["log"]
 
 
-def test_logging_an_epochs_mean_with_a_batch_is_three_python_calls() -> None:
-    # log, the weight, the length of the batch
-    buffer = training()
-    buffer.batch = (torch.zeros(4, 2), torch.zeros(4))
-    assert len(calls(buffer, torch.tensor(1.0), on_step=True, on_epoch=True)[0]) == 3
-
-
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     buffer = training()
     slot = None
@@ -491,15 +457,6 @@ def test_neither_graph_nor_batch_is_kept_alive() -> None:
     del hidden, batch
     assert watch() is None
     assert watch_batch() is None
-
-
-def test_many_equal_steps_average_to_the_value() -> None:
-    buffer = evaluating()
-    value = torch.tensor(0.1, dtype=torch.float64)
-    log = buffer.log
-    for _ in range(20_000):
-        log("m", value, batch_size=50)
-    assert buffer.flush_epoch().logged["m"] == pytest.approx(0.1, rel=1e-12)
 
 
 def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

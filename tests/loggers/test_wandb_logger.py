@@ -111,19 +111,6 @@ def test_evaluation_steps_have_an_axis_of_their_own(fake: SimpleNamespace, tmp_p
     ]
 
 
-def test_the_id_that_wandb_makes_is_the_state(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path)
-    logger.start(RunInfo(tmp_path))
-    assert logger.state_dict() == {"id": "made-up"}
-    assert logger.version == "made-up"
-
-
-def test_an_id_that_was_asked_for_wins_over_the_state(fake: SimpleNamespace) -> None:
-    logger = WandbLogger(id="mine")
-    logger.load_state_dict({"id": "abc"})
-    assert logger.version == "mine"
-
-
 def test_a_state_that_comes_too_late_is_reported(fake: SimpleNamespace, tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
     logger.start(RunInfo(tmp_path))
@@ -149,15 +136,6 @@ def test_a_run_that_others_opened_is_used_and_left_open(fake: SimpleNamespace, t
     assert fake.runs == []
     assert len(fake.run.history) == 1
     assert fake.run.exit_code is None
-
-
-def test_a_run_handed_over_is_used_and_left_open(fake: SimpleNamespace, tmp_path: Path) -> None:
-    theirs = FakeRun(id="theirs")
-    logger = WandbLogger(experiment=theirs)
-    logger.start(RunInfo(tmp_path))
-    assert logger.experiment is theirs
-    logger.finish("success")
-    assert theirs.exit_code is None
 
 
 def test_the_runs_name_and_options_reach_init(fake: SimpleNamespace, tmp_path: Path) -> None:

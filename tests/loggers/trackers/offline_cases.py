@@ -18,7 +18,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright import Accelerator, Trainer
+from trainwright import Trainer
 from trainwright.loggers import ClearMLLogger, CometLogger, DVCLiveLogger, MLFlowLogger, SwanLabLogger, TrackioLogger
 from trainwright.loggers.logger import RunInfo
 
@@ -182,15 +182,6 @@ def test_a_resumed_run_continues_the_same_curves(case: Case, tmp_path: Path) -> 
     assert case.points(second, tmp_path, "loss") == expected
 
 
-def test_a_muted_logger_does_nothing(case: Case, tmp_path: Path) -> None:
-    logger = case.make(tmp_path / "nothing")
-    logger.muted = True
-    logger.log_metrics({"loss": 1.0}, 0)
-    logger.experiment.anything({"a": 1})
-    assert not logger.is_started
-    assert not (tmp_path / "nothing").exists()
-
-
 def _log_media(logger: Any, folder: Path) -> None:
     figure = Figure(figsize=(1, 1))
     figure.subplots()
@@ -299,20 +290,6 @@ def test_clearml_writes_an_offline_session(tmp_path: Path, monkeypatch: pytest.M
     assert "hello" in (folder / "log.jsonl").read_text()
 
 
-@pytest.mark.requires("clearml", REASON)
-def test_clearml_keeps_its_own_offline_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from clearml import Task
-
-    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
-    Task.set_offline(True)  # stays so: to switch it off, ClearML needs an account
-    logger = ClearMLLogger("digits", "night")
-    _started(logger, tmp_path)
-    logger.log_metrics({"loss": 0.5}, 1)
-    logger.finish("success")
-    assert logger.log_dir is not None
-    assert logger.state_dict() == {}
-
-
 @pytest.mark.requires("trackio", REASON)
 def test_trackio_holds_parameters_and_media(tmp_path: Path) -> None:
     from trackio.sqlite_storage import SQLiteStorage
@@ -362,27 +339,3 @@ def test_a_trainer_logs_to_mlflow_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     history = mlflow_points(trainer.logger, tmp_path, "epoch")
     assert [step for step, _ in history] == [0, 1, 2, 3]
     assert _mlflow(tmp_path).get_run(trainer.logger.run_id).info.status == "FINISHED"
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        pytest.param("mlflow", {}, marks=pytest.mark.requires("mlflow", REASON)),
-        pytest.param("comet_ml", {"online": False}, marks=pytest.mark.requires("comet_ml", REASON)),
-        pytest.param("dvclive", {}, marks=pytest.mark.requires("dvclive", REASON)),
-        pytest.param("trackio", {}, marks=pytest.mark.requires("trackio", REASON)),
-        pytest.param("swanlab", {"mode": "offline"}, marks=pytest.mark.requires("swanlab", REASON)),
-    ],
-)
-def test_a_tracker_of_a_user_written_loop(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    accelerator = Accelerator(cpu=True, log_with=name, project_dir=tmp_path)
-    accelerator.init_trackers("project", config={"lr": 0.1}, init_kwargs={name: options})
-    accelerator.log({"loss": torch.tensor(1.5), "val": {"f1": 0.5}}, step=3)
-    accelerator.log({"loss": 1})
-    logger = accelerator.get_tracker(name).logger
-    accelerator.end_training()
-    folder = {"mlflow": tmp_path, "comet_ml": tmp_path / "comet", "dvclive": tmp_path / "dvclive/project"}.get(
-        name, tmp_path / "swanlog"
-    )
-    assert CASES[name].points(logger, folder, "loss") == [(3, 1.5), (4, 1.0)]
-    assert CASES[name].points(logger, folder, "val/f1") == [(3, 0.5)]
