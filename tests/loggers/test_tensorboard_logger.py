@@ -38,19 +38,33 @@ def picture(event: Any) -> np.ndarray[Any, Any]:
     return np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
 
 
-def test_a_figure_is_read_back_and_left_open(tmp_path: Path) -> None:
+def test_images_figures_and_texts_are_read_back(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from PIL import Image
+
+    image = torch.zeros(3, 4, 5)
+    image[0] = 1.0
 
     figure, axes = pyplot.subplots(figsize=(2, 1), dpi=50)
     axes.plot([1, 2])
-    logger = started(tmp_path)
+    logger = started(tmp_path, prefix="p")
+    logger.log_image("im", image, 3)
     logger.log_figure("fig", figure, 2)
+    logger.log_text("note", "hello", 1)
     assert pyplot.fignum_exists(figure.number)
     pyplot.close(figure)
-    (event,) = events_of(logger).Images("fig")
+    events = events_of(logger)
+    (event,) = events.Images("p-im")
+    assert event.step == 3
+    found = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+    assert found.shape == (4, 5, 3)
+    assert (found == [255, 0, 0]).all()
+    (event,) = events.Images("p-fig")
     assert (event.step, event.width, event.height) == (2, 100, 50)
+    (event,) = events.Tensors("p-note/text_summary")
+    assert event.tensor_proto.string_val[0] == b"hello"
 
 
 class Task(TaskModule):

@@ -45,10 +45,11 @@ class FakeRun:
 
 class FakeArtifact:
     def __init__(self, name: str, type: str, metadata: dict[str, Any]) -> None:
-        self.name, self.paths = name, list[str]()
+        self.name, self.paths, self.options = name, list[str](), dict[str, Any]()
 
-    def add_dir(self, path: str) -> None:
+    def add_dir(self, path: str, **options: Any) -> None:
         self.paths.append(path)
+        self.options = options
 
     add_file = add_dir
 
@@ -74,6 +75,8 @@ def test_curves_have_the_optimizer_step_as_their_axis(fake: SimpleNamespace, tmp
     logger.log_metrics({"loss": 1.0}, 50)
     assert fake.runs[0].axes == [("trainer/global_step", None), ("*", "trainer/global_step")]
     assert fake.runs[0].history == [{"loss": 1.0, "trainer/global_step": 50}]
+    assert logger.state_dict() == {"id": "made-up"}
+    assert logger.version == "made-up"
 
 
 def test_a_resumed_history_gets_no_step_twice(fake: SimpleNamespace, tmp_path: Path) -> None:
@@ -192,7 +195,13 @@ def test_log_model_true_uploads_the_last_checkpoint_at_the_end(fake: SimpleNames
 
 
 @pytest.mark.parametrize(
-    "options", [{"offline": True, "log_model": True}, {"id": "a", "version": "b"}, {"log_model": "best"}]
+    "options",
+    [
+        {"offline": True, "log_model": True},
+        {"id": "a", "version": "b"},
+        {"log_model": "best"},
+        {"add_file_policy": "copied"},
+    ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="WandbLogger"):
@@ -222,29 +231,14 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     assert run["history"][3]["rows/ncols"] == 2
 
 
-def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[Any] = []
-
-    class Artifact:
-        def __init__(self, name: str, **options: Any) -> None:
-            calls.append(name)
-
-        def add_dir(self, path: str, policy: str = "mutable") -> None:
-            calls.append(policy)
-
-    class Run:
-        def log_artifact(self, artifact: Artifact, aliases: list[str]) -> None:
-            calls.append(aliases[0])
-
-    fake = type("Wandb", (), {"Artifact": Artifact})
-    monkeypatch.setattr("trainwright.loggers.wandb_logger.require_package", lambda *args, **options: fake)
-    logger = WandbLogger(log_model="all", experiment=Run(), checkpoint_name="mine", add_file_policy="immutable")
+def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(fake: SimpleNamespace, tmp_path: Path) -> None:
+    theirs = FakeRun()
+    logger = WandbLogger(log_model="all", experiment=theirs, checkpoint_name="mine", add_file_policy="immutable")
     logger.log_checkpoint(tmp_path)
-    assert calls == ["mine", "immutable", "latest"]
-    with pytest.raises(ConfigurationError, match="add_file_policy='copied'"):
-        WandbLogger(add_file_policy="copied")  # type: ignore[arg-type]  # what is tested
+    ((artifact, aliases),) = theirs.artifacts
+    assert (artifact.name, artifact.options, aliases[0]) == ("mine", {"policy": "immutable"}, "latest")
+    logger.finish("success")
+    assert theirs.exit_code is None  # a run that was handed over is left open
 
 
 def test_logging_after_a_fit_opens_the_run_again(fake: SimpleNamespace, tmp_path: Path) -> None:
