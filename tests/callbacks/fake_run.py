@@ -198,6 +198,12 @@ class FakeRun:
     def task_optimizers(self) -> Sequence[Any]:
         return self.optimizers
 
+    def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def cut_like(self, value: Any, like: torch.Tensor) -> Any:
+        return value
+
     def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> FakeTrialSteps:
         return FakeTrialSteps()
 

@@ -50,13 +50,6 @@ def test_a_checkpoint_is_scored_by_what_later_callbacks_log_at_the_same_event(tm
     assert saver.best_model_score == 7.0
 
 
-def test_a_step_interval_sees_this_step_s_loss_between_log_steps(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(tmp_path / "c", monitor="train_loss", every_n_train_steps=2, save_top_k=-1)
-    fit(RegressionTask(), tmp_path, [callback], batches=6, max_epochs=1, log_every_n_steps=50)
-    scores = list(callback.best_k_models.values())
-    assert len(scores) == len(set(scores)) == 3
-
-
 def test_monitors_write_to_the_loggers_at_log_steps(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path / "logs")
     callbacks = [LearningRateMonitor("step"), Throughput(measure_flops=True), DeviceStatsMonitor()]

@@ -51,15 +51,6 @@ def test_losses_are_a_running_mean_that_starts_with_the_first_loss() -> None:
     assert found.results["loss"][2] == pytest.approx(third)
 
 
-def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
-    found = LRFinder("linear", 1.0, 8.0, 8)
-    found.results = {"lr": [1.0, 2, 3, 4, 5, 6, 7, 8], "loss": [9.0, 8.9, 8.5, 4, 1, 0.9, math.nan, 20]}
-    assert found.suggestion(skip_begin=1, skip_end=1) == 4.0
-    assert found.suggestion(skip_begin=1, skip_end=0) == 4.0
-    with pytest.warns(TrainwrightWarning, match="the loss does not fall between 6 and 8"):
-        assert found.suggestion(skip_begin=5, skip_end=0) is None
-
-
 def test_too_few_points_give_no_suggestion_but_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="0 of 5 points remain"):
         found = _find(num_training=5)
@@ -225,18 +216,6 @@ def test_loggers_hear_the_rate_that_was_found(tmp_path: Path) -> None:
     quiet_trainer(max_steps=2, callbacks=[finder], logger=logger).fit(task, regression_loader(64, 8))
     assert task.hparams.lr != 1e-3
     assert yaml.safe_load(Path(logger.log_dir or "", "hparams.yaml").read_text()) == {"lr": task.hparams.lr}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_default_bounds_give_a_rate_that_is_known_to_be_good(seed: int) -> None:
-    task = RegressionTask(lr=1.0)
-    task.net = torch.nn.Sequential(torch.nn.Linear(4, 1))
-    torch.manual_seed(seed)
-    found = Tuner(quiet_trainer(max_epochs=100)).lr_find(task, regression_loader(256, 64, shuffle=True))
-    assert found is not None
-    assert 5e-3 <= task.lr <= 3e-1
-    assert task.lr == found.suggestion()
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,6 @@ def test_two_callbacks_in_one_folder_do_not_take_the_same_name(tmp_path: Path) -
     assert run.saved_names() == sorted(Path(callback.best_model_path).name for callback in (by_loss, latest))
 
 
-def test_save_last_writes_a_copy_each_time(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", save_last=True)
-    run = fit(callback, tmp_path, [1, 2, 3])
-    assert run.saved_names() == ["epoch=0-step=5", "last"]
-    assert [step for step, request in run.written if request.name == "last"] == [5, 10, 15]
-    assert callback.last_model_path.endswith("last")
-
-
 @pytest.mark.parametrize("how", ["fast_dev_run", "sanity_checking", "stage"])
 def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> None:
     callback = ModelCheckpoint(save_last=True)

@@ -83,12 +83,6 @@ def test_looking_changes_neither_modes_nor_generators_nor_weights_nor_hooks() ->
     assert (summary.num_modules_training, summary.num_modules_eval) == (4, 1)
 
 
-def test_an_example_takes_the_dtype_of_the_parameters() -> None:
-    net = Net().double()
-    net.example_input_array = torch.ones(5, 4)
-    assert summarize(net).flops == 2 * 5 * (4 * 8 + 8 * 2)
-
-
 def test_lazy_parameters_are_said_to_be_unknown() -> None:
     summary = summarize(nn.Sequential(nn.LazyLinear(3)))
     assert summary.has_lazy

@@ -70,12 +70,6 @@ def test_several_loaders_are_told_apart() -> None:
     assert indices == [[[0, 1]], [[0, 1], [2]]]
 
 
-def test_samples_without_batches_have_one_index_each() -> None:
-    writer = _Writer()
-    _predict(writer, _loader(2, batch_size=None))  # type: ignore[arg-type]
-    assert [indices for _, indices, _, _ in writer.batches] == [[0], [1]]
-
-
 def test_a_sampler_of_the_users_own_has_no_known_indices() -> None:
     writer = _Writer()
     _predict(writer, _loader(sampler=[4, 0, 2]))

@@ -107,18 +107,6 @@ def test_validation_has_a_bar_of_its_own_and_its_time_is_a_pause_of_the_other(tm
     assert bar.calls[3][3] == 7.0
 
 
-def test_the_last_drawing_of_an_epoch_shows_the_metrics_of_its_end(tmp_path: Path) -> None:
-    bar = Recording()
-    run = FakeRun([bar], tmp_path)
-
-    def flush_later(run: FakeRun) -> None:
-        epoch = run.state.epoch
-        run.at_step_end(lambda: run.progress_bar_metrics.update({"epoch_loss": epoch}))
-
-    run.fit(epochs=2, batches=1, on_epoch_end=flush_later)
-    assert [call[3] for call in bar.calls if call[0] == "draw"] == [{"epoch_loss": "0"}, {"epoch_loss": "1"}]
-
-
 @pytest.mark.parametrize(("leave", "kept"), [(False, [False, True]), (True, [True, True])])
 def test_the_bar_of_an_epoch_that_is_not_the_last_stays_if_wished(
     tmp_path: Path, leave: bool, kept: list[bool]

@@ -128,17 +128,6 @@ def test_a_checkpoint_has_float_weights_and_a_resume_is_exact(tmp_path: Path) ->
         torch.testing.assert_close(_outputs(again), _outputs(task), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("quantized_first", [True, False])
-def test_a_checkpoint_continues_with_and_without_it(quantized_first: bool, tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=3)
-    callback = [_callback(convert=False)]
-    _fit(*(callback if quantized_first else []), saving)
-    task = _fit(*([] if quantized_first else callback), ckpt_path=tmp_path / "step=3")
-    fits = [_fit(*each, ckpt_path=tmp_path / "step=3") for each in ([], callback)]
-    assert_equal_weights(weights_of(task), weights_of(fits[not quantized_first]))
-    assert not torch.equal(fits[0].net[3].weight, fits[1].net[3].weight)
-
-
 def test_without_convert_the_task_stays_in_float_and_can_be_trained_further(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     callback = _callback(convert=False, path=path)

@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
-from trainwright.callbacks.agreed_clock import MAX_STEPS_BETWEEN_CHECKS, AgreedClock
 from trainwright.callbacks.timer import Timer
 from trainwright.core.errors import ConfigurationError
 
@@ -119,22 +116,3 @@ def test_all_ranks_stop_at_the_step_that_rank_zero_says_with_few_words(tmp_path:
         stopped.append(run.state.step)
     assert stopped == [500, 500]
     assert len(peers.said) < 20
-
-
-@given(st.floats(0.01, 5000), st.floats(0.001, 10))
-def test_at_an_even_pace_the_clock_is_never_late_by_more_than_a_step(length_s: float, step_s: float) -> None:
-    clock = Clock(step_s)
-    run = FakeRun([], Path(), world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", clock)
-        end_s = clock.now_s + length_s
-        agreed = AgreedClock(lambda: end_s - clock.now_s)
-        agreed.start(run)  # type: ignore[arg-type]
-        due = False
-        while not due:  # jump to the next agreed step: those between only compare
-            run.state.step, jumped = agreed._next_check, agreed._next_check - run.state.step
-            clock.now_s += jumped * step_s
-            due = agreed.is_up(run)  # type: ignore[arg-type]
-        assert end_s <= clock.now_s + 1e-6
-        assert clock.now_s <= end_s + 1.001 * step_s + 1e-6
-    assert len(run.peers.said) <= 40 + length_s / step_s / (MAX_STEPS_BETWEEN_CHECKS / 2)

@@ -98,37 +98,23 @@ def run(tmp_path: Path) -> RunInfo:
     return RunInfo(root_dir=tmp_path)
 
 
-def test_what_is_logged_can_be_read_back(case: Case, run: RunInfo) -> None:
-    logger = case.make()
+def test_what_is_logged_can_be_read_back_under_its_prefix(case: Case, run: RunInfo) -> None:
+    logger = case.make(prefix="exp")
     logger.start(run)
     logger.log_metrics({"loss": 0.5, "lr": 0.25}, 1)
     logger.log_metrics({"loss": 0.125}, 2)
     logger.log_metrics({"val": 2.0}, 2)
+    logger.log_metrics({"odd": math.nan, "high": math.inf, "low": -math.inf}, 3)
     assert str(run.root_dir) not in json.dumps(logger.state_dict())
     logger.finish("success")
     logger.finish("success")
     assert not logger.is_started
-    assert case.points(logger, "loss") == [(1, 0.5), (2, 0.125)]
-    assert case.points(logger, "val") == [(2, 2.0)]
-    assert case.points(logger, "lr") == [(1, 0.25)]
-
-
-def test_a_value_that_is_not_finite_is_not_altered(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_metrics({"loss": math.nan, "high": math.inf, "low": -math.inf}, 1)
-    logger.finish("success")
-    assert math.isnan(case.points(logger, "loss")[0][1])
-    assert case.points(logger, "high") == [(1, math.inf)]
-    assert case.points(logger, "low") == [(1, -math.inf)]
-
-
-def test_the_prefix_stands_before_every_name(case: Case, run: RunInfo) -> None:
-    logger = case.make(prefix="exp")
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert case.points(logger, "exp-loss") == [(1, 1.0)]
+    assert case.points(logger, "exp-loss") == [(1, 0.5), (2, 0.125)]
+    assert case.points(logger, "exp-val") == [(2, 2.0)]
+    assert case.points(logger, "exp-lr") == [(1, 0.25)]
+    assert math.isnan(case.points(logger, "exp-odd")[0][1])
+    assert case.points(logger, "exp-high") == [(3, math.inf)]
+    assert case.points(logger, "exp-low") == [(3, -math.inf)]
     assert case.points(logger, "loss") == []
 
 
@@ -221,18 +207,6 @@ def test_a_resumed_run_continues_the_curves_and_no_step_is_doubled(folder_case: 
     assert folder_case.points(second, "late") == []
 
 
-def test_a_version_that_was_asked_for_wins_over_the_state(folder_case: Case, run: RunInfo) -> None:
-    first = write(folder_case, run, range(1, 3))
-    first.finish("success")
-    second = folder_case.make(version=7)
-    second.load_state_dict(first.state_dict())
-    second.start(run)
-    second.log_metrics({"loss": 2.0}, 3)
-    second.finish("success")
-    assert folder_case.points(second, "loss") == [(3, 2.0)]
-    assert folder_case.points(first, "loss") == [(1, 1.0), (2, 1.0)]
-
-
 def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_again(
     folder_case: Case, run: RunInfo
 ) -> None:
@@ -243,7 +217,6 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-@pytest.mark.slow
 def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: RunInfo) -> None:
     write(folder_case, run, range(1, 6), version=0).finish("success")
     write(folder_case, run, range(1), version=0, metric="test_loss").finish("success")

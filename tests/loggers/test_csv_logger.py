@@ -10,7 +10,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers import CSVLogger, RunInfo
 
 
@@ -78,14 +77,6 @@ def test_a_row_that_is_torn_while_the_logger_runs_is_not_read_as_a_value(tmp_pat
     logger.log_metrics({"b": 2.0}, 3)  # a new column: the file is read and rewritten
     logger.finish("success")
     assert rows(logger) == [{"step": "1", "a": "1238.0", "b": ""}, {"step": "3", "a": "", "b": "2.0"}]
-
-
-def test_a_metric_named_like_the_clock_does_not_replace_it(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    with pytest.warns(TrainwrightWarning, match="skips the metric 'step'"):
-        logger.log_metrics({"a": 1.0, "step": 99.0}, 3)
-    logger.finish("success")
-    assert rows(logger) == [{"step": "3", "a": "1.0"}]
 
 
 def test_hyperparameters_are_yaml_as_they_are_nested_and_add_up(tmp_path: Path) -> None:

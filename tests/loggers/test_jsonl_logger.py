@@ -66,17 +66,6 @@ def test_a_line_cut_off_by_a_crash_is_removed_before_the_next(tmp_path: Path) ->
     assert [(line["step"], line["a"]) for line in lines(second)] == [(1, 1.0), (3, 3.0)]
 
 
-def test_a_file_of_one_cut_off_line_is_emptied(tmp_path: Path) -> None:
-    first = started(tmp_path)
-    path = first.metrics_file
-    first.finish("failed")
-    path.write_text('{"step": 1, "a"')
-    second = started(tmp_path)
-    second.log_metrics({"a": 3.0}, 3)
-    second.finish("success")
-    assert [line["step"] for line in lines(second)] == [3]
-
-
 def test_text_is_a_line_of_its_own(tmp_path: Path) -> None:
     logger = started(tmp_path)
     logger.log_text("sample", "two\nlines", 4)

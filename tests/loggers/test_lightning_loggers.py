@@ -32,8 +32,7 @@ def test_a_fit_continues_in_the_folder_of_a_logger_that_was_used_before(kind: An
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_0"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["version", "log_dir"])
+@pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "version"), (TensorBoardLogger, "log_dir")])
 def test_version_and_log_dir_are_known_before_a_fit(kind: Any, name: str, tmp_path: Path) -> None:
     logger = kind(tmp_path)
     assert getattr(logger, name) is not None

@@ -398,12 +398,6 @@ def calls(buffer: MetricBuffer, value: torch.Tensor, **options: Any) -> tuple[li
     return calls_of(log)
 
 
-def test_logging_a_loss_is_one_call_that_copies_it_without_its_graph() -> None:
-    loss = (torch.ones(8, requires_grad=True) ** 2).sum()
-    assert calls(training(), loss) == (["log"], ["isinstance", "get", "dim", "detach", "clone"])
-    assert calls(training(), torch.tensor(1.0))[0] == ["log"]
-
-
 def test_memory_does_not_grow_with_the_number_of_steps() -> None:
     buffer = training()
     slot = None

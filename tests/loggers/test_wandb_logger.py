@@ -167,31 +167,26 @@ def test_a_server_that_does_not_answer_leaves_an_offline_run(fake: SimpleNamespa
     assert fake.runs[0].history == [{"loss": 1.0, "trainer/global_step": 0}]
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    paths = [folder / "step-1", folder / "step-2"]
-    for path in paths:
-        path.mkdir()
-    return paths
+@pytest.mark.parametrize(
+    ("log_model", "at_once", "in_all"), [("all", ["step-1", "step-2"], ["step-1", "step-2"]), (True, [], ["step-2"])]
+)
+def test_log_model_uploads_each_checkpoint_or_the_last_one_at_the_end(
+    log_model: Any, at_once: list[str], in_all: list[str], fake: SimpleNamespace, tmp_path: Path
+) -> None:
+    def uploaded() -> list[Any]:
+        return [(artifact.paths, aliases) for artifact, aliases in fake.runs[0].artifacts]
 
+    def expected(names: list[str]) -> list[Any]:
+        return [([str(tmp_path / name)], ["latest", name, "best"]) for name in names]
 
-def test_log_model_all_uploads_each_checkpoint(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path, log_model="all")
+    logger = WandbLogger(save_dir=tmp_path, log_model=log_model)
     logger.start(RunInfo(tmp_path))
-    for path in checkpoints(tmp_path):
-        logger.log_checkpoint(path, aliases=("best",))
-    uploaded = [(artifact.paths, aliases) for artifact, aliases in fake.runs[0].artifacts]
-    assert uploaded == [([str(tmp_path / name)], ["latest", name, "best"]) for name in ("step-1", "step-2")]
-
-
-def test_log_model_true_uploads_the_last_checkpoint_at_the_end(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path, log_model=True)
-    logger.start(RunInfo(tmp_path))
-    for path in checkpoints(tmp_path):
-        logger.log_checkpoint(path)
-    run = fake.runs[0]
-    assert run.artifacts == []
+    for name in ("step-1", "step-2"):
+        (tmp_path / name).mkdir()
+        logger.log_checkpoint(tmp_path / name, aliases=("best",))
+    assert uploaded() == expected(at_once)
     logger.finish("success")
-    assert [artifact.paths for artifact, _ in run.artifacts] == [[str(tmp_path / "step-2")]]
+    assert uploaded() == expected(in_all)
 
 
 @pytest.mark.parametrize(
