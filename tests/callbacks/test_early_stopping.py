@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 
 NAN, INF = float("nan"), float("inf")
 
@@ -109,8 +109,3 @@ def test_it_stops_at_the_first_run_of_values_without_a_new_best(values: list[flo
     best = [min(values[: i + 1]) for i in range(len(values))]
     expected = next((i for i in range(patience, len(values)) if best[i] == best[i - patience]), None)
     assert stopped == expected
-
-
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="mode='auto'"):
-        EarlyStopping("x", mode="auto")

@@ -53,7 +53,8 @@ def test_a_checkpoint_is_scored_by_what_later_callbacks_log_at_the_same_event(tm
 def test_monitors_write_to_the_loggers_at_log_steps(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path / "logs")
     callbacks = [LearningRateMonitor("step"), Throughput(measure_flops=True), DeviceStatsMonitor()]
-    fit(RegressionTask(lr=0.05), tmp_path, callbacks, batches=6, log_every_n_steps=2, logger=logger)
+    trainer = fit(RegressionTask(lr=0.05), tmp_path, callbacks, batches=6, log_every_n_steps=2, logger=logger)
+    assert trainer.callback_metrics["lr-SGD"].item() == pytest.approx(0.05)
     (path,) = (tmp_path / "logs").rglob("*.csv")
     rows = list(csv.DictReader(path.read_text().splitlines()))
     rates = {row["step"]: float(row["lr-SGD"]) for row in rows if row.get("lr-SGD")}

@@ -103,8 +103,3 @@ def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> No
     run = FakeRun([LearningRateMonitor()], tmp_path, loggers=[])
     with pytest.raises(ConfigurationError, match="no logger"):
         run.fit(epochs=1, batches=1)
-
-
-def test_an_unknown_interval_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="logging_interval='batch'"):
-        LearningRateMonitor("batch")  # type: ignore[arg-type]

@@ -95,14 +95,6 @@ def test_spikes_are_those_of_the_formula_however_often_losses_are_read(
         assert asked == rows
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}], ids=str
-)
-def test_impossible_arguments_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="LossSpikeDetector"):
-        LossSpikeDetector(**arguments)
-
-
 def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
     task = RegressionTask()
     task.automatic_optimization = False

@@ -141,22 +141,6 @@ def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"save_top_k": -2}, "save_top_k=-2"),
-        ({"save_top_k": 2}, "nothing to rank by"),
-        ({"mode": "maximum"}, "mode='maximum'"),
-        ({"every_n_train_steps": -1}, "every_n_train_steps=-1"),
-        ({"every_n_epochs": 1, "train_time_interval": datetime.timedelta(1)}, "choose one"),
-        ({"save_last": "copy"}, "save_last='copy'"),
-    ],
-)
-def test_arguments_that_contradict_are_refused(arguments: dict[str, object], complaint: str) -> None:
-    with pytest.raises(ConfigurationError, match=complaint):
-        ModelCheckpoint(**arguments)  # type: ignore[arg-type]
-
-
 def test_several_of_one_class_have_several_states() -> None:
     keys = {
         ModelCheckpoint().state_key,

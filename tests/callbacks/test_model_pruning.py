@@ -135,22 +135,6 @@ def test_ranks_prune_alike(tmp_path: Path) -> None:
     assert sum(int((value == 0).sum()) for value in first.values()) >= 30
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"pruning_fn": "l1_unstructred"}, "Did you mean 'l1_unstructured'"),
-        ({"pruning_fn": "l1_unstructured", "amount": 1.5}, r"amount=1\.5\): expected a fraction from 0\.0 to 1\.0"),
-        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "needs pruning_dim and pruning_norm"),
-        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "use_global_unstructured=False"),
-        ({"pruning_fn": prune.l1_unstructured}, "use_global_unstructured=False"),
-        ({"pruning_fn": prune.RandomStructured}, "is not unstructured"),
-    ],
-)
-def test_wrong_arguments_are_errors(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        ModelPruning(**arguments)
-
-
 def test_what_cannot_be_pruned_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has none named kernel"):
         _fit(tmp_path, ModelPruning("l1_unstructured", parameter_names=["kernel"]))

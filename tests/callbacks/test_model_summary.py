@@ -11,7 +11,6 @@ from torch import nn
 
 from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.model_summary import ModelSummary, readable, summarize
-from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 
 
@@ -122,8 +121,3 @@ def test_in_a_terminal_it_is_a_drawn_table(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_counts_are_written_with_a_unit(number: int, text: str) -> None:
     assert readable(number) == text
-
-
-def test_a_depth_below_minus_one_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="max_depth=-2"):
-        ModelSummary(max_depth=-2)

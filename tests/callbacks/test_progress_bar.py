@@ -18,7 +18,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 
 DRAWN = [TQDMProgressBar, RichProgressBar]
 
@@ -194,11 +194,6 @@ def test_an_exception_ends_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shown = len(screen.getvalue())
     bar.print("after")
     assert screen.getvalue()[shown:] == "after\n"
-
-
-def test_a_negative_refresh_rate_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="refresh_rate=-1"):
-        TQDMProgressBar(refresh_rate=-1)
 
 
 class _NoReader(Terminal):

@@ -181,18 +181,3 @@ class _Several(RegressionTask):
 def test_what_a_fit_lacks_is_refused(make: Any, share: float, arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(make(), [StochasticWeightAveraging(0.05, share)], **arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ((0.0,), "above 0"),
-        ((0.1, 0), ">= 1"),
-        ((0.1, 1.5), "from 0.0 to 1.0"),
-        ((0.1, 0.8, -1), "0 or more epochs"),
-        ((0.1, 0.8, 10, "sine"), "'cos' or 'linear'"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        StochasticWeightAveraging(*arguments)

@@ -18,7 +18,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 
 
@@ -261,18 +261,3 @@ def test_two_ranks_have_the_same_average_and_resume_it_exactly(tmp_path: Path) -
     assert first == second
     whole, shorter, resumed = first
     assert whole == resumed != shorter
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: WeightAveraging(average=1), "unknown argument"),
-        (lambda: WeightAveraging(avg_fn=abs, multi_avg_fn=abs), "not both"),
-        (lambda: EMAWeightAveraging(decay=1.5), "from 0 to 1"),
-        (lambda: EMAWeightAveraging(update_every_n_steps=-1), "0 \\(never\\)"),
-        (lambda: EMAWeightAveraging(avg_fn=abs), "unknown argument"),
-    ],
-)
-def test_arguments_that_mean_nothing_are_refused(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        make()
