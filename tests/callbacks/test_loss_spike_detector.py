@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, LossSpikeDetector, ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -146,15 +146,6 @@ def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_eve
     (skipped,) = trainer.skipped_batches
     assert (skipped.first_batch, skipped.num_batches, skipped.start, skipped.stop) == (10, stop - 10, 10, stop)
     assert "LossSpikeDetector" in skipped.reason
-
-
-def test_after_a_rollback_the_weights_are_those_of_a_run_without_that_data(tmp_path: Path) -> None:
-    task, without = Jumps((0, 13)), Jumps()
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        _fit(task, tmp_path, regression_loader(20), log_every_n_steps=1)
-    kept = [batch for i, batch in enumerate(regression_loader(20)) if not 10 <= i < 14]
-    quiet_trainer(max_epochs=1).fit(without, kept)
-    assert_equal_weights(weights_of(task), weights_of(without))
 
 
 def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path) -> None:

@@ -149,17 +149,7 @@ def test_metrics_are_read_back_in_order_under_their_prefix(case: Case, tmp_path:
     assert high == math.inf or (not case.keeps_infinity and high > 1e308)
 
 
-def test_a_run_that_is_started_again_continues(case: Case, tmp_path: Path) -> None:
-    logger = case.make(tmp_path)
-    for step in (1, 2):
-        _started(logger, tmp_path).log_metrics({"loss": float(step)}, step)
-        version = logger.version
-        logger.finish("interrupted")
-        assert logger.version == version
-    assert case.points(logger, tmp_path, "loss") == [(1, 1.0), (2, 2.0)]
-
-
-def test_a_resumed_run_continues_the_same_curves(case: Case, tmp_path: Path) -> None:
+def test_a_run_that_is_resumed_or_started_again_continues_the_same_curves(case: Case, tmp_path: Path) -> None:
     first = _started(case.make(tmp_path), tmp_path)
     for step in range(1, 5):
         first.log_metrics({"loss": 1.0}, step)
@@ -174,8 +164,11 @@ def test_a_resumed_run_continues_the_same_curves(case: Case, tmp_path: Path) -> 
         5 if isinstance(second, (CometLogger, SwanLabLogger)) else 3, 7
     ):  # an offline experiment cannot be read
         second.log_metrics({"loss": 2.0}, step)
+    second.finish("interrupted")
+    _started(second, tmp_path).log_metrics({"loss": 3.0}, 7)
     second.finish("success")
-    expected = [*((step, 1.0) for step in range(1, 5)), (5, 2.0), (6, 2.0)]
+    assert second.version == first.version
+    expected = [*((step, 1.0) for step in range(1, 5)), (5, 2.0), (6, 2.0), (7, 3.0)]
     assert case.points(second, tmp_path, "loss") == expected
 
 
