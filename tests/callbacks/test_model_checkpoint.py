@@ -56,6 +56,7 @@ def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(t
     assert [(r.name, r.remove) for _, r in run.written] == [("epoch=0", []), ("epoch=1", []), ("epoch=2", ["epoch=0"])]
     assert {Path(path).name: score for path, score in callback.best_k_models.items()} == {"epoch=1": 1, "epoch=2": 2}
     assert callback.current_score == 5
+    assert callback.kth_best_model_path.endswith("epoch=2")
 
 
 def test_a_step_interval_uses_the_numbers_of_a_validation_at_the_same_step(tmp_path: Path) -> None:
@@ -141,6 +142,20 @@ def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
 
 
+def test_a_new_run_with_the_same_callback_starts_afresh(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    fit(callback, tmp_path / "a", [1.0], epochs=1)
+    again = fit(callback, tmp_path / "b", [2.0], epochs=1)  # a save at the same step
+    assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
+
+
+def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> None:
+    run = FakeRun([ModelCheckpoint(monitor="loss")], tmp_path)
+    with pytest.raises(ConfigurationError, match="Logged so far: none"):
+        run.fit(epochs=1, batches=2)
+    assert run.state.step == 2
+
+
 def test_several_of_one_class_have_several_states() -> None:
     keys = {
         ModelCheckpoint().state_key,
@@ -190,7 +205,21 @@ def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
 
 @pytest.mark.parametrize(
     "filename",
-    ["", "..", ".hidden", "a/b", "a:b", "x" * 300, "index.json", "{epoch:zzz}", "{epoch:>300}", "{a\\b}", "{epoch"],
+    [
+        "",
+        "..",
+        ".hidden",
+        "a/b",
+        "a:b",
+        "x" * 300,
+        "index.json",
+        "a\nb",
+        "{epoch:zzz}",
+        "{epoch:>300}",
+        "{epoch:>99999999999}",
+        "{a\\b}",
+        "{epoch",
+    ],
 )
 @pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
 def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ def test_nothing_is_shown_when_it_is_off_or_not_the_main_process(tmp_path: Path,
         bar.disable()
     run.fit(epochs=2, batches=2)
     assert bar.calls == []
+    bar.enable()
+    assert bar.is_enabled
 
 
 @pytest.mark.parametrize("cls", [ProgressBar, *DRAWN])
@@ -176,6 +178,17 @@ def test_in_a_terminal_the_bars_show_epoch_place_and_metrics(
     assert "loss=0.25" in text
     assert "Validation" in text
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("cls", DRAWN)
+def test_a_line_printed_in_a_terminal_stands_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    bar = cls()
+    FakeRun([bar], tmp_path).fit(epochs=1, batches=2, on_step=lambda run: bar.print("hello", run.state.step))
+    assert any(line.strip("\r").endswith("hello 1") for line in screen.getvalue().split("\n"))
 
 
 @pytest.mark.parametrize("cls", DRAWN)

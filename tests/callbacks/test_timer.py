@@ -92,6 +92,11 @@ def test_a_duration_can_be_written_in_four_ways(duration: Any) -> None:
     assert Timer(duration).duration_s == 12 * 3600
 
 
+def test_an_unknown_stage_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'validate'"):
+        Timer().time_elapsed("validation")
+
+
 def test_all_ranks_stop_at_the_step_that_rank_zero_says_with_few_words(tmp_path: Path, clock: Clock) -> None:
     peers = Peers()
     stopped = []

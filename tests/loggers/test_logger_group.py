@@ -126,6 +126,11 @@ def test_a_failed_logger_is_tried_again_by_the_next_run(run: RunInfo) -> None:
     assert group.active == [logger]
 
 
+def test_a_missing_package_ends_the_start(run: RunInfo) -> None:
+    with pytest.raises(MissingPackageError):
+        LoggerGroup([Recorder("start", error=MissingPackageError)]).start(run)
+
+
 def test_ctrl_c_in_a_logger_is_not_swallowed(run: RunInfo) -> None:
     logger = Recorder("flush", error=KeyboardInterrupt)  # type: ignore[arg-type]
     group = LoggerGroup([logger])

@@ -67,6 +67,14 @@ def test_in_evaluation_the_mean_of_the_epoch_is_logged(stage: EpochStage) -> Non
     assert buffer.flush_epoch().logged == {"acc": 0.5}
 
 
+def test_in_a_hook_of_a_training_epoch_the_aggregate_is_logged() -> None:
+    buffer = training()
+    buffer.in_step, buffer.batch = False, None
+    buffer.log("epoch_time", 3.0)
+    assert buffer.flush_step().callback == {}
+    assert buffer.flush_epoch().logged == {"epoch_time": 3.0}
+
+
 def test_logged_on_step_and_epoch_a_metric_has_both_endings_and_its_plain_name_for_callbacks() -> None:
     buffer = training()
     for value in (1.0, 3.0):

@@ -133,6 +133,14 @@ def test_an_error_is_raised_by_the_next_call_and_a_start_tries_again(tmp_path: P
     assert logger.calls == ["interrupted", (2, {"loss": 0.0}), "success"]
 
 
+def test_an_error_at_the_end_is_raised_by_finish(tmp_path: Path) -> None:
+    logger = _started(Stub(fails=True), tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    with pytest.raises(OSError, match="the server is away"):
+        logger.finish("success")
+    assert logger.calls == ["success"]
+
+
 def test_finish_waits_for_its_patience_and_no_longer(tmp_path: Path) -> None:
     logger = _started(Stub(delay=1.0), tmp_path)
     logger.patience = 0.1
@@ -207,6 +215,14 @@ def test_checkpoints_are_uploaded_as_requested(tmp_path: Path) -> None:
         assert logger.calls[:-1] == [(name, ("last",)) for name in expected]
     with pytest.raises(ConfigurationError, match="expected True, False or 'all'"):
         Stub(log_model="some")  # type: ignore[arg-type]  # it is wrong on purpose
+
+
+def test_a_copy_is_not_started(tmp_path: Path) -> None:
+    logger = _started(Stub(), tmp_path)
+    copy = pickle.loads(pickle.dumps(logger))
+    logger.finish("success")
+    assert not copy.is_started
+    assert copy.version == "first"
 
 
 def test_what_a_backend_lacks_is_a_warning(tmp_path: Path) -> None:
