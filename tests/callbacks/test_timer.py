@@ -11,6 +11,7 @@ import pytest
 
 from tests.callbacks.fake_run import FakeRun, Peers
 from trainwright.callbacks.timer import Timer
+from trainwright.core.errors import ConfigurationError
 
 
 class Clock:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import MissingPackageError, TrainwrightWarning
 from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, LoggerGroup, RunInfo, TensorBoardLogger
 
 
