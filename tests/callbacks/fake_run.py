@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.run import SaveRequest, SchedulerConfig, Stage, Trial
-from trainwright.core.state import Group, SkippedData, StepResult, TrainState
+from trainwright.core.state import Group, StepResult, TrainState
 from trainwright.core.task import TaskModule
 
 
@@ -38,7 +38,7 @@ class Task(TaskModule):
 
 
 class Peers:
-    """Rank 0's answers to the other ranks of a test: what it broadcast, in order."""
+    """What rank 0 broadcast to the other ranks of a test, in order."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -94,11 +94,9 @@ class FakeRun:
         self.state = TrainState()
         self.stage: Stage | None = "fit"
         self.sanity_checking = False
-        self.should_stop = False
-        self.interrupted = False
-        self.skipped_batches: list[SkippedData] = []
+        self.should_stop = self.interrupted = False
         self.epoch_closes = True
-        self.last_step: StepResult | None = None
+
         self.callbacks: list[Any] = list(callbacks)
         self.loggers: list[Any] = ["a logger"]
         self.datamodule: Any = None
@@ -127,25 +125,14 @@ class FakeRun:
         self.device = torch.device("cpu")
         self.peers = peers or Peers()
         self.batches_per_group = 1
-        self.training = True
-        self.validating = self.testing = self.predicting = self.received_sigterm = self.is_last_batch = False
-        self.train_dataloader: Any = None
-        self.val_dataloaders = self.test_dataloaders = self.predict_dataloaders = self.train_dataloader
-        self.checkpoint_callback = self.early_stopping_callback = self.progress_bar_callback = self.train_dataloader
-        self.profiler = self.strategy = self.fit_loop = self.train_dataloader
-        self.log_dir: str | None = None
-        self.ckpt_path: str | None = None
-        self.min_epochs = self.min_steps = None
-        self.precision = "32-true"
-        self.num_nodes = self.num_devices = 1
-        self.node_rank = 0
+        self.strategy: Any = None
         # What was asked for
         self.requests: list[SaveRequest] = []
         self.written: list[tuple[int, SaveRequest]] = []
         self.emergencies: list[SaveRequest] = []
         self.stops: list[tuple[int, str]] = []
         self.rollbacks: list[tuple[int, int, str]] = []  # (at step, before step, reason)
-        self.passes = 0
+
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.printed: list[str] = []
         self._actions: list[Callable[[], None]] = []
@@ -153,10 +140,6 @@ class FakeRun:
         vars(self).update(attributes)
 
     # What it answers
-
-    @property
-    def logged_metrics(self) -> Mapping[str, float]:
-        return self.callback_metrics
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -169,12 +152,6 @@ class FakeRun:
     @property
     def global_step(self) -> int:
         return self.state.step
-
-    def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
-        return None
-
-    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        self.callback_metrics[name] = float(value)
 
     def log_now(self, metrics: Mapping[str, float]) -> None:
         self.logged.append((self.state.step, dict(metrics)))
@@ -202,11 +179,11 @@ class FakeRun:
     def remote_names(self, url: str) -> list[str]:
         return []
 
+    def pass_training_data(self) -> None:
+        pass
+
     def emergency_save(self, request: SaveRequest) -> None:
         self.emergencies.append(request)
-
-    def pass_training_data(self) -> None:
-        self.passes += 1
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
         self.stops.append((self.state.epoch, reason))
@@ -221,19 +198,14 @@ class FakeRun:
     def task_optimizers(self) -> Sequence[Any]:
         return self.optimizers
 
-    def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> FakeTrialSteps:
-        return FakeTrialSteps()
-
     def gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def cut_like(self, value: Any, like: torch.Tensor) -> Any:
         return value
 
-    def _refused(self, *args: Any, **options: Any) -> Any:
-        raise AssertionError("no callback needs it")
-
-    barrier = save_checkpoint = manual_backward = no_sync = clip_gradients = all_gather = _refused
+    def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> FakeTrialSteps:
+        return FakeTrialSteps()
 
     # How it goes on
 

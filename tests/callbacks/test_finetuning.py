@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import ConfigurationError, TaskModule, Trainer, seed_everything
 from trainwright.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
@@ -102,8 +102,7 @@ def _by_hand() -> Net:
 
 
 def _assert_equal(net: nn.Module, expected: nn.Module) -> None:
-    for (name, own), other in zip(net.state_dict().items(), expected.state_dict().values(), strict=True):
-        assert torch.equal(own, other), name
+    assert_equal_weights(weights_of(net), weights_of(expected))
 
 
 def test_a_backbone_is_trained_as_by_hand_and_a_resume_in_any_epoch_is_exact(tmp_path: Path) -> None:
@@ -155,13 +154,7 @@ def test_two_ranks_train_as_one(strategy: str, tmp_path: Path) -> None:
     net = _without_statistics()
     _trainer(tmp_path / "one", BackboneFinetuning(_UNFROZEN_AT)).fit(net, _loader())
     for found in run_distributed(_rank, 2, tmp_path / strategy, strategy, init=False):
-        for name, value in net.state_dict().items():
-            torch.testing.assert_close(found[name], value, msg=name)
-
-
-class Built(Net):
-    def configure_model(self) -> None:
-        pass
+        torch.testing.assert_close(found, weights_of(net))
 
 
 class Headless(TaskModule):
@@ -185,7 +178,6 @@ def test_a_backbone_that_is_in_the_optimizer_from_the_start_is_warned_of(tmp_pat
 @pytest.mark.parametrize(
     ("task", "arguments", "text"),
     [
-        (Built, {}, "before Built.configure_model creates them"),
         (Headless, {}, "needs a module Headless.backbone"),
         (Net, {"strategy": "deepspeed"}, "Use strategy='ddp' or 'fsdp'"),
     ],

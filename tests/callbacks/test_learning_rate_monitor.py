@@ -10,9 +10,6 @@ import torch
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.callbacks.fake_run import FakeRun
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.run import SchedulerConfig
@@ -106,22 +103,3 @@ def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> No
     run = FakeRun([LearningRateMonitor()], tmp_path, loggers=[])
     with pytest.raises(ConfigurationError, match="no logger"):
         run.fit(epochs=1, batches=1)
-
-
-def test_an_unknown_interval_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="logging_interval='batch'"):
-        LearningRateMonitor("batch")  # type: ignore[arg-type]
-
-
-def test_learning_rates_are_in_callback_metrics(tmp_path: Path) -> None:
-    seen: list[float] = []
-
-    class Reads(Callback):
-        def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            seen.append(trainer.callback_metrics["lr-SGD"])
-
-    callbacks = [LearningRateMonitor(), Reads()]
-    trainer = quiet_trainer(max_epochs=1, callbacks=callbacks, logger="csv", default_root_dir=tmp_path)
-    trainer.fit(RegressionTask(lr=0.25), regression_loader(3))
-    assert seen == [0.25] * 3
-    assert trainer.callback_metrics["lr-SGD"].item() == 0.25

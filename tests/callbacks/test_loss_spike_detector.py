@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
+from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback, LossSpikeDetector, ModelCheckpoint
-from trainwright.core.errors import ConfigurationError, RollbackError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.core.state import StepResult
 
@@ -50,31 +50,6 @@ def test_a_loss_that_is_no_number_is_a_spike_and_no_part_of_the_window(loss: flo
     with pytest.warns(TrainwrightWarning, match="jumped at step 3"):
         feed(detector, [*QUIET[:3], loss, *QUIET], tmp_path)
     assert all(map(math.isfinite, detector.state_dict()["losses"]))
-
-
-def test_before_half_a_window_it_says_nothing(tmp_path: Path) -> None:
-    feed(LossSpikeDetector(window=10), [1.0, 1.0, 1.0, 1.0, 1e9], tmp_path)
-    with pytest.warns(TrainwrightWarning, match="step 5"):
-        feed(LossSpikeDetector(window=10), [1.0, 1.0, 1.0, 1.0, 1.0, 1e9], tmp_path)
-
-
-def test_losses_that_hardly_scatter_are_not_measured_by_their_noise(tmp_path: Path) -> None:
-    feed(LossSpikeDetector(window=10, threshold=8.0), [*[1.0] * 20, 1.07], tmp_path)
-    with pytest.warns(TrainwrightWarning):
-        feed(LossSpikeDetector(window=10, threshold=8.0), [*[1.0] * 20, 1.09], tmp_path)
-
-
-def test_a_falling_loss_is_none(tmp_path: Path) -> None:
-    feed(LossSpikeDetector(window=10), [10.0 * 0.9**i for i in range(100)], tmp_path)
-
-
-def test_a_new_level_is_warned_of_once_and_then_the_normal_one(tmp_path: Path) -> None:
-    detector = LossSpikeDetector(window=10)
-    with pytest.warns(TrainwrightWarning) as warned:
-        feed(detector, [*QUIET, *(loss + 5 for loss in QUIET)], tmp_path)
-    assert len(warned) == 1
-    with pytest.warns(TrainwrightWarning):
-        feed(detector, [20.0], tmp_path)
 
 
 @pytest.mark.parametrize(("losses", "acts"), [([9.0], 0), ([9.0, 9.0], 1), ([9.0, 1.0, 9.0], 0), ([9.0] * 4, 1)])
@@ -118,29 +93,6 @@ def test_spikes_are_those_of_the_formula_however_often_losses_are_read(
     assert asked[:1] == rows[:1]
     if every == 1:
         assert asked == rows
-
-
-def test_losses_are_read_only_at_log_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    detector = LossSpikeDetector(window=4)
-    reads: list[int] = []
-    monkeypatch.setattr(torch, "stack", lambda tensors: (reads.append(len(tensors)), torch.tensor(tensors))[1])
-    feed(detector, QUIET[:11], tmp_path, log_every=5)
-    assert reads == [5, 5]
-
-
-def test_its_state_goes_on_where_it_was(tmp_path: Path) -> None:
-    first, second = LossSpikeDetector(window=10, action="rollback"), LossSpikeDetector(window=10, action="rollback")
-    feed(first, QUIET, tmp_path)
-    second.load_state_dict(first.state_dict())
-    assert feed(second, [5.0], tmp_path).rollbacks != []
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}], ids=str
-)
-def test_impossible_arguments_are_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="LossSpikeDetector"):
-        LossSpikeDetector(**arguments)
 
 
 def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
@@ -196,15 +148,6 @@ def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_eve
     assert "LossSpikeDetector" in skipped.reason
 
 
-def test_after_a_rollback_the_weights_are_those_of_a_run_without_that_data(tmp_path: Path) -> None:
-    task, without = Jumps((0, 13)), Jumps()
-    with pytest.warns(TrainwrightWarning, match="Rolled back"):
-        _fit(task, tmp_path, regression_loader(20), log_every_n_steps=1)
-    kept = [batch for i, batch in enumerate(regression_loader(20)) if not 10 <= i < 14]
-    quiet_trainer(max_epochs=1).fit(without, kept)
-    assert_equal_weights(weights_of(task), weights_of(without))
-
-
 def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path) -> None:
     task = Jumps((1, 1))
     with pytest.warns(TrainwrightWarning, match="Rolled back from step 12 to step 6"):
@@ -214,12 +157,6 @@ def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path)
     assert (second.epoch, second.first_batch, second.num_batches) == (1, 0, 4)
     assert task.seen == [(e, i) for e in range(3) for i in range(8)]
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (18, 24, 3)
-
-
-def test_without_a_checkpoint_from_before_the_spike_training_goes_on(tmp_path: Path) -> None:
-    with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or earlier"):
-        trainer = _fit(Jumps((0, 13)), tmp_path, regression_loader(20), log_every_n_steps=1, save_every=15)
-    assert trainer.global_step == 20
 
 
 class _SavesAt(Callback):
@@ -244,14 +181,6 @@ def test_a_checkpoint_of_the_branch_that_was_left_is_not_gone_back_to(tmp_path: 
     assert len(warned) == 2
     for text in map(str, (w.message for w in warned)):
         assert "Rolled back from step 16 to step 6 " in text
-
-
-def test_more_rollbacks_than_allowed_are_an_error(tmp_path: Path) -> None:
-    with (
-        pytest.warns(TrainwrightWarning, match="Rolled back"),
-        pytest.raises(RollbackError, match=r"jumped at step .* max_rollbacks=1"),
-    ):
-        _fit(Jumps((0, 13), (0, 16)), tmp_path, regression_loader(20), log_every_n_steps=1, max_rollbacks=1)
 
 
 def _two_ranks(root: Path) -> tuple[Any, ...]:

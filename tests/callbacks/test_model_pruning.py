@@ -122,34 +122,17 @@ def test_functions_of_the_epoch_choose(tmp_path: Path, capsys: pytest.CaptureFix
     assert "  net.0.weight: " in out
 
 
-def _rank(folder: Path, method: str) -> dict[str, torch.Tensor]:
+def _rank(folder: Path) -> dict[str, torch.Tensor]:
     torch.manual_seed(torch.distributed.get_rank())
-    task = _fit(folder, ModelPruning(method, amount=0.3), devices="auto", strategy="ddp")
+    task = _fit(folder, ModelPruning("random_unstructured", amount=0.3), devices="auto", strategy="ddp")
     return weights_of(task)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("method", ["l1_unstructured", "random_unstructured"])
-def test_ranks_prune_alike(method: str, tmp_path: Path) -> None:
-    first, second = run_distributed(_rank, 2, tmp_path, method)
+def test_ranks_prune_alike(tmp_path: Path) -> None:
+    first, second = run_distributed(_rank, 2, tmp_path)
     assert_equal_weights(first, second)
     assert sum(int((value == 0).sum()) for value in first.values()) >= 30
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"pruning_fn": "l1_unstructred"}, "Did you mean 'l1_unstructured'"),
-        ({"pruning_fn": "l1_unstructured", "amount": 1.5}, r"amount=1\.5\): expected a fraction from 0\.0 to 1\.0"),
-        ({"pruning_fn": "ln_structured", "pruning_dim": 0}, "needs pruning_dim and pruning_norm"),
-        ({"pruning_fn": "random_structured", "pruning_dim": 0}, "use_global_unstructured=False"),
-        ({"pruning_fn": prune.l1_unstructured}, "use_global_unstructured=False"),
-        ({"pruning_fn": prune.RandomStructured}, "is not unstructured"),
-    ],
-)
-def test_wrong_arguments_are_errors(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigurationError, match=text):
-        ModelPruning(**arguments)
 
 
 def test_what_cannot_be_pruned_is_an_error(tmp_path: Path) -> None:

@@ -8,12 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from tests.callbacks.fake_run import FakeRun
-from tests.helpers.distributed import run_distributed
 from trainwright.callbacks.model_summary import ModelSummary, readable, summarize
-from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 
 
@@ -85,28 +82,6 @@ def test_looking_changes_neither_modes_nor_generators_nor_weights_nor_hooks() ->
     assert (summary.num_modules_training, summary.num_modules_eval) == (4, 1)
 
 
-def test_modes_and_hooks_are_back_when_the_example_does_not_fit() -> None:
-    net = Net()
-    net.example_input_array = torch.ones(5, 7)
-    with pytest.raises(RuntimeError, match="shapes"):
-        summarize(net)
-    assert net.training
-    assert not net.head._forward_hooks
-
-
-def test_an_example_takes_the_dtype_of_the_parameters() -> None:
-    net = Net().double()
-    net.example_input_array = torch.ones(5, 4)
-    assert summarize(net).flops == 2 * 5 * (4 * 8 + 8 * 2)
-
-
-def test_a_model_without_memory_can_be_summarized() -> None:
-    with torch.device("meta"):
-        net = Net()
-    net.example_input_array = torch.ones(5, 4)
-    assert summarize(net).layers[1].out_size == [5, 2]
-
-
 def test_lazy_parameters_are_said_to_be_unknown() -> None:
     summary = summarize(nn.Sequential(nn.LazyLinear(3)))
     assert summary.has_lazy
@@ -121,12 +96,6 @@ def test_the_text_is_a_table_with_totals() -> None:
         "1", "head", "Linear", "18", "2", "train", "160", "[5, 8]", "[5, 2]",
     ]  # fmt: skip
     assert "61 trainable parameters" in text
-
-
-def test_without_an_example_the_columns_that_need_one_are_left_out() -> None:
-    text = str(summarize(Net()))
-    assert "FLOPs" not in text
-    assert "In sizes" not in text
 
 
 def test_it_is_printed_once_by_the_main_process(tmp_path: Path) -> None:
@@ -152,22 +121,3 @@ def test_in_a_terminal_it_is_a_drawn_table(tmp_path: Path, monkeypatch: pytest.M
 )
 def test_counts_are_written_with_a_unit(number: int, text: str) -> None:
     assert readable(number) == text
-
-
-def test_a_depth_below_minus_one_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="max_depth=-2"):
-        ModelSummary(max_depth=-2)
-
-
-def _kinds_of_shards() -> dict[str, str]:
-    net = Net()
-    fully_shard(net.head)
-    assert type(net.head).__name__ == "FSDPLinear"
-    return {layer.name: layer.kind for layer in summarize(net).layers}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_sharded_layer_has_the_users_class() -> None:
-    (kinds,) = run_distributed(_kinds_of_shards, 1, timeout=120)
-    assert kinds["head"] == "Linear"

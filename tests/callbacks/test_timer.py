@@ -8,11 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun, Peers
-from trainwright.callbacks.agreed_clock import MAX_STEPS_BETWEEN_CHECKS, AgreedClock
 from trainwright.callbacks.timer import Timer
 from trainwright.core.errors import ConfigurationError
 
@@ -72,14 +69,6 @@ def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tm
     assert (run.state.step, second.time_elapsed()) == (2, 10.0)
 
 
-def test_a_resumed_run_whose_time_is_used_up_ends_before_its_first_step(tmp_path: Path, clock: Clock) -> None:
-    timer = Timer({"seconds": 10})
-    timer.load_state_dict({"time_elapsed": {"train": 10.0}})
-    run = FakeRun([timer], tmp_path)
-    run.fit(epochs=1, batches=10, on_step=clock.tick)
-    assert run.state.step == 0
-
-
 @pytest.mark.parametrize("ends", ["a second fit goes on", "an exception ends it"])
 def test_the_time_between_fits_does_not_count(ends: str, tmp_path: Path, clock: Clock) -> None:
     timer = Timer()
@@ -104,19 +93,6 @@ def test_a_duration_can_be_written_in_four_ways(duration: Any) -> None:
     assert Timer(duration).duration_s == 12 * 3600
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        ({"duration": "12 epochs"}, "write a length of time"),
-        ({"duration": {"hour": 1}}, "hour"),
-        ({"interval": "batch"}, "interval='batch'"),
-    ],
-)
-def test_what_is_no_time_is_refused(arguments: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigurationError, match=complaint):
-        Timer(**arguments)
-
-
 def test_an_unknown_stage_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'validate'"):
         Timer().time_elapsed("validation")
@@ -132,22 +108,3 @@ def test_all_ranks_stop_at_the_step_that_rank_zero_says_with_few_words(tmp_path:
         stopped.append(run.state.step)
     assert stopped == [500, 500]
     assert len(peers.said) < 20
-
-
-@given(st.floats(0.01, 5000), st.floats(0.001, 10))
-def test_at_an_even_pace_the_clock_is_never_late_by_more_than_a_step(length_s: float, step_s: float) -> None:
-    clock = Clock(step_s)
-    run = FakeRun([], Path(), world_size=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", clock)
-        end_s = clock.now_s + length_s
-        agreed = AgreedClock(lambda: end_s - clock.now_s)
-        agreed.start(run)  # type: ignore[arg-type]
-        due = False
-        while not due:  # jump to the next agreed step: those between only compare
-            run.state.step, jumped = agreed._next_check, agreed._next_check - run.state.step
-            clock.now_s += jumped * step_s
-            due = agreed.is_up(run)  # type: ignore[arg-type]
-        assert end_s <= clock.now_s + 1e-6
-        assert clock.now_s <= end_s + 1.001 * step_s + 1e-6
-    assert len(run.peers.said) <= 40 + length_s / step_s / (MAX_STEPS_BETWEEN_CHECKS / 2)

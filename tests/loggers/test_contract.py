@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.loggers.wandb_file import read_run
 from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.loggers import (
-    LOGGERS,
     ConsoleLogger,
     CSVLogger,
     JSONLinesLogger,
@@ -98,84 +98,24 @@ def run(tmp_path: Path) -> RunInfo:
     return RunInfo(root_dir=tmp_path)
 
 
-def test_every_registered_logger_is_under_the_contract() -> None:
-    assert set(LOGGERS) == {
-        *CASES,
-        "mlflow",
-        "comet_ml",
-        "clearml",
-        "dvclive",
-        "trackio",
-        "swanlab",
-    }  # tests/loggers/trackers has theirs
-
-
-def test_what_is_logged_can_be_read_back(case: Case, run: RunInfo) -> None:
-    logger = case.make()
+def test_what_is_logged_can_be_read_back_under_its_prefix(case: Case, run: RunInfo) -> None:
+    logger = case.make(prefix="exp")
     logger.start(run)
     logger.log_metrics({"loss": 0.5, "lr": 0.25}, 1)
     logger.log_metrics({"loss": 0.125}, 2)
-    logger.finish("success")
-    assert case.points(logger, "loss") == [(1, 0.5), (2, 0.125)]
-    assert case.points(logger, "lr") == [(1, 0.25)]
-
-
-def test_two_calls_for_one_step_are_both_kept(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_metrics({"train": 1.0}, 5)
-    logger.log_metrics({"val": 2.0}, 5)
-    logger.finish("success")
-    assert case.points(logger, "train") == [(5, 1.0)]
-    assert case.points(logger, "val") == [(5, 2.0)]
-
-
-def test_a_value_that_is_not_finite_is_not_altered(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_metrics({"loss": math.nan, "high": math.inf, "low": -math.inf}, 1)
-    logger.finish("success")
-    assert math.isnan(case.points(logger, "loss")[0][1])
-    assert case.points(logger, "high") == [(1, math.inf)]
-    assert case.points(logger, "low") == [(1, -math.inf)]
-
-
-def test_the_prefix_stands_before_every_name(case: Case, run: RunInfo) -> None:
-    logger = case.make(prefix="exp")
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert case.points(logger, "exp-loss") == [(1, 1.0)]
-    assert case.points(logger, "loss") == []
-
-
-def test_hyperparameters_of_any_kind_are_taken(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_hyperparams({"lr": 0.1, "net": {"sizes": [1, 2], "act": max}, "path": Path("a/b"), "none": None})
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert case.points(logger, "loss") == [(1, 1.0)]
-
-
-@pytest.mark.parametrize("status", ["success", "failed", "interrupted"])
-def test_finishing_brings_everything_to_the_reader_whatever_the_status(case: Case, run: RunInfo, status: Any) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish(status)
-    assert case.points(logger, "loss") == [(1, 1.0)]
-
-
-def test_starting_twice_and_finishing_twice_is_the_same_as_once(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
+    logger.log_metrics({"val": 2.0}, 2)
+    logger.log_metrics({"odd": math.nan, "high": math.inf, "low": -math.inf}, 3)
+    assert str(run.root_dir) not in json.dumps(logger.state_dict())
     logger.finish("success")
     logger.finish("success")
-    assert case.points(logger, "loss") == [(1, 1.0)]
     assert not logger.is_started
+    assert case.points(logger, "exp-loss") == [(1, 0.5), (2, 0.125)]
+    assert case.points(logger, "exp-val") == [(2, 2.0)]
+    assert case.points(logger, "exp-lr") == [(1, 0.25)]
+    assert math.isnan(case.points(logger, "exp-odd")[0][1])
+    assert case.points(logger, "exp-high") == [(3, math.inf)]
+    assert case.points(logger, "exp-low") == [(3, -math.inf)]
+    assert case.points(logger, "loss") == []
 
 
 def test_started_again_after_its_end_a_logger_goes_on(case: Case, run: RunInfo) -> None:
@@ -190,50 +130,19 @@ def test_started_again_after_its_end_a_logger_goes_on(case: Case, run: RunInfo) 
     assert case.points(logger, "loss") == (expected if case.appends else expected[1:])
 
 
-def test_a_logger_travels_to_another_process_before_its_start(case: Case, run: RunInfo) -> None:
-    if isinstance(case.make(), ConsoleLogger):
-        logger: Logger = pickle.loads(pickle.dumps(ConsoleLogger(prefix="p")))
-        assert logger.prefix == "p"
-        return
-    logger = pickle.loads(pickle.dumps(case.make()))
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert case.points(logger, "loss") == [(1, 1.0)]
-
-
-def test_what_a_logger_cannot_hold_is_said_once(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in (1, 2):
-            logger.log_image("image", [[0, 255]], step)
-    logger.finish("success")
-    messages = [str(one.message) for one in caught if issubclass(one.category, TrainwrightWarning)]
-    if type(logger).log_image is Logger.log_image:
-        assert messages == [f"{type(logger).__name__} cannot log images; they are skipped."]
-    else:
-        assert messages == []
-
-
-def test_a_muted_logger_offers_an_experiment_that_does_nothing(case: Case, tmp_path: Path) -> None:
+def test_a_muted_logger_does_nothing(case: Case, tmp_path: Path) -> None:
     logger = case.make()
     logger.muted = True
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.log_image("picture", torch.zeros(3, 4, 4), 0)
+    logger.log_text("note", "text", 0)
     logger.experiment.config.update({"a": 1})
     with logger.experiment.context() as inner:
         inner["x"] = inner["y"]
+    assert next(iter(logger.experiment["runs"]), None) is None
+    assert "name" not in logger.experiment
     assert not logger.is_started
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_state_is_json_without_paths(case: Case, run: RunInfo) -> None:
-    logger = case.make()
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    state = json.dumps(logger.state_dict())
-    logger.finish("success")
-    assert str(run.root_dir) not in state
 
 
 # Folders of their own
@@ -252,34 +161,20 @@ def write(case: Case, run: RunInfo, steps: range, *, value: float = 1.0, metric:
     return logger
 
 
-def test_a_copy_of_a_started_logger_is_closed(folder_case: Case, run: RunInfo) -> None:
-    logger = folder_case.make()
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    copy = pickle.loads(pickle.dumps(logger))
-    logger.finish("success")
-    assert not copy.is_started
-    assert copy.version == logger.version
-
-
 def test_each_run_has_a_numbered_folder(folder_case: Case, run: RunInfo) -> None:
-    for number in range(3):
+    (run.root_dir / "trainwright_logs" / "version_41").mkdir(parents=True)
+    (run.root_dir / "trainwright_logs" / "other").mkdir()
+    for number in (42, 43):
         logger = write(folder_case, run, range(1, 2))
         logger.finish("success")
         assert logger.version == number
         assert logger.log_dir == str(run.root_dir / "trainwright_logs" / f"version_{number}")
 
 
-def test_a_new_folder_follows_the_largest_number(folder_case: Case, run: RunInfo) -> None:
-    (run.root_dir / "trainwright_logs" / "version_41").mkdir(parents=True)
-    (run.root_dir / "trainwright_logs" / "other").mkdir()
-    logger = write(folder_case, run, range(1, 2))
-    logger.finish("success")
-    assert logger.version == 42
-
-
 def test_name_version_and_save_dir_make_the_folder(folder_case: Case, run: RunInfo, tmp_path: Path) -> None:
-    logger = write(folder_case, run, range(1, 2), save_dir=tmp_path / "logs", name="mine", version="final")
+    logger = pickle.loads(pickle.dumps(folder_case.make(save_dir=tmp_path / "logs", name="mine", version="final")))
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
     logger.finish("success")
     assert logger.log_dir == str(tmp_path / "logs" / "mine" / "final")
     assert folder_case.points(logger, "loss") == [(1, 1.0)]
@@ -312,31 +207,6 @@ def test_a_resumed_run_continues_the_curves_and_no_step_is_doubled(folder_case: 
     assert folder_case.points(second, "late") == []
 
 
-def test_a_state_that_comes_after_the_start_is_taken_too(folder_case: Case, run: RunInfo) -> None:
-    first = write(folder_case, run, range(1, 3))
-    state = first.state_dict()
-    first.finish("failed")
-    second = folder_case.make()
-    second.start(run)
-    second.load_state_dict(state)
-    second.log_metrics({"loss": 2.0}, 3)
-    second.finish("success")
-    assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
-    assert [path.name for path in (run.root_dir / "trainwright_logs").iterdir()] == ["version_0"]
-
-
-def test_a_version_that_was_asked_for_wins_over_the_state(folder_case: Case, run: RunInfo) -> None:
-    first = write(folder_case, run, range(1, 3))
-    first.finish("success")
-    second = folder_case.make(version=7)
-    second.load_state_dict(first.state_dict())
-    second.start(run)
-    second.log_metrics({"loss": 2.0}, 3)
-    second.finish("success")
-    assert folder_case.points(second, "loss") == [(3, 2.0)]
-    assert folder_case.points(first, "loss") == [(1, 1.0), (2, 1.0)]
-
-
 def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_again(
     folder_case: Case, run: RunInfo
 ) -> None:
@@ -347,15 +217,6 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
 
 
-def test_a_test_run_in_the_folder_of_a_training_leaves_its_curves_alone(folder_case: Case, run: RunInfo) -> None:
-    write(folder_case, run, range(1, 6), version=0).finish("success")
-    second = write(folder_case, run, range(1), version=0, metric="test_loss")
-    second.finish("success")
-    assert folder_case.points(second, "loss") == [(step, 1.0) for step in range(1, 6)]
-    assert folder_case.points(second, "test_loss") == [(0, 1.0)]
-
-
-@pytest.mark.slow
 def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: RunInfo) -> None:
     write(folder_case, run, range(1, 6), version=0).finish("success")
     write(folder_case, run, range(1), version=0, metric="test_loss").finish("success")
@@ -365,16 +226,6 @@ def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: R
     last.finish("success")
     assert folder_case.points(last, "loss") == [(step, 1.0) for step in range(1, 6)]
     assert folder_case.points(last, "test_loss") == [(0, 1.0), (0, 2.0)]
-
-
-def test_the_experiment_can_be_asked_for_before_any_trainer(
-    folder_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    logger = folder_case.make()
-    assert logger.experiment is not None
-    assert logger.is_started
-    logger.finish("success")
 
 
 def test_before_any_trainer_only_rank_0_has_a_true_experiment(
@@ -400,23 +251,9 @@ def test_a_missing_package_is_named_with_its_install_line_at_the_start(
         make().start(run)
 
 
-@pytest.mark.parametrize("make", [CSVLogger, JSONLinesLogger, TensorBoardLogger])
 @pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "a\0b", "..\\up"])
-@pytest.mark.parametrize("argument", ["name", "version"])
-def test_name_and_version_must_be_inside_the_folder_of_the_logger(
-    make: Any, argument: str, value: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=f"{argument}=.* points outside of the logger's folder"):
-        make(tmp_path / "logs", **{argument: value})
+@pytest.mark.parametrize("argument", ["name", "version", "sub_dir"])
+def test_folders_must_be_inside_the_folder_of_the_logger(argument: str, value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"{argument}="):
+        TensorBoardLogger(tmp_path / "logs", **{argument: value})
     assert not os.listdir(tmp_path)
-
-
-def test_sub_dir_must_be_inside_the_folder_of_the_logger(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="sub_dir"):
-        TensorBoardLogger(tmp_path, sub_dir="../../up")
-
-
-def test_name_and_version_of_a_logger_may_contain_slashes(tmp_path: Path) -> None:
-    assert CSVLogger(tmp_path, name="group/experiment", version="seed/1").log_dir == str(
-        tmp_path / "group/experiment/seed/1"
-    )

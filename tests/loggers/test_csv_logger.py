@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers import CSVLogger, RunInfo
 
 
@@ -25,31 +23,6 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
     assert logger.log_dir is not None
     with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_a_column_that_comes_late_loses_no_row(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_metrics({"a": 1.0}, 1)
-    logger.flush()
-    logger.log_metrics({"b": 2.0}, 2)
-    logger.finish("success")
-    assert rows(logger) == [{"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "", "b": "2.0"}]
-
-
-@pytest.mark.slow
-def test_a_thousand_new_names_take_seconds(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    began = time.monotonic()
-    for step in range(1000):
-        logger.log_metrics({f"m{step}": 1.0}, step)
-        if step % 4 == 0:
-            logger.flush()
-    logger.finish("success")
-    assert time.monotonic() - began < 10  # parsing the file for each new name took 20 s
-    assert [[name for name, text in row.items() if text] for row in rows(logger)][::999] == [
-        ["step", "m0"],
-        ["step", "m999"],
-    ]
 
 
 NAMES = st.sampled_from(["a", "b", "c,d", 'e"f', "g/h", "i\nj", "k\r\nl", "=1+1"])
@@ -104,14 +77,6 @@ def test_a_row_that_is_torn_while_the_logger_runs_is_not_read_as_a_value(tmp_pat
     logger.log_metrics({"b": 2.0}, 3)  # a new column: the file is read and rewritten
     logger.finish("success")
     assert rows(logger) == [{"step": "1", "a": "1238.0", "b": ""}, {"step": "3", "a": "", "b": "2.0"}]
-
-
-def test_a_metric_named_like_the_clock_does_not_replace_it(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    with pytest.warns(TrainwrightWarning, match="skips the metric 'step'"):
-        logger.log_metrics({"a": 1.0, "step": 99.0}, 3)
-    logger.finish("success")
-    assert rows(logger) == [{"step": "3", "a": "1.0"}]
 
 
 def test_hyperparameters_are_yaml_as_they_are_nested_and_add_up(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.loggers.hyperparams import flatten, json_safe, plain
+from trainwright.loggers.hyperparams import flatten, plain
 
 
 class Colour(enum.Enum):
@@ -63,19 +60,3 @@ def test_nesting_becomes_paths() -> None:
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
-TREES = st.dictionaries(
-    st.text(),
-    st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10),
-    max_size=4,
-)
-
-
-@pytest.mark.slow
-@given(TREES)
-def test_any_tree_is_strict_json_and_flattens_to_scalars(tree: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(json_safe(plain(tree)), allow_nan=False)) is not None
-    assert all(value is None or isinstance(value, (bool, int, float, str)) for value in flatten(tree).values())
-
-
-def test_a_subclass_of_a_number_is_yaml() -> None:
-    assert yaml.safe_load(yaml.safe_dump(plain({"a": np.float64(0.5)}))) == {"a": 0.5}

@@ -42,13 +42,6 @@ def test_a_line_holds_step_time_and_metrics(tmp_path: Path) -> None:
     assert line == {"step": 7, "a": 1.0, "b": 2.0}
 
 
-def test_a_line_can_be_read_as_soon_as_it_is_logged(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_metrics({"a": 1.0}, 1)
-    assert len(lines(logger)) == 1
-    logger.finish("success")
-
-
 def test_the_file_is_valid_json_with_values_that_are_not_finite(tmp_path: Path) -> None:
     logger = started(tmp_path)
     logger.log_hyperparams({"limit": math.inf})
@@ -71,17 +64,6 @@ def test_a_line_cut_off_by_a_crash_is_removed_before_the_next(tmp_path: Path) ->
     second.log_metrics({"a": 3.0}, 3)
     second.finish("success")
     assert [(line["step"], line["a"]) for line in lines(second)] == [(1, 1.0), (3, 3.0)]
-
-
-def test_a_file_of_one_cut_off_line_is_emptied(tmp_path: Path) -> None:
-    first = started(tmp_path)
-    path = first.metrics_file
-    first.finish("failed")
-    path.write_text('{"step": 1, "a"')
-    second = started(tmp_path)
-    second.log_metrics({"a": 3.0}, 3)
-    second.finish("success")
-    assert [line["step"] for line in lines(second)] == [3]
 
 
 def test_text_is_a_line_of_its_own(tmp_path: Path) -> None:

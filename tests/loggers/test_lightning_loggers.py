@@ -32,21 +32,12 @@ def test_a_fit_continues_in_the_folder_of_a_logger_that_was_used_before(kind: An
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_0"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["version", "log_dir"])
+@pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "version"), (TensorBoardLogger, "log_dir")])
 def test_version_and_log_dir_are_known_before_a_fit(kind: Any, name: str, tmp_path: Path) -> None:
     logger = kind(tmp_path)
     assert getattr(logger, name) is not None
     assert pickle.loads(pickle.dumps(logger)).version == 0
     assert kind(tmp_path).version == 1  # nobody else gets the same
-
-
-def test_two_loggers_share_one_folder(tmp_path: Path) -> None:
-    first, second = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
-    CSVLogger(tmp_path).log_metrics({"other": 1.0}, 0)
-    assert second.version == 1
-    quiet_trainer(max_steps=1, log_every_n_steps=1, logger=[first, second]).fit(RegressionTask(), regression_loader(4))
-    assert (first.version, second.version) == (1, 1)
 
 
 class OfLightning(Logger):

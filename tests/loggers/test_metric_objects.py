@@ -113,17 +113,7 @@ def test_one_metric_object_for_two_loaders_is_refused() -> None:
         buffer.log("m", metric)
 
 
-def test_one_metric_object_under_two_names_for_two_loaders_is_refused() -> None:
-    buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
-    buffer.dataloader_idx = 0
-    buffer.log("a", metric)
-    buffer.dataloader_idx = 1
-    with pytest.raises(ConfigurationError, match=r"one metric object is logged for several dataloaders"):
-        buffer.log("b", metric)
-
-
-@pytest.mark.parametrize("sanity_steps", [0, 2])
-@pytest.mark.parametrize("is_part", [False, True], ids=["object", "part of a collection"])
+@pytest.mark.parametrize(("sanity_steps", "is_part"), [(0, False), (2, True)])
 def test_one_metric_object_for_training_and_validation_is_refused(sanity_steps: int, is_part: bool) -> None:
     class Task(RegressionTask):
         def __init__(self) -> None:

@@ -66,27 +66,18 @@ def steps(world_size: int, log: Callable[[MetricBuffer, int], None]) -> list[dic
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)])
-def test_a_synced_step_value_is_reduced_over_ranks(kind: str, expected: float) -> None:
+def test_synced_step_values_and_epochs_aggregates_are_reduced_over_ranks(kind: str, expected: float) -> None:
     found = steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0, reduce_fx=kind, sync_dist=True))
+    assert found == [{"m": expected}] * 2
+    found = epochs(2, lambda buffer, rank: buffer.log("m", torch.tensor(rank + 1.0), reduce_fx=kind))
     assert found == [{"m": expected}] * 2
 
 
-@pytest.mark.parametrize("sync_dist", [None, False])
-def test_a_step_value_is_each_ranks_own_by_default(sync_dist: bool | None) -> None:
-    found = steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=sync_dist))
-    assert found == [{"m": 1.0}, {"m": 2.0}]
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)])
-def test_an_epochs_aggregate_is_reduced_over_ranks_by_default(kind: str, expected: float) -> None:
-    assert (
-        epochs(2, lambda buffer, rank: buffer.log("m", torch.tensor(rank + 1.0), reduce_fx=kind))
-        == [{"m": expected}] * 2
-    )
-
-
-def test_an_epochs_aggregate_stays_each_ranks_own_with_sync_dist_false() -> None:
-    assert epochs(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=False)) == [{"m": 1.0}, {"m": 2.0}]
+def test_step_values_by_default_and_aggregates_with_sync_dist_false_are_each_ranks_own() -> None:
+    own = [{"m": 1.0}, {"m": 2.0}]
+    assert steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0)) == own
+    assert steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=False)) == own
+    assert epochs(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=False)) == own
 
 
 @settings(max_examples=25)

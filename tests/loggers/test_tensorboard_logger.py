@@ -12,8 +12,6 @@ import torch
 import yaml
 from torch import nn
 
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright import TaskModule
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import RunInfo, TensorBoardLogger
@@ -40,37 +38,32 @@ def picture(event: Any) -> np.ndarray[Any, Any]:
     return np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
 
 
-def test_an_image_is_read_back(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    image = torch.zeros(3, 4, 5)
-    image[0] = 1.0
-    logger.log_image("im", image, 3)
-    (event,) = events_of(logger).Images("im")
-    assert event.step == 3
-    found = picture(event)
-    assert found.shape == (4, 5, 3)
-    assert (found == [255, 0, 0]).all()
-
-
-def test_a_figure_is_read_back_and_left_open(tmp_path: Path) -> None:
+def test_images_figures_and_texts_are_read_back(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from PIL import Image
+
+    image = torch.zeros(3, 4, 5)
+    image[0] = 1.0
 
     figure, axes = pyplot.subplots(figsize=(2, 1), dpi=50)
     axes.plot([1, 2])
-    logger = started(tmp_path)
+    logger = started(tmp_path, prefix="p")
+    logger.log_image("im", image, 3)
     logger.log_figure("fig", figure, 2)
+    logger.log_text("note", "hello", 1)
     assert pyplot.fignum_exists(figure.number)
     pyplot.close(figure)
-    (event,) = events_of(logger).Images("fig")
+    events = events_of(logger)
+    (event,) = events.Images("p-im")
+    assert event.step == 3
+    found = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+    assert found.shape == (4, 5, 3)
+    assert (found == [255, 0, 0]).all()
+    (event,) = events.Images("p-fig")
     assert (event.step, event.width, event.height) == (2, 100, 50)
-
-
-def test_a_text_is_read_back(tmp_path: Path) -> None:
-    logger = started(tmp_path, prefix="p")
-    logger.log_text("note", "hello", 1)
-    (event,) = events_of(logger).Tensors("p-note/text_summary")
+    (event,) = events.Tensors("p-note/text_summary")
     assert event.tensor_proto.string_val[0] == b"hello"
 
 
@@ -98,24 +91,6 @@ def test_the_graph_is_read_back_and_the_task_is_left_as_it_was(tmp_path: Path) -
     assert all(torch.equal(value, state[name]) for name, value in task.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     assert any("Linear" in node.name for node in events_of(logger).Graph().node)
-
-
-def test_a_run_logs_its_graph_and_its_metrics(tmp_path: Path) -> None:
-    class Drawn(RegressionTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.example_input_array = regression_loader(4, 4).dataset[0][0].unsqueeze(0)
-
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            loss = self.loss(batch)
-            self.log("loss", loss)
-            return loss
-
-    logger = TensorBoardLogger(tmp_path, log_graph=True)
-    quiet_trainer(max_steps=2, log_every_n_steps=1, logger=logger).fit(Drawn(), regression_loader(8, 4))
-    events = events_of(logger)
-    assert [event.step for event in events.Scalars("loss")] == [0, 1]
-    assert any("Linear" in node.name for node in events.Graph().node)
 
 
 def test_a_graph_without_an_input_is_refused(tmp_path: Path) -> None:
@@ -175,19 +150,3 @@ def test_sub_dir_holds_the_event_files(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finish("success")
     assert list((tmp_path / "trainwright_logs" / "version_0" / "tb").glob("events.out.tfevents.*"))
-
-
-def test_the_experiment_is_the_writer(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    logger = started(tmp_path)
-    assert isinstance(logger.experiment, SummaryWriter)
-    logger.finish("success")
-
-
-def test_a_logger_works_without_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    logger = TensorBoardLogger()
-    logger.log_metrics({"loss": 1.0}, 0)
-    logger.finish("success")
-    assert list(tmp_path.rglob("events.out.tfevents.*"))

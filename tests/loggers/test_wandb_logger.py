@@ -45,10 +45,11 @@ class FakeRun:
 
 class FakeArtifact:
     def __init__(self, name: str, type: str, metadata: dict[str, Any]) -> None:
-        self.name, self.paths = name, list[str]()
+        self.name, self.paths, self.options = name, list[str](), dict[str, Any]()
 
-    def add_dir(self, path: str) -> None:
+    def add_dir(self, path: str, **options: Any) -> None:
         self.paths.append(path)
+        self.options = options
 
     add_file = add_dir
 
@@ -74,6 +75,8 @@ def test_curves_have_the_optimizer_step_as_their_axis(fake: SimpleNamespace, tmp
     logger.log_metrics({"loss": 1.0}, 50)
     assert fake.runs[0].axes == [("trainer/global_step", None), ("*", "trainer/global_step")]
     assert fake.runs[0].history == [{"loss": 1.0, "trainer/global_step": 50}]
+    assert logger.state_dict() == {"id": "made-up"}
+    assert logger.version == "made-up"
 
 
 def test_a_resumed_history_gets_no_step_twice(fake: SimpleNamespace, tmp_path: Path) -> None:
@@ -111,19 +114,6 @@ def test_evaluation_steps_have_an_axis_of_their_own(fake: SimpleNamespace, tmp_p
     ]
 
 
-def test_the_id_that_wandb_makes_is_the_state(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path)
-    logger.start(RunInfo(tmp_path))
-    assert logger.state_dict() == {"id": "made-up"}
-    assert logger.version == "made-up"
-
-
-def test_an_id_that_was_asked_for_wins_over_the_state(fake: SimpleNamespace) -> None:
-    logger = WandbLogger(id="mine")
-    logger.load_state_dict({"id": "abc"})
-    assert logger.version == "mine"
-
-
 def test_a_state_that_comes_too_late_is_reported(fake: SimpleNamespace, tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path)
     logger.start(RunInfo(tmp_path))
@@ -149,15 +139,6 @@ def test_a_run_that_others_opened_is_used_and_left_open(fake: SimpleNamespace, t
     assert fake.runs == []
     assert len(fake.run.history) == 1
     assert fake.run.exit_code is None
-
-
-def test_a_run_handed_over_is_used_and_left_open(fake: SimpleNamespace, tmp_path: Path) -> None:
-    theirs = FakeRun(id="theirs")
-    logger = WandbLogger(experiment=theirs)
-    logger.start(RunInfo(tmp_path))
-    assert logger.experiment is theirs
-    logger.finish("success")
-    assert theirs.exit_code is None
 
 
 def test_the_runs_name_and_options_reach_init(fake: SimpleNamespace, tmp_path: Path) -> None:
@@ -186,35 +167,36 @@ def test_a_server_that_does_not_answer_leaves_an_offline_run(fake: SimpleNamespa
     assert fake.runs[0].history == [{"loss": 1.0, "trainer/global_step": 0}]
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    paths = [folder / "step-1", folder / "step-2"]
-    for path in paths:
-        path.mkdir()
-    return paths
+@pytest.mark.parametrize(
+    ("log_model", "at_once", "in_all"), [("all", ["step-1", "step-2"], ["step-1", "step-2"]), (True, [], ["step-2"])]
+)
+def test_log_model_uploads_each_checkpoint_or_the_last_one_at_the_end(
+    log_model: Any, at_once: list[str], in_all: list[str], fake: SimpleNamespace, tmp_path: Path
+) -> None:
+    def uploaded() -> list[Any]:
+        return [(artifact.paths, aliases) for artifact, aliases in fake.runs[0].artifacts]
 
+    def expected(names: list[str]) -> list[Any]:
+        return [([str(tmp_path / name)], ["latest", name, "best"]) for name in names]
 
-def test_log_model_all_uploads_each_checkpoint(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path, log_model="all")
+    logger = WandbLogger(save_dir=tmp_path, log_model=log_model)
     logger.start(RunInfo(tmp_path))
-    for path in checkpoints(tmp_path):
-        logger.log_checkpoint(path, aliases=("best",))
-    uploaded = [(artifact.paths, aliases) for artifact, aliases in fake.runs[0].artifacts]
-    assert uploaded == [([str(tmp_path / name)], ["latest", name, "best"]) for name in ("step-1", "step-2")]
-
-
-def test_log_model_true_uploads_the_last_checkpoint_at_the_end(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=tmp_path, log_model=True)
-    logger.start(RunInfo(tmp_path))
-    for path in checkpoints(tmp_path):
-        logger.log_checkpoint(path)
-    run = fake.runs[0]
-    assert run.artifacts == []
+    for name in ("step-1", "step-2"):
+        (tmp_path / name).mkdir()
+        logger.log_checkpoint(tmp_path / name, aliases=("best",))
+    assert uploaded() == expected(at_once)
     logger.finish("success")
-    assert [artifact.paths for artifact, _ in run.artifacts] == [[str(tmp_path / "step-2")]]
+    assert uploaded() == expected(in_all)
 
 
 @pytest.mark.parametrize(
-    "options", [{"offline": True, "log_model": True}, {"id": "a", "version": "b"}, {"log_model": "best"}]
+    "options",
+    [
+        {"offline": True, "log_model": True},
+        {"id": "a", "version": "b"},
+        {"log_model": "best"},
+        {"add_file_policy": "copied"},
+    ],
 )
 def test_options_that_contradict_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="WandbLogger"):
@@ -244,29 +226,14 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     assert run["history"][3]["rows/ncols"] == 2
 
 
-def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[Any] = []
-
-    class Artifact:
-        def __init__(self, name: str, **options: Any) -> None:
-            calls.append(name)
-
-        def add_dir(self, path: str, policy: str = "mutable") -> None:
-            calls.append(policy)
-
-    class Run:
-        def log_artifact(self, artifact: Artifact, aliases: list[str]) -> None:
-            calls.append(aliases[0])
-
-    fake = type("Wandb", (), {"Artifact": Artifact})
-    monkeypatch.setattr("trainwright.loggers.wandb_logger.require_package", lambda *args, **options: fake)
-    logger = WandbLogger(log_model="all", experiment=Run(), checkpoint_name="mine", add_file_policy="immutable")
+def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(fake: SimpleNamespace, tmp_path: Path) -> None:
+    theirs = FakeRun()
+    logger = WandbLogger(log_model="all", experiment=theirs, checkpoint_name="mine", add_file_policy="immutable")
     logger.log_checkpoint(tmp_path)
-    assert calls == ["mine", "immutable", "latest"]
-    with pytest.raises(ConfigurationError, match="add_file_policy='copied'"):
-        WandbLogger(add_file_policy="copied")  # type: ignore[arg-type]  # what is tested
+    ((artifact, aliases),) = theirs.artifacts
+    assert (artifact.name, artifact.options, aliases[0]) == ("mine", {"policy": "immutable"}, "latest")
+    logger.finish("success")
+    assert theirs.exit_code is None  # a run that was handed over is left open
 
 
 def test_logging_after_a_fit_opens_the_run_again(fake: SimpleNamespace, tmp_path: Path) -> None:

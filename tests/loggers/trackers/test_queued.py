@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright import Trainer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.trackers.queued import QueuedLogger
@@ -106,21 +103,6 @@ def test_values_that_change_after_the_call_are_written_as_they_were(tmp_path: Pa
     assert logger.calls[4] == ("table", "| x |\n| --- |\n| 1 |", 1)
 
 
-def test_a_call_costs_microseconds(tmp_path: Path) -> None:
-    logger = _started(Stub(), tmp_path)
-    logger.capacity = 10**6
-    values = {"loss": 1.0, "accuracy": 0.5}
-    costs = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        for step in range(200):
-            logger.log_metrics(values, step)
-        costs.append((time.perf_counter() - begin) / 200)
-        time.sleep(0.01)
-    logger.finish("success")
-    assert min(costs) <= 20e-6
-
-
 def test_a_full_queue_drops_new_calls_and_the_end_counts_them(tmp_path: Path) -> None:
     logger = _started(Stub(delay=0.3), tmp_path)
     logger.capacity = 2
@@ -173,23 +155,6 @@ def test_finish_waits_for_its_patience_and_no_longer(tmp_path: Path) -> None:
     assert logger.calls == [(0, {"loss": 0.0})]
 
 
-def _fit(logger: Any, folder: Path) -> float:
-    begin = time.perf_counter()
-    trainer = Trainer(
-        max_steps=20,
-        logger=logger,
-        log_every_n_steps=1,
-        default_root_dir=folder,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        trainer.fit(RegressionTask(), regression_loader())
-    return time.perf_counter() - begin
-
-
 class Away(Stub):
     """A backend that answers when the event is set."""
 
@@ -219,35 +184,6 @@ def test_a_start_does_not_wait_for_a_server_and_nothing_is_lost_if_it_answers(tm
     logger.finish("success")
     assert logger.calls == [(0, {"loss": 1.0}), "success"]
     assert logger.version == "first"
-
-
-def test_a_server_that_fails_after_the_start_is_an_error_of_a_later_call(tmp_path: Path) -> None:
-    logger = Away(fails=True)
-    with pytest.warns(TrainwrightWarning, match="has not answered"):
-        _started(logger, tmp_path)
-    logger.answer.set()
-    with pytest.raises(OSError, match="the server is away"):
-        logger.finish("success")
-    assert logger.calls == []
-    with pytest.raises(OSError, match="the server is away"):
-        _started(logger, tmp_path)  # it fails within the time
-    assert not logger.is_started
-
-
-@pytest.mark.slow
-def test_a_backend_that_hangs_delays_a_training_by_less_than_a_second(tmp_path: Path) -> None:
-    _fit(False, tmp_path)
-    without = _fit(False, tmp_path)
-    logger = Stub(delay=3.0)
-    logger.patience = 0.2
-    assert _fit(logger, tmp_path) - without < 1.0
-
-
-@pytest.mark.slow
-def test_a_failing_backend_is_disabled_and_training_continues(tmp_path: Path) -> None:
-    logger = Stub(fails=True, delay=0.0)
-    _fit(logger, tmp_path)
-    assert [call for call in logger.calls if isinstance(call, tuple)] == []
 
 
 def test_a_resumed_run_skips_the_steps_that_its_history_contains(tmp_path: Path) -> None:
