@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-xla | torture | mutants | check | check-oldest | check-newest | check-wheel | bench | docs | format | clean.
+# make demo | test | test-engines | test-all | test-xla | torture | mutants | check | check-oldest | check-newest | check-wheel | bench | docs | format | clean.
 # Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ VENV_NEWEST := .venv-newest
 SUITE := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Whole programs are among the slow tests: make check does not even import their files.
 PROGRAMS := tests/ported tests/requirements
-FAST := -m pytest -q -n 2 -m "not (slow or distributed or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)
+FAST := -m pytest -q -n 2 -m "not (slow or distributed or engines or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)
 OPERATIONS := $(BIN)/python tests/helpers/compile_deepspeed.py
 
 # Where deepspeed finds ninja and stores the operations that it compiles. With ccache installed, their object files are
@@ -35,7 +35,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all test-xla torture mutants check check-oldest check-newest check-wheel lint bench docs pictures format clean
+.PHONY: help venv demo test test-engines test-all test-xla torture mutants check check-oldest check-newest check-wheel lint bench docs pictures format clean
 
 help:
 	@echo "make demo     a digits classifier from an empty folder to a report of its training (two minutes)"
@@ -43,6 +43,7 @@ help:
 	@echo "make check-oldest  the fast tests on the oldest supported torch, in an environment of its own"
 	@echo "make check-newest  the same on the newest torch that was tested"
 	@echo "make test     the fast tests, and every feature in real processes (half an hour)"
+	@echo "make test-engines  DeepSpeed's compiled optimizer, Megatron, Ray, Slurm, MPI, two hosts, trackers, S3, browsers"
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (ten minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
@@ -79,8 +80,11 @@ $(STAMP_DEMO): pyproject.toml constraints.txt
 	@touch $@
 
 test: $(STAMP)
+	$(SUITE) -m "not (engines or exhaustive or torture)"
+
+test-engines: $(STAMP)
 	$(OPERATIONS) CPUAdamBuilder
-	$(SUITE) -m "not exhaustive and not torture"
+	$(SUITE) -m "engines and not (exhaustive or torture)"
 
 test-all: $(STAMP)
 	$(OPERATIONS) CPUAdamBuilder AsyncIOBuilder

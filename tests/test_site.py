@@ -56,7 +56,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site.build(tmp_path_factory.mktemp("build"), pictures=False)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_the_site_loads_nothing_from_the_network(built: Path) -> None:
     pages = list(built.rglob("*.html"))
     assert len(pages) > 200
@@ -67,14 +67,14 @@ def test_the_site_loads_nothing_from_the_network(built: Path) -> None:
         assert loaded == [], page.name
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_the_search_index_has_the_reference(built: Path) -> None:
     found = {item["title"]: item["location"] for item in json.loads((built / "search.json").read_text())["items"]}
     assert found["ModelCheckpoint"] == "trainwright.ModelCheckpoint.html"
     assert found["All settings"] == "settings.html"
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_a_page_of_the_reference_shows_its_neighbours_and_its_place(built: Path) -> None:
     page = (built / "trainwright.callbacks.Timer.html").read_text()
     place = re.search(r'<nav class="md-path".*?</nav>', page, re.DOTALL)
@@ -83,7 +83,7 @@ def test_a_page_of_the_reference_shows_its_neighbours_and_its_place(built: Path)
     assert "trainwright.callbacks.BackboneFinetuning.html" in page
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.parametrize("target", ["absent.md", "training.md#absent"])
 def test_a_broken_link_is_an_error(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {**dict.fromkeys(("reference", "settings"), "# Page\n"), "broken": f"# Broken\n\n[x]({target})\n"}
@@ -92,7 +92,7 @@ def test_a_broken_link_is_an_error(target: str, tmp_path: Path, monkeypatch: pyt
         site.build(tmp_path, pictures=False)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.requires("program:chromium", reason="a real browser")
 @pytest.mark.requires("playwright", reason="it drives the browser")
 def test_a_browser_searches_the_site_from_the_disk(built: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_browser_searches_the_site_from_the_disk(built: Path) -> None:
     assert {url.partition(":")[0] for url in loaded} <= {"file", "data", "about"}
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.exhaustive
 @pytest.mark.requires("program:chromium", reason="a picture of a report")
 def test_the_page_of_pictures_shows_what_the_tools_make(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore")  # of transformers
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 1), *((kind, 2) for kind in _OPTIONS)])

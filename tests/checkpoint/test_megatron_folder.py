@@ -72,8 +72,8 @@ def _run(*argv: object) -> None:
     assert checkpoint([str(part) for part in argv]) == 0
 
 
+@pytest.mark.engines
 @needs_megatron
-@pytest.mark.slow
 @pytest.mark.parametrize("saved", ["gpt2"], indirect=True)
 def test_megatron_computes_the_logits_of_transformers(saved: Path) -> None:
     target = saved.with_name("megatron")
@@ -82,8 +82,8 @@ def test_megatron_computes_the_logits_of_transformers(saved: Path) -> None:
     torch.testing.assert_close(torch.load(saved.with_name("megatron.logits")), _logits(saved), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.engines
 @needs_megatron
-@pytest.mark.slow
 def test_transformers_computes_the_logits_of_megatron(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000010"
     folder.mkdir()

@@ -14,7 +14,7 @@ from tests.checkpoint.test_remote_runs import FirstStep, fit
 from trainwright.checkpoint.remote import download_checkpoint, find_remote, upload_checkpoint
 from trainwright.core.errors import CheckpointError
 
-pytestmark = S3
+pytestmark = [S3, pytest.mark.engines]
 PART_BYTES = 5 * 2**20  # the smallest part that S3 accepts
 
 

@@ -235,7 +235,7 @@ def _launch(folder: Path, *words: str, **variables: str) -> subprocess.Completed
     return subprocess.CompletedProcess(run.args, run.returncode, output, errors)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @_needs_mpirun
 def test_mpirun_starts_two_ranks(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def _wait(folder: Path, job: str, variables: dict[str, str]) -> str:
     return file.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @needs_slurm
 def test_a_job_of_slurm_trains_two_ranks(cluster: dict[str, str], tmp_path: Path) -> None:
@@ -344,7 +344,7 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @_needs_mpirun
 @pytest.mark.parametrize("kill", _KILLS)
@@ -365,7 +365,7 @@ def test_a_killed_run_of_mpirun_resumes_and_gives_the_same_weights(
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), uninterrupted, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @needs_slurm
 @pytest.mark.parametrize("kill", _KILLS)

@@ -177,7 +177,7 @@ cd / && exec sh -c "$*"
 """
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @_needs_pdsh
 @pytest.mark.parametrize("kind", ["exec", "ssh"])
@@ -200,7 +200,7 @@ def _ended(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @_needs_pdsh
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends pdsh with a killed launcher")

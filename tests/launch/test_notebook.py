@@ -190,7 +190,7 @@ def function(value, word):
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @pytest.mark.requires("nbclient", "a notebook is executed for real")
 @pytest.mark.requires("ipykernel", "by a real kernel")

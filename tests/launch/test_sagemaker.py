@@ -235,7 +235,7 @@ open(f"rank-{accelerator.process_index}", "w").write(f"{total} {sys.argv[1:]}")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 def test_the_containers_of_two_hosts_train_together(sdk: _Sdk) -> None:
     Path("train.py").write_text(_SCRIPT)

@@ -18,7 +18,7 @@ from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.sources import ROOT
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.engines,
     pytest.mark.distributed,
     pytest.mark.skipif(
         not sys.platform.startswith("linux") or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))),

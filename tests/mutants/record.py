@@ -2,7 +2,7 @@
 
     python -m tests.mutants.record [ARGUMENTS OF PYTEST ...]
 
-writes build/mutants/{coverage,durations.json}. Without arguments it runs the tests of `make check`.
+writes build/mutants/{coverage,durations.json}. Without arguments it runs the tests of `make test`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
-_FAST = ["-m", "not (slow or distributed or exhaustive or torture)", "--ignore=tests/ported"]
+_TESTS = ["-m", "not (engines or exhaustive or torture)", "--dist", "loadfile", "--no-loadscope-reorder"]
 # coverage's .pth file starts a measurement in each Python process that finds this configuration in its environment:
 # pytest, its workers, and what they start. In pytest the context is the test function on the stack. A process that a
 # test starts has no such function: its context is the test that pytest has put into the environment.
@@ -43,7 +43,7 @@ def record(arguments: Sequence[str]) -> int:
     configuration.write_text(_CONFIGURATION.format(folder=FOLDER))
     environment = {**os.environ, "COVERAGE_PROCESS_START": str(configuration)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutants.durations"]
-    done = subprocess.run([*command, *(arguments or _FAST)], cwd=ROOT, env=environment, check=False)
+    done = subprocess.run([*command, *(arguments or _TESTS)], cwd=ROOT, env=environment, check=False)
     os.environ.pop("PYTEST_CURRENT_TEST", None)
     coverage.Coverage(config_file=str(configuration)).combine([str(FOLDER)])
     return done.returncode

@@ -304,6 +304,7 @@ ranks = again.predict(task, data[:4])
 ]
 
 
+@pytest.mark.engines
 @pytest.mark.requires("nbclient", "a notebook is executed for real")
 @pytest.mark.requires("ipykernel", "by a real kernel")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")

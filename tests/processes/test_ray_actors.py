@@ -95,7 +95,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @pytest.mark.requires("ray", reason="it starts the actors")
 @pytest.mark.parametrize("kill", mostly_exhaustive(range(10), keep=[0]))
@@ -122,7 +122,7 @@ def test_a_killed_rank_or_actor_is_restarted_and_the_result_is_equal(kill: int, 
     torch.testing.assert_close(torch.load(folder / "weights.pt"), expected, rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @pytest.mark.requires("ray", reason="it starts the actors")
 def test_a_trainer_on_ray_leaves_the_results_in_the_process_that_called_it(plain: Path, tmp_path: Path) -> None:

@@ -325,6 +325,7 @@ def wait_until(condition: Callable[[], bool], output: Path) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.engines
 @needs_slurm
 @pytest.mark.timeout(400)  # 90 s on an idle machine
 def test_a_job_of_slurm_that_is_signalled_runs_again_and_trains_as_one_that_is_not(

@@ -159,7 +159,7 @@ def test_a_folder_without_a_run_is_an_error_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.requires("program:chromium", reason="a real browser")
 @pytest.mark.requires("playwright", reason="it drives the browser")
 def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path) -> None:

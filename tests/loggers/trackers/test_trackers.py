@@ -14,7 +14,7 @@ from tests.helpers.sources import ROOT
 REASON = "the tracker's library writes the files that are read"
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "package",

@@ -146,6 +146,7 @@ def _offloaded(folder: str) -> dict[str, Any]:
     return {"weights": weights, "again": again, "rates": rates}
 
 
+@pytest.mark.engines
 @needs_operation("CPUAdamBuilder")
 def test_offloaded_states_of_torchs_optimizer_are_stepped_on_the_host(tmp_path: Path) -> None:
     found, _ = run_distributed(_offloaded, 2, str(tmp_path / "state"), init=False, timeout=280)

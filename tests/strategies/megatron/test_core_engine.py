@@ -20,7 +20,7 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.megatron import core_engine
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
-pytestmark = pytest.mark.requires("megatron.core", "trains its GPTModel")
+pytestmark = [pytest.mark.engines, pytest.mark.requires("megatron.core", "trains its GPTModel")]
 _NAMES = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-4}
 
 

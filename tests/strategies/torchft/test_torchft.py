@@ -109,8 +109,8 @@ def _train_with_ddp() -> dict[str, torch.Tensor]:
     return task.state_dict()
 
 
+@pytest.mark.engines
 @_NEEDS
-@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_replicas_that_stay_alive_train_like_ddp(sharded: bool, start: Any) -> None:
     replicas = start(num=2, num_steps=12, step_s=0.0, sharded=sharded)
@@ -119,8 +119,8 @@ def test_replicas_that_stay_alive_train_like_ddp(sharded: bool, start: Any) -> N
         torch.testing.assert_close(weights, expected)
 
 
+@pytest.mark.engines
 @_NEEDS
-@pytest.mark.slow
 def test_a_killed_replica_rejoins_at_the_step_of_the_others(start: Any, tmp_path: Path) -> None:
     replicas = start(num=3, num_steps=150, step_s=0.05, sharded=True)
     replicas.wait_for_step(1, 10)
