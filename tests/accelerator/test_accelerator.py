@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
@@ -289,3 +290,19 @@ def test_a_state_is_saved_with_the_arguments_that_scripts_pass(tmp_path: Path) -
         with pytest.raises(ConfigurationError, match=text):
             call()  # type: ignore[no-untyped-call]
     assert not (tmp_path / "c").exists()
+
+
+def _pickle_among_two() -> Any:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    other = pickle.loads(pickle.dumps(accelerator))
+    net = nn.Linear(2, 1)
+    model = other.prepare(net)
+    other.backward(model(torch.ones(1, 2)).sum() * (1 + other.process_index))
+    with pytest.raises(ConfigurationError, match="before prepare"):
+        pickle.dumps(other)
+    return net.bias.grad.item()  # type: ignore[union-attr]
+
+
+@pytest.mark.distributed
+def test_an_accelerator_of_several_processes_pickles_its_settings() -> None:
+    assert run_distributed(_pickle_among_two, 2, init=False, timeout=60) == [0.75, 0.75]

@@ -481,3 +481,15 @@ def test_a_prepared_model_is_compiled_and_keeps_its_names() -> None:
 
 
 # Several processes
+
+
+def test_a_wrap_policy_of_classes_names_what_is_missing() -> None:
+    plugin = FullyShardedDataParallelPlugin(auto_wrap_policy="transformer_based_wrap")
+    with pytest.raises(ConfigurationError, match="Linear has no _no_split_modules"):
+        plugin.set_auto_wrap_policy(nn.Linear(2, 2))
+    plugin.transformer_cls_names_to_wrap = "Linear, Blok"
+    with pytest.raises(ConfigurationError, match="Blok"):
+        plugin.set_auto_wrap_policy(_Pair(nn.Linear(2, 2)))
+    plugin.auto_wrap_policy = None
+    plugin.set_auto_wrap_policy(nn.Linear(2, 2))
+    assert plugin.auto_wrap_policy is None

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.contracts.test_own_loop import Net, make_optimizer
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -88,3 +89,17 @@ def test_float16_keeps_float32_shards() -> None:
         torch.testing.assert_close(losses, expected, rtol=0.02, atol=1e-3)
         assert dtypes == {"torch.float32"}
         assert not skipped
+
+
+def _different() -> str:
+    accelerator = Accelerator(strategy="fsdp")
+    try:
+        accelerator.prepare(nn.Linear(4, 2 + accelerator.process_index))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_different_models_are_refused_on_every_rank() -> None:
+    for text in _run(_different):
+        assert "'weight' (2×4, torch.float32) on rank 0, and 'weight' (3×4, torch.float32) on rank 1" in text

@@ -87,3 +87,9 @@ def test_the_accelerator_takes_its_arguments_in_the_order_of_accelerate() -> Non
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 2)
     assert accelerator.even_batches is False
     accelerator.end_training()
+
+
+def test_a_schedule_prints_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    AcceleratedScheduler(StepLR(inner, 1), AcceleratedOptimizer(inner)).print_lr(True, 0, 0.5, 3)
+    assert capsys.readouterr().out == "Epoch 3: Adjusting learning rate of group 0 to 5.0000e-01.\n"

@@ -12,6 +12,7 @@ from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, ConfigurationError
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.tracking import GeneralTracker, on_main_process
+from trainwright.utils import LoggerType
 
 
 class Recorder(GeneralTracker):
@@ -183,3 +184,13 @@ def test_the_first_process_logs(tmp_path: Path) -> None:
     events = _events(tmp_path / "project")
     assert [one.value for one in events.Scalars("rank")] == [0.0]
     assert [one.value for one in events.Scalars("own")] == [0.0]
+
+
+def test_all_are_those_that_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "trainwright.accelerator.trackers.find_spec", lambda name: name if name in ("tensorboard", "wandb") else None
+    )
+    recorder = Recorder()
+    assert Accelerator(cpu=True, log_with=[recorder, "all"]).log_with == [recorder, LoggerType.WANDB]
+    both = Accelerator(cpu=True, log_with="all", project_dir=".").log_with
+    assert both == [LoggerType.TENSORBOARD, LoggerType.WANDB]

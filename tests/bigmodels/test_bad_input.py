@@ -32,6 +32,7 @@ from tests.bigmodels.nets import (
 from trainwright import (
     CheckpointError,
     ConfigurationError,
+    check_device_map,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -265,3 +266,12 @@ def test_pickling_an_offloaded_model_says_what_to_do_instead() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot be pickled.*save_model"):
         torch.save(offloaded, io.BytesIO())
     pickle.dumps(remove_hook_from_module(copy.deepcopy(offloaded), recurse=True))
+
+
+@pytest.mark.parametrize("device_map", ["auto", ["cpu"], {0: "cpu", "": "cpu"}], ids=str)
+def test_what_is_no_map_from_names_is_refused(device_map: Any, tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
+        load_checkpoint_in_model(empty_net(), tmp_path, device_map=device_map)
+    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
+        check_device_map(make_net(), device_map)

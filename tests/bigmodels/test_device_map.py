@@ -308,3 +308,8 @@ def test_buffers_that_do_not_fit_beside_the_largest_offloaded_weight_are_a_warni
     with pytest.warns(TrainwrightWarning, match="offload_buffers=True"):
         infer_auto_device_map(model, **too_small)
     infer_auto_device_map(model, **too_small, offload_buffers=True)
+
+
+def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
+    assert "(the whole model)" in capsys.readouterr().out

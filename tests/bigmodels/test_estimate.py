@@ -269,3 +269,18 @@ def test_a_model_of_timm_is_built_by_timm(timm: Path, capsys: pytest.CaptureFixt
         assert json.loads(capsys.readouterr().out)["elements"] == 3 * 8 * 9 + 4 * 8
     assert main(["estimate-memory", "timm/resnet05"]) == 2
     assert "Did you mean 'resnet50'" in capsys.readouterr().err
+
+
+def test_a_timm_that_cannot_be_imported_is_said_with_what_to_do(timm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timm.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    assert main(["estimate-memory", "timm/resnet50.a1_in1k", "--library_name", "timm"]) == 2
+    error = capsys.readouterr().err
+    assert "torchvision::nms does not exist" in error
+    assert "pip install --upgrade torchvision timm" in error
+
+
+@of_transformers
+def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}))
+    assert main(["estimate", str(tmp_path), "--batch-size", "2"]) == 2
+    assert "Wav2Vec2ForCTC takes input_values" in capsys.readouterr().err

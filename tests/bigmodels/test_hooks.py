@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.bigmodels.nets import TOKENS, make_net
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device, has_offloaded_params
+from trainwright.bigmodels.dispatch.attach import attach_execution_device_hook
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, cpu_offload_with_hook
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
@@ -223,3 +224,32 @@ def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
     assert torch.equal(net(torch.ones(1, 4)), expected(torch.ones(1, 4)))
     assert seen == [torch.float32]
     assert net[0].weight.dtype is torch.bfloat16
+
+
+def test_weights_that_are_not_offloaded_are_moved_and_moved_back() -> None:
+    layer = nn.Linear(2, 2)
+    with align_module_device(layer):
+        assert layer.weight.device.type == "cpu"
+    with align_module_device(layer, "cpu"):
+        layer.weight.data.zero_()
+    assert not layer.weight.any()
+
+
+def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_have_one() -> None:
+    net = make_net()
+    own = add_hook_to_module(net.embed, ModelHook())._hf_hook
+    attach_execution_device_hook(net, "cpu")
+    assert net.embed._hf_hook is own
+    hooked = {name for name, module in net.named_modules() if "_hf_hook" in vars(module)}
+    assert hooked == {
+        "",
+        "embed",
+        "blocks",
+        "blocks.0",
+        "blocks.0.0",
+        "blocks.0.1",
+        "blocks.1",
+        "blocks.1.0",
+        "blocks.1.1",
+        "head",
+    }

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from trainwright.bigmodels.weights.empty import init_empty_weights
+from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint.format.model import write_model
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -231,3 +232,18 @@ def test_a_model_loads_and_runs_under_inference_mode(suffix: str, tmp_path: Path
                 assert torch.equal(net(TOKENS), EXPECTED)
         with torch.no_grad():
             assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_an_unknown_word_for_a_map_and_an_unknown_dtype_are_refused(tmp_path: Path) -> None:
+    folder = _single(tmp_path / "c")
+    with pytest.raises(ConfigurationError, match="autp"):
+        load_checkpoint_and_dispatch(empty_net(), folder, device_map="autp")
+    with pytest.raises(ConfigurationError, match="floaty"):
+        load_checkpoint_in_model(empty_net(), folder, dtype="floaty")
+
+
+def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="contains no weights"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        read_checkpoint(tmp_path / "nowhere")

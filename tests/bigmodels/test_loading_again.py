@@ -15,6 +15,8 @@ from torch import nn
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_net, plain_state, tree_of
 from trainwright import (
     ConfigurationError,
+    ModelHook,
+    add_hook_to_module,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -212,3 +214,16 @@ def test_after_the_hooks_are_gone_a_checkpoint_s_weights_on_the_disk_can_be_had(
             each.cpu()
         dispatch_model(each, {"": "cpu"})
         assert torch.equal(each.to("cpu")(TOKENS), OLD_SCORES)
+
+
+@torch.no_grad()
+def test_a_hook_of_the_user_s_own_stays(tmp_path: Path) -> None:
+    class Doubled(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output * 2
+
+    net = FORMER["on the disk"](tmp_path)
+    add_hook_to_module(net.head, Doubled(), append=True)
+    for places in (MIXED, {"": "cpu"}):
+        dispatch_model(net, places)
+        assert torch.equal(net(TOKENS), OLD_SCORES * 2)

@@ -233,3 +233,10 @@ def test_a_weight_that_does_not_fit_is_named_and_the_model_stays_as_it_was(
         load_and_quantize_model(model, bnb(load_in_8bit=True), weights_location=tmp_path)
     assert model.first is first
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_an_empty_model_without_weights_and_one_without_layers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="weights_location"):
+        load_and_quantize_model(empty_net(), bnb(load_in_8bit=True))
+    with pytest.raises(ConfigurationError, match="no layer to quantize"):
+        load_and_quantize_model(nn.Sequential(nn.ReLU()), bnb(load_in_8bit=True))

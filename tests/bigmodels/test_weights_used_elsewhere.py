@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,3 +161,15 @@ def test_an_adapter_that_is_put_into_an_offloaded_model_is_refused_at_the_first_
         _with_adapter(model)(INPUTS)
     with pytest.raises(ConfigurationError, match=r"'layer\.down\.weight' first"):
         model[0](INPUTS)  # as wrappers that call parts of a model do
+
+
+def test_copies_and_pickles_of_what_stands_there_are_ordinary(tmp_path: Path) -> None:
+    model = nn.BatchNorm1d(3)
+    disk_offload(model, tmp_path, execution_device="cpu", offload_buffers=True)
+    twin = copy.deepcopy(model)
+    inputs = torch.randn(4, 3)
+    assert torch.equal(twin.eval()(inputs), model.eval()(inputs))
+    buffer = io.BytesIO()
+    torch.save(model.running_mean, buffer)
+    buffer.seek(0)
+    assert type(torch.load(buffer, weights_only=True)) is torch.Tensor

@@ -198,3 +198,34 @@ def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
     saved = read_checkpoint(tmp_path / "out").optimizers[0]["state"]
     reference = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
     assert same(list(saved.values()), [reference[number] for number in range(len(saved))])
+
+
+class _Custom:
+    """Something of the user's own."""
+
+
+def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path, mine={"thing": _Custom(), "kept": 1})
+    done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(trust_pickle=True))
+    assert read_checkpoint(tmp_path / "out").trainer["task"] == {"mine": {"kept": 1}}
+    assert "Skipped: task.mine.thing" in _notes(done)
+
+
+def test_accelerate_safetensors_do_not_keep_the_order_of_weights_of_one_shape(tmp_path: Path) -> None:
+    source, model, optimizer = _accelerate(tmp_path, safe=True)
+    done = convert_checkpoint(source, tmp_path / "one")
+    assert done.kind == "weights"
+    assert "does not preserve their order" in _notes(done)
+    names = list(dict(model.named_parameters()))
+    assert convert_checkpoint(source, tmp_path / "two", ConvertOptions(param_names=[names])).kind == "full"
+    saved = read_checkpoint(tmp_path / "two").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+
+
+def test_a_whole_module_is_refused_unless_trusted(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+    for options in (ConvertOptions(), ConvertOptions(drop_unknown=True)):
+        with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear"):
+            convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", options)
+    convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(trust_pickle=True))
+    assert list(read_checkpoint(tmp_path / "out").model or {}) == ["weight", "bias"]

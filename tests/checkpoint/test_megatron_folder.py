@@ -162,3 +162,14 @@ def test_a_missing_rank_is_an_error(saved: Path) -> None:
     rank.rename(saved.with_name("elsewhere"))
     with pytest.raises(CheckpointError, match="without those of tp 1, pp 0"):
         _run("convert", first, saved.with_name("back"))
+
+
+@pytest.mark.parametrize("saved", ["llama"], indirect=True)
+def test_a_failed_export_leaves_nothing(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(CheckpointError, match="no space"):
+        _run("export", saved, saved.with_name("first"), "--megatron", "tp=1")
+    assert [entry.name for entry in saved.parent.iterdir()] == ["hf"]

@@ -160,3 +160,13 @@ def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved() -> None:
     assert same(dict(resumed.state), dict(optimizer.state))
     assert seen == [torch.float64]  # a user's hook finds the restored state
     assert resumed.state[module[0].weight]["double"] is not tree["state"]["0.weight"]["double"]
+
+
+def test_lbfgs_in_another_order_is_refused_since_its_history_is_one_flat_vector() -> None:
+    module = model()
+    optimizer = torch.optim.LBFGS(module.parameters())
+    train(module, optimizer, 1)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = torch.optim.LBFGS(list(module.parameters())[::-1])
+    with pytest.raises(CheckpointError, match="LBFGS was saved with the parameters in the order"):
+        load_named_optimizer_state(other, tree, names_of(module))

@@ -14,7 +14,7 @@ from tests.checkpoint.test_remote_runs import folders, names
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -90,3 +90,15 @@ def test_a_url_can_be_passed_and_its_state_is_replaced_by_the_same_run_only(memo
     other.accelerator.load_state(url)
     torch.testing.assert_close(other.run(4, url), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
     assert other.accelerator.save_state(url) == url
+
+
+def test_a_missing_state_is_an_error_and_a_taken_number_is_skipped(memory: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "a", f"{memory}/run")
+    with pytest.raises(FileNotFoundError, match=f"no valid state in {memory}/run/checkpoints"):
+        loop.accelerator.load_state()
+    with pytest.raises(FileNotFoundError, match="no valid state in memory://"):
+        loop.accelerator.load_state(f"{memory}/nothing")
+    loop.run(1)
+    with pytest.warns(TrainwrightWarning, match="holds states up to checkpoint_0"):
+        Loop(tmp_path / "b", f"{memory}/run").run(1)
+    assert names(f"{memory}/run/checkpoints") == ["checkpoint_0", "checkpoint_1"]

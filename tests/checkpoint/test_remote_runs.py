@@ -11,10 +11,11 @@ import torch
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks import Callback, ModelCheckpoint
+from trainwright.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.remote import _Remote, find_remote
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.trainer.checkpoints import step_end
 
 STEPS = 8  # of one epoch
@@ -200,3 +201,19 @@ def test_two_ranks_save_there_resume_from_there_and_both_hear_of_an_unknown_serv
     assert folders(url) == ["epoch=2"]
     assert refused.startswith("nosuch://bucket/run: ")
     assert "rank 0 could not list nosuch://bucket/run" in told
+
+
+def test_links_and_plain_folders_have_no_meaning_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="does not support links"):
+        ModelCheckpoint("s3://bucket/run", save_last="link")
+    with pytest.raises(ConfigurationError, match="expected a local folder"):
+        OnExceptionCheckpoint("s3://bucket/run")
+
+
+def test_save_checkpoint_takes_a_url(memory: str, tmp_path: Path) -> None:
+    trainer = fit(tmp_path, f"{memory}/run", 1)
+    path = trainer.save_checkpoint(f"{memory}/by hand/now")
+    assert names(f"{memory}/by hand") == ["now"]
+    assert read_manifest(path).step == STEPS
+    trainer.save_checkpoint(f"{memory}/by hand/now", weights_only=True)
+    assert find_remote(f"{memory}/by hand")[0].manifest.kind == "weights"

@@ -10,9 +10,10 @@ import torch
 
 from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
-from tests.checkpoint.test_remote_runs import FirstStep, fit
+from tests.checkpoint.test_remote_runs import FirstStep, fit, uninterrupted
+from tests.helpers.runs import assert_equal_weights, weights_of
 from trainwright.checkpoint.remote import download_checkpoint, find_remote, upload_checkpoint
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 pytestmark = [S3, pytest.mark.engines]
 PART_BYTES = 5 * 2**20  # the smallest part that S3 accepts
@@ -50,3 +51,16 @@ def test_a_missing_bucket_is_an_error_before_the_first_step_and_is_not_created(s
     with pytest.raises(CheckpointError, match=r"could not write .*bucket does not exist"):
         upload_checkpoint(write_small(tmp_path / "run"), f"{missing}/run")
     assert not fsspec.filesystem("s3").exists(missing)
+
+
+@pytest.mark.slow
+def test_last_skips_a_damaged_remote_checkpoint_for_an_older_one(s3: str, tmp_path: Path) -> None:
+    fit(tmp_path / "a", f"{s3}/run", 2, save_top_k=-1)
+    files, root = fsspec.core.url_to_fs(f"{s3}/run/epoch=1/trainer.json")
+    files.rm_file(root)
+    with pytest.raises(CheckpointError, match=r"trainer\.json is missing"):
+        fit(tmp_path / "b", f"{s3}/run", 3, ckpt_path=f"{s3}/run/epoch=1")
+    with pytest.warns(TrainwrightWarning, match=r"trainer\.json is missing.*Falling back to an older checkpoint"):
+        trainer = fit(tmp_path / "b", f"{s3}/run", 3, ckpt_path="last", callbacks=[first := FirstStep()])
+    assert first.step == 9
+    assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 3))

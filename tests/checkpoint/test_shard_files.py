@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
+import pickle
 import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -216,3 +219,30 @@ def test_a_rank_that_cannot_write_is_named_with_its_reason(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"rank 1 could not write its files: OSError: .*No space left"):
         ranks.write(0)  # without waiting for rank 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_rank_zero_does_not_see_is_named(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    for rank in (1, 2):
+        ranks.write(rank)
+    (ranks.draft.folder / "model" / "rank-00002.json").unlink()
+    with pytest.raises(CheckpointError, match=r"rank 2 wrote model/rank-00002.json .* file system that all"):
+        ranks.write(0)
+
+
+def test_what_hooks_do_with_tensors_works_on_those_that_lie_in_pieces(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    path = write_in_pieces(tmp_path / "a", Snapshot(model={"w": whole}, kind="weights"), 2, spans)
+    saved = (read_checkpoint(path, copy_model=False).model or {})["w"]
+    assert isinstance(saved, SavedTensor)
+    assert (saved.numel(), saved.dim(), saved.is_floating_point()) == (6, 2, True)
+    assert saved.tolist() == whole.tolist()
+    assert saved.sum().item() == 15
+    assert (saved.numpy() == np.asarray(saved)).all()
+    for found in (
+        saved.clone(), saved.to("cpu", copy=True), saved[:], copy.deepcopy(saved), pickle.loads(pickle.dumps(saved)),
+        torch.cat([saved]), saved.detach(), saved.double().float(), saved.contiguous(),
+    ):  # fmt: skip
+        assert torch.equal(found, whole)
+    assert type(saved.float()) is torch.Tensor or torch.equal(saved.float(), whole)
+    assert "shape=(2, 3)" in repr(saved)

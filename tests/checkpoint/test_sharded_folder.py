@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from tests.checkpoint.foreign import Evil
 from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import convert_checkpoint
-from trainwright.checkpoint.interop.sharded_folder import merge_weights
+from trainwright.checkpoint.interop.sharded_folder import merge_weights, read_sharded
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
 from trainwright.utils import merge_fsdp_weights
@@ -151,3 +152,39 @@ def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:
     merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == sharded_runs.net().state_dict().keys()
     assert not folder.exists()
+
+
+def _deepspeed_folder(folder: Path, **more: Any) -> Path:
+    (folder / "global_step2").mkdir(parents=True)
+    (folder / "latest").write_text("global_step2")
+    model = sharded_runs.net()
+    state = {"module": model.state_dict(), "optimizer": None, "param_shapes": None, "global_steps": 2, **more}
+    torch.save(state, folder / "global_step2" / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def test_a_checkpoint_of_deepspeed_without_zero_is_its_weights(tmp_path: Path) -> None:
+    done = convert_checkpoint(_deepspeed_folder(tmp_path / "x"), tmp_path / "out")
+    assert (done.kind, done.step, done.num_tensors) == ("weights", 2, 7)
+
+
+def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no shards"):
+        merge_weights(tmp_path, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        merge_weights(tmp_path / "nowhere", tmp_path / "out")
+
+
+def test_a_changed_byte_never_ends_in_another_error(tmp_path: Path) -> None:
+    folder = _dcp_folder(tmp_path / "x")
+    for name, step in ((".metadata", 11), ("__0_0.distcp", 401)):
+        content = (folder / name).read_bytes()
+        for position in range(0, len(content), step):
+            changed = bytearray(content)
+            changed[position] ^= 0xFF
+            (folder / name).write_bytes(changed)
+            with contextlib.suppress(CheckpointError):  # or the value has changed, which nothing can tell
+                sharded = read_sharded(folder)
+                assert sharded is not None
+                sharded.load()
+        (folder / name).write_bytes(content)

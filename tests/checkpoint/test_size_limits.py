@@ -12,7 +12,7 @@ import torch
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from tests.checkpoint.test_torch_file import rewritten, tensor_pickle
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint as read_weights
-from trainwright.checkpoint import read_checkpoint, write_checkpoint
+from trainwright.checkpoint import read_checkpoint, read_safetensors, write_checkpoint
 from trainwright.checkpoint.disk import untrusted
 from trainwright.checkpoint.format.layout import MAX_MANIFEST_BYTES
 from trainwright.checkpoint.interop import pickle_parser
@@ -87,3 +87,18 @@ def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkey
     with pytest.raises(CheckpointError, match=r"values, the limit is 1000"):
         write_checkpoint(tmp_path / "a", small_snapshot(model=tensors))
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("command", ["convert", "export", "merge"])
+def test_a_target_below_a_file_is_an_error_of_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "model.safetensors"
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    convert_checkpoint(tmp_path / "x.pt", tmp_path / "run")
+    (tmp_path / "file").write_text("x")
+    given = tmp_path / "x.pt" if command == "convert" else tmp_path / "run"
+    assert main(["checkpoint", command, str(given), str(tmp_path / "file" / "made")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not source.exists()
+    assert read_safetensors(tmp_path / "run" / "model" / "model-00001-of-00001.safetensors")["w"].shape == (2,)

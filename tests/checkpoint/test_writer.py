@@ -18,7 +18,7 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.disk.durable import FileEntry, HashingFile, hidden
+from trainwright.checkpoint.disk.durable import FileEntry, HashingFile, hidden, replace_file
 from trainwright.checkpoint.format.manifests import hash_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_in_use, mark_in_use
@@ -196,3 +196,18 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_a_folder(tmp_path: Pa
     finally:
         os.close(write)
         os.waitpid(child, 0)
+
+
+def test_replacing_a_small_file_keeps_the_old_bytes_on_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "index.json"
+    replace_file(file, b"old")
+
+    def fail(event: str, path: Path) -> None:
+        if event == "fsync":
+            raise OSError("disk full")
+
+    set_fault_hook(fail)
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["index.json"]

@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule
+from trainwright import CLI, ConfigurationError, DataModule, EarlyStopping, TaskModule, TrainwrightWarning
 from trainwright.cli import OptimizerCallable, ReduceLROnPlateau, SaveConfigCallback
 
 
@@ -224,3 +224,19 @@ def test_a_mistake_is_one_line(words: list[str], says: str) -> None:
         cli(*words)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_configured_optimizer_replaces_the_tasks_with_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match="configure_optimizers is not called"):
+        made = cli("fit", "--optimizer=SGD", "--optimizer.lr=0.5", model=OwnOptimizer)
+    assert type(made.trainer.optimizers[0]) is torch.optim.SGD
+
+
+def test_two_optimizers_without_link_to_are_an_error() -> None:
+    class Adds(CLI):
+        def add_arguments_to_parser(self, parser: Any) -> None:
+            parser.add_optimizer_args(torch.optim.Adam, nested_key="adam")
+            parser.add_optimizer_args(torch.optim.SGD, nested_key="sgd")
+
+    with pytest.raises(ConfigurationError, match=r"one optimizer, and adam, sgd were.*link_to='model\.optimizer_init'"):
+        cli("--sgd.lr=0.5", of=Adds, run=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,3 +94,50 @@ def test_an_error_in_a_constructor_is_raised_unchanged() -> None:
     frames = [Path(str(entry.path)).name for entry in caught.traceback]
     assert frames[-1] == "mistaken.py"
     assert "_typehints.py" not in frames
+
+
+def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    return error
+
+
+def test_a_new_project_in_an_impossible_folder_is_an_error_of_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").write_text("x")
+    for path in (
+        tmp_path / "loop" / "project",
+        tmp_path / "loop",
+        tmp_path / "file" / "project",
+        tmp_path / ("x" * 300),
+    ):
+        one_line(["new", str(path)], capsys)
+    assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
+
+
+_BILLION = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        pytest.param(b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply", marks=pytest.mark.exhaustive),
+        (b"a: " + b"{b: " * 20_000 + b"1" + b"}" * 20_000, "nested too deeply"),
+        (b"trainer: &a\n  x: *a\n", "is used inside the value that it refers to"),
+        (b"task: &a [1, *a]\n", "is used inside the value that it refers to"),
+        (_BILLION.encode(), "more than 100000 values"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (b"a: 2026-13-45\n", "cannot be read"),
+        (b"a: " + b"9" * 5000, "cannot be read"),
+        (b"x" * 2**23, "has more than"),
+    ],
+    ids=["lists", "mappings", "loop", "loop of a list", "shared", "not UTF-8", "no date", "digits", "long"],
+)
+def test_an_unreadable_configuration_is_an_error_of_one_line(
+    text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_bytes(text)
+    assert message in one_line(["fit", "--config", str(tmp_path / "c.yaml")], capsys)

@@ -436,3 +436,10 @@ def test_what_cannot_be_joined_is_refused_and_nothing_is_written(tmp_path: Path,
     with pytest.raises(TaskError, match="--output none"):
         write_predictions([output], tmp_path / "p.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_help_of_an_unknown_class_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--trainer.strategy.help", "FSDPStrateg"]) == 2
+    assert "FSDPStrateg: no such class is known. Did you mean 'FSDPStrategy'?" in capsys.readouterr().err
+    assert main(["fit", "--task.help", "Nowhere"]) == 2
+    assert "--task.help Nowhere: no such class is known. Write a path" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -470,3 +471,26 @@ def test_a_folder_is_rewritten_without_hidden_folders_and_environments(
     rewritten = [line.removesuffix(": rewritten") for line in capsys.readouterr().out.splitlines()]
     assert rewritten == [str(tmp_path / name) for name in ("nets/net.py", "run.sh", "train.py")]
     assert (tmp_path / "notes.txt").read_text() == (tmp_path / ".git/hook.py").read_text() == text
+
+
+def test_other_texts_in_annotations_stay() -> None:
+    text = "import lightning.pytorch as pl\nx: Literal['pl.LightningModule']\ny: Annotated[int, 'pl.LightningModule']\n"
+    code = rewrite(text.encode()).code.decode()
+    assert code.count("'pl.LightningModule'") == 2
+    assert left("import lightning as L\nx: 'my.L.LightningModule'\n") == []
+
+
+def test_a_failing_disk_is_an_error_and_leaves_the_file_unchanged(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("import lightning as L\n")
+
+    def fail(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert main(["migrate", str(path)]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.py"]
+    assert path.read_text() == "import lightning as L\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -384,3 +385,15 @@ def test_one_process_records_every_micro_batch(tmp_path: Path) -> None:
     tape = record(tmp_path / "a", Plain(), data=DataLoader(data, batch_size=1, shuffle=True))
     assert [list(step.data) for step in tape.steps[1:]] == [[f"0/{2 * i}", f"0/{2 * i + 1}"] for i in range(4)]
     assert len({digest for step in tape.steps for digest in step.data.values()}) == 8
+
+
+def test_a_step_that_ranks_do_not_divide_is_an_error(tmp_path: Path) -> None:
+    class ThreeRanks:
+        data_ranks = SimpleNamespace(num_readers=3)
+
+    class FakeRun:
+        strategy = ThreeRanks()
+
+    tape: Any = StepTape(tmp_path, 2, 0)
+    with pytest.raises(ConfigurationError, match="2 micro-batches cannot be divided over 3"):
+        tape.setup(FakeRun(), RegressionTask(), "fit")

@@ -241,3 +241,11 @@ def test_advice_depends_on_what_is_set_and_measured() -> None:
     assert "less work per sample" in _advice("data wait")[0]
     assert "prefetch_factor" not in _advice("data wait")[0]
     assert "prefetch_factor=4" in _advice("data wait", longest=70.0)[0]
+
+
+def test_wrong_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "config.yaml", "--steps", "0"]) == 2
+    assert "expected at least 1 of each" in capsys.readouterr().err
+    assert main(["profile", "config.yaml", "--step", "5"]) == 2
+    assert "unknown option --step. Did you mean '--steps'?" in capsys.readouterr().err
+    assert main(["profile", "config.yaml", "trainer.limit_train_batches=0"]) == 2

@@ -103,3 +103,13 @@ def test_errors_are_those_of_fit(word: str, capsys: pytest.CaptureFixture[str]) 
     of_fit = capsys.readouterr().err
     assert main(["plan", "config.yaml", word]) == 2
     assert capsys.readouterr().err == of_fit
+
+
+def test_seed_everything_is_the_seed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"seed_everything: 3\n{_CONFIG}")
+    assert main(["plan", "config.yaml"]) == 0
+    assert "seed 3 seed_everything of config.yaml" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "config.yaml", "seed_everything=4"]) == 0
+    assert "seed 4 seed_everything of command line" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "config.yaml", "trainer.seed=5"]) == 0
+    assert "seed 5 command line" in " ".join(capsys.readouterr().out.split())

@@ -229,3 +229,10 @@ def test_wrong_options_are_refused_before_a_trial(
 def test_a_trial_runs_with_its_number_of_threads(capsys: pytest.CaptureFixture[str]) -> None:
     tuning = Tuning(["config.yaml", "task=tuned_project.Threads"], 1, 1, 2, lambda row: None)
     assert {tuning.trial([f"OMP_NUM_THREADS={number}"]).losses[0] for number in (1, 2)} == {1.0, 2.0}
+
+
+@pytest.mark.slow
+def test_a_configuration_that_cannot_train_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "config.yaml", "--apply", "task=tuned_project.Fails"]) == 2
+    assert "a trial run of the configuration failed: RuntimeError: no kernel" in capsys.readouterr().err
+    assert not (folder / "config.tuned.yaml").exists()

@@ -406,3 +406,27 @@ def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
         trainer.fit(Keeping(count=value), datamodule=Numbers(4))
     for unlogged in ({"logger": logger, "enable_autolog_hparams": False}, {"logger": False}):
         quiet_trainer(max_steps=1, **unlogged).fit(Keeping(count=value), datamodule=Numbers(4))
+
+
+def test_a_value_that_contains_itself_is_named() -> None:
+    loop: list[Any] = []
+    loop.append({"inner": loop})
+    with pytest.raises(ConfigurationError, match="'extra' contains itself"):
+        Task(1, extra=loop)
+    task = Task(1)
+    task.hparams.late = loop
+    with pytest.raises(ConfigurationError, match="'late' contains itself"):
+        task.saved_hyperparameters()
+
+
+@pytest.mark.requires("omegaconf", reason="its containers are arguments")
+def test_a_container_of_omegaconf_that_cannot_be_stored_is_left_out(tmp_path: Path) -> None:
+    from omegaconf import OmegaConf
+
+    with pytest.warns(TrainwrightWarning, match=r"a cannot be resolved: .*nowhere.*; b\.key is"):
+        Keeping(
+            a=OmegaConf.create({"key": "${nowhere}"}), b=OmegaConf.create({"key": range}, flags={"allow_objects": True})
+        )
+    path = _saved(Keeping(a=OmegaConf.create({"key": r"\${oc.env:HOME}"})), tmp_path)
+    with pytest.raises(CheckpointError, match=r"a holds '\$\{', which OmegaConf would evaluate"):
+        Keeping.load_from_checkpoint(path)

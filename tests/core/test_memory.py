@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainwright.core.errors import TrainwrightError
 from trainwright.core.host.memory import (
     find_executable_batch_size,
     is_out_of_memory,
@@ -124,3 +125,11 @@ def test_released_objects_are_none_and_gone() -> None:
     assert a is None
     assert b is None
     assert [reference() for reference in references] == [None, None]
+
+
+def test_nothing_fits() -> None:
+    train = find_executable_batch_size(lambda batch_size: _raise(_out_of_memory()), starting_batch_size=4)
+    with pytest.raises(TrainwrightError, match=r"no batch size fits: <lambda> .* starting from 4") as caught:
+        train()
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

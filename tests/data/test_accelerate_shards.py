@@ -255,3 +255,16 @@ def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() ->
 def test_other_loader_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         DataLoaderConfiguration(**options)
+
+
+def test_what_cannot_be_skipped_is_refused() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return super().__iter__()
+
+    with pytest.raises(ConfigurationError, match="num_batches=-1: expected a whole number"):
+        skip_first_batches(DataLoader(torch.arange(4)), -1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="needs a DataLoader, not a list"):
+        skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="Own has its own __iter__"):
+        skip_first_batches(Own(Counting(4)), 1)

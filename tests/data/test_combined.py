@@ -174,3 +174,17 @@ def test_a_member_that_ends_earlier_on_some_ranks_is_a_warning() -> None:
         warnings.simplefilter("error")
         prepared(CombinedLoader(members, "max_size"))
         prepared(CombinedLoader(members, "max_size_cycle"), world=2)
+
+
+def test_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> None:
+    loader = prepared(
+        CombinedLoader([DataLoader(Numbers(6)), DataLoader(Numbers(1))], "max_size_cycle"), rank=1, world=2
+    )
+    assert [flat(batch) for batch in loader.iterate()] == [[1, 0], [3, 0], [5, 0]]
+
+
+def test_no_member_or_no_loader_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no member"):
+        CombinedLoader([])
+    with pytest.raises(ConfigurationError, match="int cannot be iterated over"):
+        CombinedLoader([1])

@@ -298,3 +298,9 @@ def test_ranks_of_uneven_streams_go_on_where_each_of_them_stood(counts: list[int
 
     for whole, resumed in on_ranks(len(counts), work):
         assert resumed == whole
+
+
+@pytest.mark.parametrize("limit", [-1, -0.5, float("nan"), True, "3", 2.5])
+def test_a_limit_that_means_nothing_is_refused_by_name(limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match="limit_val_batches="):
+        resolve_limit(limit, 10, "limit_val_batches")

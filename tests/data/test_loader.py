@@ -385,3 +385,8 @@ def test_a_data_set_receives_the_epoch(num_workers: int, per_sample_rng: bool) -
     for epoch in (3, 1):
         loader.set_epoch(epoch)
         assert flat(loader.iterate()) == [100 * epoch + i for i in range(4)]
+
+
+def test_a_data_set_in_persistent_workers_does_not_receive_the_epoch_and_gives_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"OfEpoch\.set_epoch is not called"):
+        prepare_loader(DataLoader(OfEpoch(4), num_workers=1, persistent_workers=True), LoaderOptions())

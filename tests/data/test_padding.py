@@ -47,3 +47,14 @@ def test_padding_appends_zero_rows_and_a_mask() -> None:
     assert padded.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0], [0, 0, 0]]
     assert mask.tolist() == [True, True, False, False]
     assert padded.dtype == torch.int64
+
+
+def test_wrong_shapes_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="4 rows, more than length=3"):
+        pad_to(torch.ones(4), 3)
+    with pytest.raises(ValueError, match="0-dim"):
+        pad_to(torch.tensor(1.0), 3)
+    with pytest.raises(ValueError, match="1 gathered tensors, but 2 counts"):
+        trim([torch.ones(1)], [1, 1])
+    with pytest.raises(ValueError, match="rank 1 gathered 2 rows, fewer than its count 3"):
+        trim([torch.ones(2), torch.ones(2)], [2, 3])

@@ -394,3 +394,63 @@ def test_tokenizers_are_files_folders_or_functions(tmp_path: Path, capsys: pytes
     ]:
         assert main([*arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\udcff", '{"vocab_size": "many"}'])
+def test_a_damaged_description_is_an_error(text: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [3])
+    (tmp_path / "a.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigurationError, match=r"a\.json is damaged: .*Write it again"):
+        TokenFile(path)
+
+
+def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="has the tokens 0 to 9, and vocab_size=9"):
+        write(tmp_path / "a", [10], vocab_size=9)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("documents", ["joined", "packed"])
+def test_tokens_outside_of_the_vocabulary_are_an_error(documents: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", [16, 16], vocab_size=32)
+    tokens = np.fromfile(tmp_path / "a.bin", np.uint16)
+    tokens[20] = 32
+    tokens.tofile(tmp_path / "a.bin")
+    data = TokenDataset(path, 8, documents=documents)
+    with pytest.raises(ConfigurationError, match=r"a\.bin has the tokens .* to 32 in sample \d, expected 0 to 31"):
+        [data[i] for i in range(len(data))]
+    (tmp_path / "a.json").unlink()
+    data = TokenDataset(path, 8, documents=documents, vocab_size=30)
+    with pytest.raises(ConfigurationError, match="expected 0 to 29"):
+        [data[i] for i in range(len(data))]
+
+
+@pytest.mark.slow
+@pytest.mark.requires("tokenizers", reason="loads a tokenizer")
+def test_a_hub_without_a_network_is_tried_once_and_its_copy_is_read(tmp_path: Path) -> None:
+    import tokenizers
+
+    (tmp_path / "a.txt").write_text("a b", encoding="utf-8")
+    command = [sys.executable, "-m", "trainwright", "data", "tokenize", "a.txt"]
+    command += ["--output", "out", "--tokenizer", "me/it"]
+    environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+
+    def run() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    failed = run()
+    assert failed.returncode == 2
+    assert "hub cannot be reached" in failed.stderr
+    assert "Pass a local folder, or set HF_HOME" in failed.stderr
+    assert "Retrying" not in failed.stderr
+    copy, commit = tmp_path / "home" / "hub" / "models--me--it", "0" * 40
+    (copy / "snapshots" / commit).mkdir(parents=True)
+    (copy / "refs").mkdir()
+    (copy / "refs" / "main").write_text(commit)
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(copy / "snapshots" / commit / "tokenizer.json"))
+    assert run().returncode == 0
+    assert TokenFile(tmp_path / "out")[0].tolist() == [0, 1]

@@ -171,3 +171,13 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert time.monotonic() - start_s < 30
     last = max((file.read_text().splitlines() for file in results.glob("*.jsonl")), key=len)[-1]
     assert "rank 1: ValueError: only here; rank 0 did not finish" in json.loads(last)["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
+    rows, code = _check("--num_processes", 2, "--run_folder", tmp_path / "missing")
+    assert code == 1
+    assert "No such file" in rows["run folder"]["found"]
+    assert rows["run folder"]["advice"] == PARTS["run folder"]
+    assert (rows["parity"]["result"], rows["resume"]["result"]) == (PASS, SKIPPED)

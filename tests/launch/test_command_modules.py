@@ -68,3 +68,11 @@ def test_a_launched_script_runs(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "1 ['--x']\n"
+
+
+def test_the_modules_are_also_those_of_accelerate() -> None:
+    program = "import trainwright; trainwright.as_accelerate(); from accelerate.commands.launch import launch_command"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    run = [sys.executable, "-m", "trainwright.as_accelerate", "-m", "accelerate.commands.env", "--help"]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert "trainwright env" in done.stdout

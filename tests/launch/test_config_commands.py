@@ -158,3 +158,16 @@ def test_gcloud_is_run_or_its_absence_is_an_error(
     (tmp_path / "gcloud").chmod(0o755)
     assert main(command) == 3
     assert capfd.readouterr().out == "compute tpus tpu-vm ssh a --zone z --command cd /usr/share; ls --worker all\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--command", "ls"], "needs --tpu_name and --tpu_zone"),
+        (["--tpu_name", "a", "--tpu_zone", "z"], "no command was given"),
+        (["--tpu_name", "a", "--tpu_zone", "z", "--command_file", "/no/such"], "cannot be read"),
+    ],
+)
+def test_tpu_config_names_what_is_missing(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tpu-config", *options]) == 2
+    assert text in capsys.readouterr().err

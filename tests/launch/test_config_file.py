@@ -147,3 +147,12 @@ def test_what_fsdp2_cannot_express_is_an_error(values: dict[str, Any], text: str
     with pytest.raises(ConfigurationError) as caught:
         to_fsdp2(LaunchConfig(**values), "a.yaml")
     assert text in str(caught.value)
+
+
+def test_a_replica_for_each_machine_becomes_an_axis() -> None:
+    before = LaunchConfig(use_fsdp=True, num_machines=2, num_processes=8, fsdp_sharding_strategy="HYBRID_SHARD")
+    content = content_of(to_fsdp2(before, "a.yaml")[0])
+    assert content["parallelism_config"] == {
+        "parallelism_config_dp_replicate_size": 2,
+        "parallelism_config_dp_shard_size": 4,
+    }

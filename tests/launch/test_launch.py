@@ -88,3 +88,9 @@ def test_the_end_of_the_launcher_ends_the_processes(number: int, script: Path) -
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_log_folder_that_is_a_file_is_an_error(script: Path) -> None:
+    found = _launch("--cpu", "--num_processes", 2, "--log_dir", script, script)
+    assert found.returncode == 2
+    assert found.stderr.startswith(f"trainwright: error: --log_dir {script} cannot be created")

@@ -185,3 +185,12 @@ def test_with_the_static_rendezvous_the_other_machine_ends(restarts: str, tmp_pa
         assert "A process of another machine may have failed before" in last
     assert "Traceback" not in last
     jobs[-1].wait_for_processes()
+
+
+def test_machines_that_do_not_meet_are_an_error_of_one_line(tmp_path: Path, jobs: list[_Job]) -> None:
+    jobs.append(_Job(tmp_path / "plain", "plain", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=3"))
+    code, _, err = _ends(jobs[-1].start(), 60)
+    assert code == 1
+    last = err.rpartition("trainwright launch: ")[2]
+    assert last.startswith(f"the 2 machines did not meet at 127.0.0.1:{jobs[-1].port}")
+    assert "Traceback" not in err

@@ -14,7 +14,7 @@ import torch
 
 from tests.processes.test_launchers import environment
 from trainwright import Accelerator, ConfigurationError, debug_launcher, notebook_launcher
-from trainwright.core.errors import WorkerError
+from trainwright.core.errors import TrainwrightWarning, WorkerError
 from trainwright.launch import notebook
 from trainwright.processes.partial_state import PartialState
 
@@ -218,3 +218,16 @@ def test_a_notebook_launches_its_own_function(tmp_path: Path, monkeypatch: pytes
     (error,) = (one for one in outputs[6] if one["output_type"] == "error")
     assert "has created an Accelerator or PartialState already" in error["evalue"]
     assert "(accelerator = Accelerator())" in error["evalue"]
+
+
+def _lock() -> object:
+    import threading
+
+    return threading.Lock()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_result_that_cannot_be_sent_is_none_with_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match="result of _lock cannot be sent"):
+        assert debug_launcher(_lock, num_processes=1) is None

@@ -192,3 +192,24 @@ def test_each_documented_file_is_read_with_all_of_its_keys(
     renamed = {"backend", "amax_history_length", "amax_compute_algorithm"}  # tests/strategies/test_fp8.py reads them
     assert {key for key in sections if key not in found} <= {*renamed, "fsdp_version", "fsdp_reshard_after_forward"}
     assert not recwarn
+
+
+def _nested(depth: int) -> str:
+    return "a: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, depth))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (f"{_nested(40)}num_processes: *a39\n", "more than 100000 values"),
+        ("num_processes: &a [*a]\n", "an alias"),
+        ("num_processes: " + "[" * 5000, "nested too deeply"),
+        ("num_processes: 2024-99-99\n", "cannot be read"),
+        ("a: [1\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_not_a_small_tree_is_an_error(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=says):
+        read_command(["--config_file", str(file), "a.py"])

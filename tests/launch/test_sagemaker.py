@@ -22,6 +22,7 @@ from trainwright.launch.config_file import content_of
 from trainwright.launch.launch import launch
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import options_of
+from trainwright.launch.sagemaker import container_options, hyperparameters
 from trainwright.processes.launcher import free_port
 
 _COMMAND = ("--config_file", "sm.yaml", "train.py")
@@ -287,3 +288,42 @@ def test_the_estimator_uploads_the_script_and_creates_a_job(monkeypatch: pytest.
     assert job["resource_config"]["InstanceCount"] == 2
     assert job["stop_condition"]["MaxWaitTimeInSeconds"] == 7200
     assert job["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_a_container_with_gpus_has_the_options_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
+    monkeypatch.setenv("SM_NUM_GPUS", "4")
+    place = "--num_machines 2 --machine_rank 1 --main_process_ip algo-1 --main_process_port 7777"
+    assert container_options() == ["--num_processes", "8", *place.split()]
+    monkeypatch.setenv("SM_CURRENT_HOST", "algo-3")
+    with pytest.raises(ConfigurationError, match="SM_CURRENT_HOST=algo-3 is not among"):
+        container_options()
+
+
+def test_errors_of_the_service_are_reported(sdk: _Sdk, capsys: pytest.CaptureFixture[str]) -> None:
+    sdk.failure = sdk.errors.ClientError("AccessDenied")
+    with pytest.raises(ConfigurationError, match="SageMaker: AccessDenied"):
+        launch(_options("train.py"))
+    sdk.failure = sdk.status("the job has failed")
+    assert launch(_options("train.py")) == 1
+    assert "trainwright launch: the job has failed." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--a 3 --b 0.5 --c x --d True --e=False", {"a": 3, "b": 0.5, "c": "x", "d": True, "e": False}),
+        ("-b -1 --big 12345678901234567 --n nan --f 1e3", {"b": -1, "big": 12345678901234567, "n": "nan", "f": 1000}),
+        ("--flag", "--flag has no value"),
+        ("--flag --a 3", "--flag has no value"),
+        ("--a 3 4", "4: SageMaker passes named arguments only"),
+        ("--a 3 --a 4", "--a is given twice"),
+    ],
+)
+def test_arguments_become_hyperparameters(words: str, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert hyperparameters(words.split()) == expected
+    else:
+        with pytest.raises(ConfigurationError, match=expected):
+            hyperparameters(words.split())

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from tests.helpers.distributed import run_distributed
 from trainwright import (
@@ -218,3 +219,9 @@ def test_every_process_is_told_of_different_shapes(ranks: list[dict[str, Any]]) 
             assert f"process 1: {name} of [((3,), 'float32')]" in message
         assert "process 1: reduce(…, 'mean') of" in found["another operation"]
         assert found["right in debug mode"] == [1, 0, 1, 1]
+
+
+def test_objects_that_can_move_are_moved_as_a_whole() -> None:
+    packed = send_to_device([pack_sequence([torch.ones(2), torch.ones(1)])], "cpu")[0]
+    assert isinstance(packed, PackedSequence)
+    assert send_to_device({"graph": _Graph()}, "meta", non_blocking=True)["graph"].place == "meta"

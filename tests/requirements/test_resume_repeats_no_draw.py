@@ -194,3 +194,17 @@ def test_an_index_that_identifies_no_sample_is_refused() -> None:
 
 
 # Single samples in workers
+
+
+def test_anything_with_an_index_draws_by_it() -> None:
+    class Batches:
+        def __len__(self) -> int:
+            return _N
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return noisy(index)
+
+    before = torch.get_rng_state()
+    expected = _batches(DataLoader(NoisySamples(_N), 3))
+    assert torch.equal(_batches(Batches()), expected)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -26,9 +27,12 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.launch.reading import read_command
 from trainwright.strategies import Fp8, FSDPStrategy
+from trainwright.strategies.fsdp.layers.styles import FusedColwise
 from trainwright.utils import (
     AORecipeKwargs,
     TERecipeKwargs,
+    convert_model_to_fp8_ao,
+    filter_first_and_last_linear_layers,
     has_ao_layers,
 )
 
@@ -325,3 +329,55 @@ _REFUSED: dict[str, Callable[[], Any]] = {
 def test_what_it_cannot_do_is_refused(message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         _REFUSED[message]()
+
+
+def test_a_model_is_converted_for_a_loop_without_an_accelerator() -> None:
+    model = _Layers()
+    convert_model_to_fp8_ao(model)
+    assert [name for name, layer in model.named_children() if has_ao_layers(layer)] == ["second", "third"]
+    chosen = [name for name, _ in model.named_children() if filter_first_and_last_linear_layers(model, name)]
+    assert chosen == ["second", "third"]
+
+
+def _fused() -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True, pad_inner_dim=True)
+    whole = convert_to_float8_training(nn.Sequential(nn.Linear(32, 96)), config=config)
+    split, x = copy.deepcopy(whole), torch.randn(6, 32, requires_grad=True)
+    parallelize_module(split, init_device_mesh("cpu", (2,)), {"0": FusedColwise(3)}, src_data_rank=None)
+    rank = dist.get_rank()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = split(x), whole(x.bfloat16()).view(6, 3, 2, 16)[:, :, rank].flatten(1)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert not torch.equal(
+        found, nn.functional.linear(x, split[0].weight.to_local(), split[0].bias.to_local()).bfloat16()
+    )
+    found.float().square().sum().backward()
+    expected.float().square().sum().backward()
+    grad = split[0].weight.grad.to_local()
+    expected_grad = whole[0].weight.grad.view(3, 2, 16, 32)[:, rank].flatten(0, 1)
+    assert torch.allclose(grad, expected_grad, atol=0.05 * expected_grad.abs().max().item())
+
+
+def test_blocks_of_one_fused_layer_compute_in_fp8() -> None:
+    run_distributed(_fused, 2)
+
+
+class _Narrow(Split):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.model.blocks:
+            block.up, block.down = nn.Linear(32, 16), nn.Linear(16, 32)  # type: ignore[assignment]
+
+
+def _narrow() -> None:
+    message = r"width of 16 is 8 on each of tp=2 ranks.*Fp8\(skip='model.blocks.0.up'\)"
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(precision="fp8", strategy="tp", devices=2, max_steps=1).fit(_Narrow(), loader())
+
+
+def test_shards_of_layers_have_sizes_of_float8_products() -> None:
+    run_distributed(_narrow, 2)

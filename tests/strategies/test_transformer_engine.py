@@ -23,7 +23,10 @@ from trainwright.utils import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     TERecipeKwargs,
+    apply_fp8_autowrap,
+    contextual_fp8_autocast,
     convert_model,
+    has_transformer_engine_layers,
 )
 
 
@@ -193,3 +196,22 @@ def _accelerator(*handlers: Any) -> None:
 def test_what_it_cannot_do_is_refused(message: str, contexts: list[Any]) -> None:
     with pytest.raises(ConfigurationError, match=message):
         _REFUSED[message]()
+
+
+def test_a_model_is_converted_and_wrapped_without_an_accelerator(contexts: list[Any]) -> None:
+    task = _Net()
+    weights = weights_of(task)
+    convert_model(task)
+    assert _kinds(task) == _CONVERTED
+    assert has_transformer_engine_layers(task)
+    assert list(task.state_dict()) == list(weights)
+    apply_fp8_autowrap(task, TERecipeKwargs(margin=1))
+    task(torch.randn(2, 16))
+    task.eval()(torch.randn(2, 16))
+    assert contexts == [(True, ("delayed", {"margin": 1})), (False, ("delayed", {"margin": 1}))]
+    convert_model(task, to_transformer_engine=False)
+    assert _kinds(task) == _OWN
+    assert_equal_weights(weights_of(task), weights)
+    forward = contextual_fp8_autocast(task.up.forward, "recipe", use_during_eval=True)
+    forward(task.up, torch.randn(2, 16))
+    assert contexts[-1] == (True, "recipe")

@@ -22,6 +22,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import move
 from trainwright.data import DataModule
 from trainwright.trainer.recovery.failure import describe
 from trainwright.trainer.trainer import Trainer
@@ -350,3 +351,31 @@ def test_batches_of_any_type_are_described() -> None:
 class _Pair:
     first: torch.Tensor
     second: str
+
+
+def test_what_is_nested_too_deeply_is_named() -> None:
+    task = RegressionTask()
+    layer: nn.Module = nn.Identity()
+    batch: Any = torch.zeros(1)
+    for _ in range(3000):
+        layer = nn.Sequential(layer)
+        batch = [batch]
+    with pytest.raises(ConfigurationError, match="a batch is nested more deeply than Python"):
+        move(batch, torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match="not enough values"
+    ) as caught:  # the task's own error is the one that is shown
+        fitted(task, [batch], max_epochs=1)
+    assert "nested too deeply to show" in caught.value.__notes__[0]
+    task.deep = layer
+    for strategy in ("single", "offload"):
+        with pytest.raises(ConfigurationError, match="RegressionTask is nested more deeply than Python's recursion"):
+            fitted(task, regression_loader(2), max_epochs=1, strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_a_folder_that_no_path_can_name_is_refused_before_the_first_step(name: str) -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(name)])
+    with pytest.raises(ConfigurationError, match="is not a folder's name"):
+        trainer.fit(RegressionTask(), regression_loader(1))
+    assert trainer.global_step == 0

@@ -214,3 +214,31 @@ def test_several_optimizers_with_automatic_optimization_are_a_warning_once() -> 
     with pytest.warns(UserWarning, match=r"Task.* returned 2 optimizers.*automatic_optimization = False"):
         quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
     quiet_trainer(max_epochs=1).fit(task, regression_loader(2))  # warnings are errors here
+
+
+def test_a_schedule_whose_step_requires_an_epoch_is_an_error_without_lr_scheduler_step() -> None:
+    steps: list[int] = []
+
+    class ByEpoch:
+        def step(self, epoch: int) -> None:
+            steps.append(epoch)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    class Mine(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [ByEpoch()]
+
+    class Stepping(Mine):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            scheduler.step(self.current_epoch)
+
+    with pytest.raises(ConfigurationError, match=r"ByEpoch.step requires other arguments.*Define lr_scheduler_step"):
+        fitted(Mine(), regression_loader(2), max_epochs=1)
+    fitted(Stepping(), regression_loader(2), max_epochs=2)
+    assert steps == [0, 1]

@@ -181,3 +181,9 @@ def test_a_hook_that_is_set_to_none_counts_as_not_defined(on_class: bool) -> Non
     assert len(quiet_trainer().predict(task, regression_loader(2)) or ()) == 2
     with pytest.raises(ConfigurationError, match="has no validation_step"):
         quiet_trainer().validate(task, regression_loader(2))
+
+
+def test_a_hook_that_is_not_a_method_is_an_error() -> None:
+    task = Untouched()
+    task.setup = {"rank": 4}  # type: ignore[method-assign, assignment]
+    assert "Untouched.setup is a dict" in _refused(task)

@@ -226,3 +226,35 @@ def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None
     assert signal.getsignal(signal.SIGUSR1) is own
     _warn()
     assert (heard, requeued) == ([signal.SIGUSR1], [])
+
+
+class _SignalsAgain(Callback):
+    """Sends a signal in a step, and others while the run is torn down."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def teardown(self, trainer: Any, task: Any, stage: Any) -> None:
+        os.kill(os.getpid(), self.number)
+
+
+def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
+    came: list[int] = []
+    with pytest.raises(Preempted):
+        fitted(
+            RegressionTask(),
+            regression_loader(4),
+            max_epochs=2,
+            callbacks=_SignalsAgain(signal.SIGTERM),
+            default_root_dir=tmp_path,
+            preemption_grace=0.3,
+        )
+    leaving = signal.getsignal(signal.SIGTERM)
+    leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
+    leaving._deadline = 0.0  # type: ignore[union-attr]
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert came == [signal.SIGTERM]

@@ -15,6 +15,7 @@ from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weig
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 
 
 class _Growing(RegressionTask):
@@ -218,3 +219,30 @@ class _Unfreeze(Callback):
 
     def _add(self, trainer: Any, task: Any) -> None:
         trainer.optimizers[0].add_param_group({"params": list(task.net[0].parameters()), "lr": 0.01})
+
+
+def _shown() -> ShownCheckpoint:
+    read = {"epoch": lambda: 3, "loops": lambda: {"fit": [{"done": 1}]}}
+    return ShownCheckpoint("on_save_checkpoint", {"own": 1}, {"w": 2}, read, advice="do not")
+
+
+def _update_in_place(shown: Any) -> None:
+    shown |= {"epoch": 4}
+
+
+@pytest.mark.parametrize("change", [ShownCheckpoint.clear, ShownCheckpoint.popitem, _update_in_place])
+def test_every_way_to_change_a_read_only_entry_is_an_error(change: Any) -> None:
+    shown = _shown()
+    del shown["own"], shown["state_dict"]
+    with pytest.raises(ConfigurationError, match="cannot change checkpoint"):
+        change(shown)
+
+
+_PLAIN = {"epoch": 3, "loops": {"fit": ({"done": 1},)}, "own": 1, "state_dict": {"w": 2}}
+
+
+def test_every_way_to_read_the_checkpoint_shows_its_values() -> None:
+    assert _shown() == _PLAIN
+    assert repr(_shown()) == repr(_PLAIN)
+    assert _shown().setdefault("epoch", 5) == 3
+    assert _shown() | {} == {} | _shown() == _PLAIN

@@ -375,3 +375,11 @@ def test_a_later_attempt_takes_the_newest_checkpoint_of_its_own_job(tmp_path: Pa
     assert _left(Attempt("mine", 1), tmp_path) == mine
     assert _left(Attempt("mine", 0), tmp_path) is None
     assert _left(Attempt("third", 1), tmp_path) is None
+
+
+def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
+    manifest = run / "checkpoints" / "2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+    for ckpt_path in ("last", manifest.parent):
+        with pytest.raises(CheckpointError, match="format_version=99 is newer"):
+            resume(run, ckpt_path, on_damaged="fall_back")

@@ -148,3 +148,33 @@ def test_a_data_module_that_is_set_up_is_counted() -> None:
     assert (plan.data["batches_per_epoch"], plan.data["samples_per_epoch"]) == (5, 20)
     assert (plan.data["steps_per_epoch"], plan.data["total_steps"], plan.data["tokens_per_step"]) == (3, 9, 24)
     assert not any(note.startswith("data:") for note in plan.notes)
+
+
+class _NeedsValues(RegressionTask):
+    def configure_model(self) -> None:
+        nn.Linear(2, 2).weight.sum().item()
+
+
+class _WithSetup(DataModule):
+    def setup(self, stage: str) -> None:
+        raise AssertionError("a plan calls no setup")
+
+    def train_dataloader(self) -> Any:
+        raise AssertionError("a plan reads no data before its setup")
+
+
+def test_what_is_not_known_has_a_reason() -> None:
+    plan = quiet_trainer().plan(_NeedsValues(), datamodule=_WithSetup())
+    assert (plan.parameters["total"], plan.data["global_batch"], plan.data["total_steps"]) == (None, None, None)
+    assert any("data: _WithSetup.setup is not called by a plan, because it may" in note for note in plan.notes)
+    assert any("_NeedsValues.configure_model failed on the device 'meta'" in note for note in plan.notes)
+    assert ["total", "not", "known"] in [line.split() for line in str(plan).splitlines()]
+
+
+def test_after_a_fit_the_peak_is_measured() -> None:
+    task, trainer = RegressionTask(), quiet_trainer(max_steps=1)
+    trainer.fit(task, regression_loader())
+    plan = trainer.plan(task, regression_loader())
+    assert isinstance(plan.memory["peak_bytes"], int)
+    assert plan.memory["peak_bytes"] > 2**20
+    assert plan.memory["peak_of"] == "all host memory of this process since its start"

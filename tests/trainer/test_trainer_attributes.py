@@ -322,3 +322,24 @@ def test_what_a_run_knows_can_be_read_and_not_set() -> None:
         trainer.limit_val_batches = 3
     trainer.log_every_n_steps = 7
     assert trainer.settings.log_every_n_steps == trainer.log_every_n_steps == 7
+
+
+def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Ask(Callback):
+        def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+            strategy = trainer.strategy
+            strategy.barrier("here")
+            value = torch.tensor([1.0, 3.0])
+            seen.append((trainer.evaluating, strategy.root_device, strategy.is_global_zero, strategy.model is task))
+            seen.append((strategy.broadcast({"a": 1}), strategy.reduce(value).tolist(), strategy.reduce(value).shape))
+
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, logger=CSVLogger(tmp_path), callbacks=Ask())
+    trainer.fit(RegressionTask(), regression_loader(8), regression_loader(8))
+    assert seen[-2:] == [(True, torch.device("cpu"), True, True), ({"a": 1}, [1.0, 3.0], (2,))]
+    assert trainer.evaluating is False
+    assert trainer.log_dir + "/metrics.csv" == str(trainer.logger.metrics_file)
+    assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
+    for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
+        assert isinstance(folder, str)

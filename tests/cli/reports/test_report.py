@@ -6,6 +6,7 @@ import base64
 import json
 import random
 import re
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -205,3 +206,38 @@ def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path
             assert moved[1] - moved[0] == pytest.approx(high - low)
         browser.close()
     assert not errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run.jsonl", "metrics.csv", "metrics.jsonl", "events.out.tfevents.1"])
+def test_damage_anywhere_is_one_error_that_names_the_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(name)
+    kinds = {"metrics.jsonl": JSONLinesLogger, "events.out.tfevents.1": TensorBoardLogger}
+    _train(tmp_path / "whole", [kinds.get(name, CSVLogger)(tmp_path / "whole", version=0)])
+    folder = read_run(tmp_path / "whole").folder
+    damaged = folder / name
+    if name not in {file.name for file in folder.iterdir()}:
+        (written,) = folder.glob("events*")
+        written.rename(damaged)
+    shutil.copytree(folder, tmp_path / "other")
+    before = damaged.read_bytes()
+    capsys.readouterr()
+    for _ in range(150):
+        after = bytearray(before)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(after))
+            after[at : at + rng.randint(0, 8)] = rng.randbytes(rng.randint(0, 8))
+        if name.endswith("jsonl") and rng.random() < 0.8:
+            lines = before.decode().splitlines()
+            line = rng.randrange(len(lines))
+            lines[line] = json.dumps(_replaced(json.loads(lines[line]), rng))
+            after = bytearray("\n".join([*lines, ""]).encode())
+        damaged.write_bytes(after)
+        for command in (["report", str(folder)], ["diff", str(folder), str(tmp_path / "other")]):
+            code = main(command)
+            printed = capsys.readouterr()
+            assert code in (0, 1, 2)
+            assert (name in printed.err) == (code == 2), printed.err
+            assert all(line.isprintable() for line in (printed.out + printed.err).splitlines())

@@ -76,3 +76,15 @@ def test_without_records_only_curves_are_compared(tmp_path: Path, capsys: pytest
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     printed = capsys.readouterr().out
     assert "equal: metrics, curves\nnot known: code, settings and environment" in printed
+
+
+def test_runs_that_share_nothing_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.csv").write_text(f"step,{name}_loss\n0,1\n")
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert "share nothing" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 2
+    assert "both paths name the run" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
+    assert f"Pass two of: {tmp_path / 'a'}, {tmp_path / 'b'}." in capsys.readouterr().err

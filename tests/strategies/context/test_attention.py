@@ -156,3 +156,23 @@ def test_blocks_merge_on_the_cpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_each_rank_holds_the_positions_of_the_order(order: str, expected: list[list[int]]) -> None:
     assert run_distributed(lambda order: positions(8, None, order).tolist(), 2, order) == expected
+
+
+def _largest_errors(cases: list[dict[str, Any]]) -> list[float]:
+    return [
+        _largest_error(
+            "ring", "zigzag", True, _inputs(**{k: v for k, v in case.items() if k != "scale"}), case.get("scale")
+        )
+        for case in cases
+    ]
+
+
+@pytest.mark.distributed
+def test_a_ring_takes_odd_head_sizes_other_value_sizes_and_a_scale() -> None:
+    cases: list[dict[str, Any]] = [
+        {"head_size": 7, "value_size": 7},
+        {"value_size": 5},
+        {"scale": 0.3},
+        {"kv_heads": 1},
+    ]
+    assert max(max(errors) for errors in run_distributed(_largest_errors, 2, cases)) < 1e-5

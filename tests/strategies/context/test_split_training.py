@@ -17,7 +17,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.strategies.megatron import test_pipeline as pipeline
 from tests.strategies.megatron.test_pipeline import assert_same
-from tests.strategies.megatron.test_transformers import Hf
+from tests.strategies.megatron.test_transformers import Hf, make_model
 from tests.strategies.megatron.test_transformers import batches as hf_batches
 from trainwright.cli.parity_tape import Tolerance
 from trainwright.core.errors import ConfigurationError
@@ -188,3 +188,21 @@ def test_processes_that_do_not_fit_are_an_error() -> None:
         quiet_trainer(strategy=FSDPStrategy(cp=2), devices=2, accelerator="cpu", compile=True).fit(
             Speaker(), batches(2)
         )
+
+
+@pytest.mark.requires("transformers", reason="its models say how they attend")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"_attn_implementation": "eager"}, "attention with 'eager'.*'sdpa'"),
+        ({"sliding_window": 4}, "sliding-window attention over 4"),
+    ],
+)
+def test_a_model_whose_attention_cannot_span_ranks_is_an_error(
+    split: SplitSequences, changes: dict[str, Any], message: str
+) -> None:
+    model = make_model("mistral" if "sliding_window" in changes else "llama")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ConfigurationError, match=message), split.models(model):
+        pass

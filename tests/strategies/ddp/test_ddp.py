@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
@@ -264,3 +264,9 @@ def trained() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", list(_TASKS))
 def test_replicas_average_what_is_unfrozen_during_a_fit(name: str, trained: list[dict[str, Any]]) -> None:
     assert_trained_alike([found[name] for found in trained], train("single", 1, _TASKS[name]()))
+
+
+@pytest.mark.distributed
+def test_parameters_that_a_step_does_not_use_are_torchs_own_error_otherwise() -> None:
+    with pytest.raises(RankError, match="find_unused_parameters=True"):
+        run_distributed(lambda: fit(DDPStrategy(), PartlyUsedTask()), 2, timeout=40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,3 +146,11 @@ def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
     _take(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5))
     with pytest.raises(ConfigurationError, match="needs a 'scheduler'"):
         _take(DummyScheduler(optimizer))
+
+
+def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    for text, complaint in (("{", "not valid JSON"), ("[]", "Write a JSON object")):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=complaint):
+            DeepSpeedStrategy(path)

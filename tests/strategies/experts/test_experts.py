@@ -82,3 +82,25 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
     task.blocks = torch.nn.ModuleList()
     assert "MixtureTask has none" in _refused(task, FSDPStrategy(ep=2))
     assert "divided experts stay on the device" in _refused(MixtureTask(), FSDPStrategy(ep=2, cpu_offload=True))
+
+
+_FOUR: dict[str, dict[str, Any]] = {
+    "ep=4": {"ep": 4},
+    "ep=2, shared": {"ep": 2},
+    "ep=2, recomputed": {"ep": 2, "activation_checkpointing": True},
+    "ep=2, units of their own": {"ep": 2, "auto_wrap_policy": ["Experts"]},
+    "ep=2, replicated": {"ep": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+}
+
+
+@pytest.mark.slow
+def test_four_ranks_train_a_mixture_as_one_process() -> None:
+    def runs() -> dict[str, Any]:
+        found = {name: train(MixtureTask(), FSDPStrategy(**options), 4) for name, options in _FOUR.items()}
+        return found | {"one expert": train(MixtureTask(only=0), FSDPStrategy(ep=2), 4)}
+
+    by_rank = run_distributed(runs, 4, init=False, timeout=300)
+    alone = train(MixtureTask())
+    for name in _FOUR:
+        _assert_alike([found[name] for found in by_rank], alone)
+    _assert_alike([found["one expert"] for found in by_rank], train(MixtureTask(only=0)))

@@ -322,3 +322,39 @@ def test_what_cannot_be_sharded_is_refused_with_a_way_out() -> None:
     (texts,) = run_distributed(_refusals, 1, init=False)
     for text, (_, _, part) in zip(texts, _REFUSED, strict=True):
         assert part in text
+
+
+class EncoderTask(RegressionTask):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True) for _ in range(3))
+        self.net, self.head = nn.Identity(), nn.Linear(4, 1)
+
+    def forward(self, x: Any) -> Any:
+        x = x.unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.squeeze(1))
+
+    def shard_units(self) -> Any:
+        return list(self.layers)
+
+
+def _count_graphs(strategy: str, compile: Any) -> int:
+    from torch._dynamo.testing import CompileCounter  # imports much of torch
+
+    counter = CompileCounter()  # type: ignore[no-untyped-call]  # torch has no types here
+    options = {"compile": {"backend": counter, **compile}}
+    quiet_trainer(strategy=strategy, devices="auto", max_steps=2, **options).fit(
+        EncoderTask(), regression_loader(16, 2)
+    )
+    return int(counter.frame_count)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(("strategy", "options"), [("fsdp", {}), ("ddp", {"regional": True})])
+def test_layers_of_torch_are_compiled_as_units(strategy: str, options: Any) -> None:
+    for graphs in run_distributed(_count_graphs, 2, strategy, options, timeout=300):
+        assert 1 <= graphs <= 3  # one for all layers, and again when shapes or the training mode differ

@@ -18,6 +18,7 @@ from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.layers.known_models import check_plan
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
@@ -331,3 +332,28 @@ def test_a_missing_plan_an_early_optimizer_and_ties_that_part_are_refused() -> N
         assert "Build the optimizer in configure_optimizers" in early
         for text in (half_tied, parted):
             assert "tokens.weight and head.weight are one tied weight" in text
+
+
+def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"does not equal the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
+    ):
+        lengths(ModelParallelStrategy(3, 2), 4)
+    with pytest.raises(ConfigurationError, match="data_parallel_size=0: use a number of ranks"):
+        ModelParallelStrategy(0)
+
+
+class _AsksForRanks(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
+
+
+class _Broken(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return self.no_such_thing
+
+
+def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
+    check_plan(_AsksForRanks(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        check_plan(_Broken(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})

@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from tests.helpers.distributed import run_distributed
+from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.megatron.test_pipeline import Language, batches
 from trainwright import Accelerator
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
@@ -190,3 +191,29 @@ def test_a_pipeline_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) ->
         per_step = len(seen[0]) // _STEPS
         rest = ranks[0][name][0]["seen"][_MIDDLE * per_step :]
         assert sorted(ranks[0][name][1]["seen"]) == sorted(rest), name  # a schedule may change the order within a step
+
+
+@pytest.mark.distributed
+def test_four_ranks_divide_stages_and_shards_in_bfloat16() -> None:
+    def run() -> Any:
+        return _loop(MegatronStrategy(pp=2, dp_shard=2, num_micro_batches=3), None, mixed_precision="bf16")
+
+    losses, _ = _loop("single", None, mixed_precision="bf16")
+    for found, _ in run_distributed(run, 4, init=False, timeout=90):
+        assert found == pytest.approx(losses, rel=1e-2)
+
+
+@pytest.mark.distributed
+def test_what_a_pipeline_cannot_do_in_a_loop_is_an_error() -> None:
+    def without_labels() -> None:
+        accelerator = Accelerator(strategy=MegatronStrategy(pp=2), cpu=True)
+        accelerator.prepare(WithLoss())(batches()[0])
+
+    def accumulates() -> None:
+        accelerator = Accelerator(strategy=MegatronStrategy(pp=2), cpu=True, gradient_accumulation_steps=2)
+        with pytest.raises(ConfigurationError, match="Use num_micro_batches"):
+            accelerator.prepare(WithLoss())
+
+    run_distributed(accumulates, 2, init=False, timeout=60)
+    with pytest.raises(RankError, match=r"returned no loss.*accelerator\.forward_backward"):
+        run_distributed(without_labels, 2, init=False, timeout=60)

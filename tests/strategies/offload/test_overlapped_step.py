@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tests.helpers.runs import assert_equal_weights
 from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer, writes
 from tests.strategies.offload.test_training import DEPTH, Tiny
 from trainwright import OffloadStrategy
@@ -287,3 +288,20 @@ def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:
     run = train(strategy, Look(), *callbacks, default_root_dir=tmp_path, **options)
     assert found == [(step, True) for step in range(1, 11)]
     assert_same(run, train())
+
+
+@pytest.mark.usefixtures("late")
+def test_a_group_is_looked_at_when_all_its_gradients_are_there() -> None:
+    class Odd(Tiny):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            # A finite loss and a gradient that is no number, of the weight whose gradient comes last.
+            return loss + (0 * self.embed.weight).sum().sqrt() if batch_idx == 2 else loss
+
+    options: dict[str, Any] = {"on_nonfinite": "skip"}
+    with pytest.warns(UserWarning, match="not finite"):
+        found = train(OffloadStrategy("device", stream=True), task=Odd(), **options)
+    with pytest.warns(UserWarning, match="not finite"):
+        wanted = train(task=Odd(), **options)
+    assert found[2].skipped_batches == wanted[2].skipped_batches
+    assert_equal_weights(found[1], wanted[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,3 +121,48 @@ def test_a_loop_equals_that_of_one_device(step: str, offloaded: str, tmp_path: P
     wanted = _train("single", _STEPS[step], tmp_path / "one")
     found = _train(_OFFLOADED[offloaded](), _STEPS[step], tmp_path / "two")
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+class RecordingAdamW(torch.optim.AdamW):
+    """Records how many parameters each step has, and how many of them are without state."""
+
+    sizes: list[int]
+
+    def _init_group(self, group: Any, params_with_grad: list[Any], *rest: Any) -> Any:
+        found = super()._init_group(group, params_with_grad, *rest)  # type: ignore[no-untyped-call]  # torch
+        self.sizes.append(len(params_with_grad))
+        return found
+
+
+@pytest.mark.parametrize("order", ["schedule first", "schedule last"])
+def test_state_on_the_disk_is_stepped_unit_by_unit(order: str) -> None:
+    rates: list[list[float]] = []
+    weights: list[dict[str, torch.Tensor]] = []
+    for strategy in ("single", OffloadStrategy("disk", "disk", stream=True)):
+        accelerator = Accelerator(cpu=True, strategy=strategy)
+        net = Net()
+        own = RecordingAdamW(net.parameters(), lr=0.05)
+        own.sizes = []
+        if order == "schedule first":
+            scheduler: Any = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+        model, optimizer = accelerator.prepare(net, own)
+        if order == "schedule last":
+            scheduler = torch.optim.lr_scheduler.StepLR(own, 1, 0.5)
+        scheduler = accelerator.prepare(scheduler)
+        rates.append([])
+        for _ in range(3):
+            accelerator.backward(_loss(model, torch.ones(3, 4)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates[-1] += scheduler.get_last_lr()
+        assert optimizer.step(lambda: 3.0) == 3.0
+        weights.append(net.state_dict())
+        if strategy != "single":
+            assert own.sizes == [4, 4, 4, 6] * 3 + [
+                0
+            ]  # what is in no unit last, as its first layer's gradient comes last
+            accelerator.engine.close()
+            own.step()
+    assert rates[0] == rates[1]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)

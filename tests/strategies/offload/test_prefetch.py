@@ -15,7 +15,8 @@ import torch
 from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
+from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
@@ -258,3 +259,9 @@ def test_on_the_host_copies_are_made_at_once() -> None:
     for wait in (copies.join, copies.wait):
         wait(event)
     assert copies.num_queued == 2
+
+
+def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
+        assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
-from trainwright import ConfigurationError, OffloadStrategy, TaskModule
+from trainwright import ConfigurationError, OffloadStrategy, TaskModule, TrainwrightWarning
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.offload.advice import read_ahead
@@ -182,3 +182,15 @@ def test_what_it_cannot_do_is_refused_at_once(make: Any, text: str) -> None:
 
 def test_it_takes_whatever_tensors_there_are() -> None:
     read_ahead([torch.empty(0), torch.ones(()), torch.ones(3, 5).t(), torch.empty(4, device="meta")])
+
+
+def test_a_model_without_units_is_warned_of() -> None:
+    class Flat(Tiny):
+        def shard_units(self) -> list[nn.Module]:
+            return []
+
+    task = Flat()
+    task.embed, task.blocks, task.head = nn.Embedding(11, 11), nn.ModuleList(), nn.Identity()  # type: ignore[assignment]
+    strategy = OffloadStrategy(stream=True, min_num_params=10**6)
+    with pytest.warns(TrainwrightWarning, match="Flat has no units to stream"):
+        train(task, strategy, limit_val_batches=0)

@@ -18,8 +18,13 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.torchft.replica_run import Task, train
+from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology
+from trainwright.processes.process_group import Processes
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.torchft.replica import Replica
 from trainwright.strategies.torchft.strategy import TorchFTStrategy
 
 _NEEDS = pytest.mark.requires("torchft", reason="it detects dead replicas")
@@ -156,3 +161,35 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], arguments
     given = {"replica": 0, "max_replicas": 3, "lighthouse": "http://nowhere:1", **options}
     with pytest.raises(ConfigurationError, match=problem):
         quiet_trainer(strategy=TorchFTStrategy(**given), **arguments).fit(RegressionTask(), regression_loader())
+
+
+@_NEEDS
+def test_an_evaluation_reads_all_data() -> None:
+    strategy = TorchFTStrategy(replica=1, max_replicas=3, lighthouse="http://nowhere:1")
+    trainer = quiet_trainer(strategy=strategy)
+    expected = quiet_trainer().validate(RegressionTask(), regression_loader(8), verbose=False)
+    assert trainer.validate(RegressionTask(), regression_loader(8), verbose=False) == expected
+
+
+@_NEEDS
+def test_a_user_written_loop_is_refused() -> None:
+    accelerator = Accelerator(
+        cpu=True, strategy=TorchFTStrategy(replica=0, max_replicas=3, lighthouse="http://nowhere:1")
+    )
+    with pytest.raises(ConfigurationError, match="not supported in user-written training loops"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_collectives_of_a_sharded_replica_take_its_values_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, **_: value.mul_(2))  # both ranks hold the value
+    monkeypatch.setattr(torch.distributed, "all_gather", lambda found, own, **_: [one.copy_(own) for one in found])
+    strategy = TorchFTStrategy(replica=1, max_replicas=3, lighthouse="http://nowhere:1")
+    ranks = Replica(strategy).data_ranks(DataRanks.of(Processes(Topology("torchrun", world_size=2))))
+    assert ranks.sum(torch.tensor(0.0)).item() == 0
+    assert ranks.sum(torch.tensor(1.0)).item() == ranks.size == 6
+    own = torch.ones(1, requires_grad=True)
+    gathered = ranks.all_gather(own, sync_grads=True)
+    gathered.sum().backward()
+    assert gathered.shape == (2, 1)
+    assert own.grad is not None
+    assert own.grad.item() == 2
