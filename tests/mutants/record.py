@@ -27,7 +27,6 @@ data_file = {folder}/coverage
 parallel = true
 dynamic_context = test_function
 context = ${{PYTEST_CURRENT_TEST-}}
-sigterm = true
 disable_warnings = no-data-collected, module-not-imported
 """
 
