@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.callbacks.fake_run import FakeTrialSteps
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import BatchSizeFinder, LearningRateFinder
 from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
 from trainwright.core.run import Trial
@@ -87,13 +84,6 @@ def test_the_largest_size_that_fits_is_found(options: dict[str, Any], fits: int,
     assert Tuner(quiet_trainer()).scale_batch_size(task, **options) == expected
     assert task.batch_size == expected
     assert expected in _sizes()
-
-
-def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
-    trainer = quiet_trainer(accumulate_grad_batches=2)
-    Tuner(trainer).scale_batch_size(_Hungry(), steps_per_trial=4, max_trials=1)
-    assert _sizes("training_step") == [2] * 8
-    assert _sizes("validation_step") == [2] * 4
 
 
 @pytest.mark.parametrize(
@@ -203,46 +193,8 @@ class _Run:
         pass
 
 
-@given(
-    fits=st.integers(1, 3000),
-    capacity=st.none() | st.integers(1, 3000),
-    init=st.integers(1, 300),
-    max_val=st.integers(1, 5000),
-    mode=st.sampled_from(["power", "binsearch"]),
-    margin=st.sampled_from([0.0, 0.05, 0.4]),
-)
-def test_what_is_found_has_run_and_nothing_is_tried_twice(
-    fits: int, capacity: int | None, init: int, max_val: int, mode: Any, margin: float
-) -> None:
-    task = RegressionTask()
-    task.batch_size = 1  # type: ignore[assignment]  # a plain attribute
-    trials = _Bounded(task, fits, capacity)
-    finder = BatchSizeFinder(mode, init_val=init, max_val=max_val, margin=margin, max_trials=100)
-    finder.scale_batch_size(_Run(trials), task)  # type: ignore[arg-type]
-    found, bound = finder.optimal_batch_size, min(max_val, capacity or max_val)
-    assert (found, True) in trials.tried
-    assert task.batch_size == found
-    assert len(trials.tried) == len(set(trials.tried))
-    assert max(size for size, _ in trials.tried) <= bound
-    if mode == "binsearch":
-        assert found == max(1, int(min(fits, bound) * (1 - margin)))
-    elif init <= min(fits, bound):
-        assert found * 2 > min(fits, bound)  # type: ignore[operator]  # a size was found
-
-
 def test_fewer_samples_than_processes_are_refused() -> None:
     task = RegressionTask()
     task.batch_size = 1  # type: ignore[assignment]  # a plain attribute
     with pytest.raises(ConfigurationError, match=r"fewer samples than processes \(4\)"):
         BatchSizeFinder().scale_batch_size(_Run(_Bounded(task, 1, 0)), task)  # type: ignore[arg-type]
-
-
-def test_a_loader_with_drop_last_is_searched_up_to_the_data() -> None:
-    class Task(_Hungry):
-        def train_dataloader(self) -> Any:
-            return DataLoader(regression_data(20), batch_size=self.batch_size, drop_last=True)
-
-        def val_dataloader(self) -> Any:
-            return DataLoader(regression_data(9), batch_size=self.batch_size, drop_last=True)
-
-    assert Tuner(quiet_trainer()).scale_batch_size(Task()) == 8

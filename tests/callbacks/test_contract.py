@@ -16,7 +16,6 @@ from tests.callbacks.fake_run import FakeRun
 from trainwright import callbacks as public
 from trainwright.callbacks import CALLBACKS, Callback, ProgressBar
 from trainwright.checkpoint import decode, encode
-from trainwright.core.errors import ConfigurationError
 
 
 def say_nothing(trainer: Any, task: Any) -> None:
@@ -86,34 +85,6 @@ def test_it_pickles_before_and_after_a_run_and_the_copy_works(make: Callable[[],
         assert copy.deepcopy(callback).state_key == callback.state_key
         assert used(again, tmp_path).state.epoch == 2
         callback = again
-
-
-def test_it_lives_through_an_exception_without_talking(make: Callable[[], Callback], tmp_path: Path) -> None:
-    callback = make()
-    run = FakeRun([callback], tmp_path, rank=1, world_size=2)
-
-    def fail(run: FakeRun) -> None:
-        raise ValueError("no")
-
-    run.optimizers = [torch.optim.SGD(run.task.parameters(), lr=0.1)]
-    run.max_epochs = 1
-    run.peers.said = [False] * 3  # what a Timer hears before the first step
-    with pytest.raises(ValueError, match="no"):
-        run.fit(epochs=1, batches=1, on_step=fail)
-    heard = run.peers.heard
-    callback.on_exception(run, run.task, ValueError("no"))  # type: ignore[arg-type]
-    callback.teardown(run, run.task, "fit")  # type: ignore[arg-type]
-    assert run.peers.heard == heard
-
-
-def test_an_unknown_public_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="ModelCheckpoints"):
-        _ = public.ModelCheckpoints
-
-
-def test_an_unknown_short_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'early_stopping'"):
-        CALLBACKS.get("early_stoping")
 
 
 def test_every_public_class_has_a_short_name() -> None:

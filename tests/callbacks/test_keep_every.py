@@ -42,26 +42,6 @@ def test_the_first_checkpoint_after_each_stretch_stays_beside_the_latest(length:
     assert steps_of(run) == [6, 12, 18, 20]
 
 
-def test_with_a_monitor_it_stays_when_it_leaves_the_best_and_is_written_when_it_is_not_among_them(
-    tmp_path: Path,
-) -> None:
-    callback = ModelCheckpoint(monitor="loss", save_top_k=2, every_n_train_steps=1, keep_every=8)
-    run = train(callback, tmp_path, scores=lambda step: abs(step - 11))
-    assert steps_of(run) == [8, 10, 11, 16]
-    assert sorted(Path(path).name for path in callback.best_k_models) == ["epoch=0-step=10", "epoch=1-step=11"]
-
-
-@pytest.mark.parametrize("save_last", [True, "link"])
-def test_the_last_one_moves_on_and_they_stay(save_last: Any, tmp_path: Path) -> None:
-    callback = ModelCheckpoint(
-        monitor="loss", mode="max", save_top_k=1, save_last=save_last, every_n_train_steps=2, keep_every=6
-    )
-    run = train(callback, tmp_path, scores=lambda step: -step)
-    wanted = [2, 6, 12, 18] if save_last is True else [2, 6, 12, 18, 20]
-    assert steps_of(run) == wanted
-    assert "last" in run.saved_names()
-
-
 def test_a_name_that_is_kept_is_never_replaced(tmp_path: Path) -> None:
     callback = ModelCheckpoint(filename="same", enable_version_counter=False, every_n_train_steps=5, keep_every=10)
     run = train(callback, tmp_path)

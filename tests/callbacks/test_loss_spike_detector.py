@@ -17,9 +17,8 @@ from tests.callbacks.fake_run import FakeRun
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from trainwright.callbacks import Callback, LossSpikeDetector, ModelCheckpoint
+from trainwright.callbacks import LossSpikeDetector, ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.run import SaveRequest
 from trainwright.core.state import StepResult
 
 
@@ -50,17 +49,6 @@ def test_a_loss_that_is_no_number_is_a_spike_and_no_part_of_the_window(loss: flo
     with pytest.warns(TrainwrightWarning, match="jumped at step 3"):
         feed(detector, [*QUIET[:3], loss, *QUIET], tmp_path)
     assert all(map(math.isfinite, detector.state_dict()["losses"]))
-
-
-@pytest.mark.parametrize(("losses", "acts"), [([9.0], 0), ([9.0, 9.0], 1), ([9.0, 1.0, 9.0], 0), ([9.0] * 4, 1)])
-def test_with_patience_only_a_row_of_spikes_counts(losses: list[float], acts: int, tmp_path: Path) -> None:
-    detector = LossSpikeDetector(window=20, patience=2, action="stop")
-    if acts:
-        with pytest.warns(TrainwrightWarning, match=r"step 20 and was still high 1 step\(s\) later: 9"):
-            feed(detector, [*QUIET, *losses], tmp_path)
-    else:
-        feed(detector, [*QUIET, *losses], tmp_path)
-    assert detector.num_spikes == acts
 
 
 @given(
@@ -157,30 +145,6 @@ def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path)
     assert (second.epoch, second.first_batch, second.num_batches) == (1, 0, 4)
     assert task.seen == [(e, i) for e in range(3) for i in range(8)]
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (18, 24, 3)
-
-
-class _SavesAt(Callback):
-    def __init__(self, *batches: int) -> None:
-        self.batches = batches
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: StepResult) -> None:
-        if result.loss is not None and trainer.state.batch_in_epoch in self.batches:
-            trainer.request_save(SaveRequest(f"batch-{trainer.state.batch_in_epoch}"))
-
-
-def test_a_checkpoint_of_the_branch_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
-    """What was saved at step 12 holds the first spike; the second one comes after the new branch's step 14."""
-    with pytest.warns(TrainwrightWarning, match="Rolled back") as warned:
-        _fit(
-            Jumps((0, 10), (0, 24)),
-            tmp_path,
-            regression_loader(40),
-            log_every_n_steps=8,
-            callbacks=[rolls_back(), _SavesAt(6, 12)],
-        )
-    assert len(warned) == 2
-    for text in map(str, (w.message for w in warned)):
-        assert "Rolled back from step 16 to step 6 " in text
 
 
 def _two_ranks(root: Path) -> tuple[Any, ...]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, fitted, quiet_trainer
@@ -17,7 +15,6 @@ from trainwright.callbacks import LearningRateFinder
 from trainwright.callbacks.lr_finder import LRFinder
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.loggers import CSVLogger
 from trainwright.trainer.search.tuner import Tuner
 
 
@@ -101,18 +98,6 @@ def test_a_callback_searches_before_the_fit_which_uses_what_was_found() -> None:
     assert task.lr == finder.optimal_lr.suggestion()
     assert recorder.lrs == [[task.lr]] * 8
     assert trainer.global_step == 8
-
-
-def test_schedules_go_on_from_the_learning_rate_that_was_found() -> None:
-    class Task(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
-            warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
-            return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
-
-    recorder, task = StepRecorder(), Task()
-    quiet_trainer(max_steps=4, callbacks=[LearningRateFinder(), recorder]).fit(task, regression_loader(64, 8))
-    assert [lr for [lr] in recorder.lrs] == pytest.approx([task.lr * share for share in (0.25, 0.5, 0.75, 1.0)])
 
 
 class _WithTwo(RegressionTask):
@@ -209,15 +194,6 @@ def test_a_resumed_run_keeps_the_rate_that_was_found_and_searches_no_second_time
     assert read_checkpoint(again).trainer["hyper_parameters"] == {"lr": searched.hparams.lr}
 
 
-@pytest.mark.filterwarnings("ignore:.*learning rate")
-def test_loggers_hear_the_rate_that_was_found(tmp_path: Path) -> None:
-    logger, task = CSVLogger(tmp_path, version=0), _SavesRate()
-    finder = LearningRateFinder(num_training_steps=40)
-    quiet_trainer(max_steps=2, callbacks=[finder], logger=logger).fit(task, regression_loader(64, 8))
-    assert task.hparams.lr != 1e-3
-    assert yaml.safe_load(Path(logger.log_dir or "", "hparams.yaml").read_text()) == {"lr": task.hparams.lr}
-
-
 @pytest.mark.parametrize(
     ("losses", "says"),
     [
@@ -239,19 +215,3 @@ def test_a_loss_that_never_falls_leaves_the_learning_rate_unchanged() -> None:
     with pytest.warns(TrainwrightWarning, match=r"does not fall.*lr is unchanged"):
         quiet_trainer(max_steps=1, callbacks=LearningRateFinder()).fit(task, regression_loader(64, 8))
     assert task.lr == 0.05
-
-
-def test_a_negative_loss_does_not_stop_the_search() -> None:
-    found = _find(StepTask(lambda task, batch, idx: task.loss(batch) - 100.0))
-    assert len(found.results["lr"]) == 100
-
-
-@pytest.mark.parametrize(("mode", "spoilt"), [("exponential", False), ("linear", False), ("linear", True)])
-def test_equal_curves_give_equal_suggestions_in_both_modes(mode: Any, spoilt: bool) -> None:
-    lrs = [10 ** (-4 + k / 10) for k in range(41)]
-    losses = [2.0 - 1.5 / (1 + (0.01 / lr) ** 2) for lr in lrs]  # falls around 0.01, over the logarithm
-    if spoilt:
-        losses[5], losses[12] = math.nan, math.inf
-    found = LRFinder(mode, lrs[0], lrs[-1], len(lrs))
-    found.results = {"lr": lrs, "loss": losses}
-    assert found.suggestion(skip_begin=0, skip_end=0) == pytest.approx(0.01, rel=0.3 if spoilt else 1e-6)

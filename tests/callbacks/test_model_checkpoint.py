@@ -83,11 +83,6 @@ def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: p
     assert [step for step, _ in run.written] == [3, 6, 9]
 
 
-def test_a_field_of_the_name_that_was_never_logged_is_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(TrainwrightWarning, match="'acc', which was not logged"):
-        fit(ModelCheckpoint(filename="{epoch}-{acc:.2f}"), tmp_path)
-
-
 def test_two_callbacks_in_one_folder_do_not_take_the_same_name(tmp_path: Path) -> None:
     by_loss = ModelCheckpoint(monitor="val_loss")
     latest = ModelCheckpoint()
@@ -107,17 +102,6 @@ def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> 
     callback.on_validation_end(run, run.task)  # type: ignore[arg-type]
     run.step_end()
     assert run.written == []
-
-
-def test_an_exception_saves_from_the_main_process_without_a_word_to_the_others(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        callback = ModelCheckpoint(save_on_exception=True)
-        run = FakeRun([callback], tmp_path, rank=rank, world_size=2)
-        callback.setup(run, run.task, "fit")  # type: ignore[arg-type]
-        run.state.step = 3
-        callback.on_exception(run, run.task, KeyboardInterrupt())  # type: ignore[arg-type]
-        assert [request.name for request in run.emergencies] == ["epoch=0-step=3"] * (rank == 0)
-        assert run.peers.said == []
 
 
 def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path) -> None:
@@ -147,22 +131,6 @@ def test_a_new_run_with_the_same_callback_starts_afresh(tmp_path: Path) -> None:
     fit(callback, tmp_path / "a", [1.0], epochs=1)
     again = fit(callback, tmp_path / "b", [2.0], epochs=1)  # a save at the same step
     assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
-
-
-def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(monitor="loss")], tmp_path)
-    with pytest.raises(ConfigurationError, match="Logged so far: none"):
-        run.fit(epochs=1, batches=2)
-    assert run.state.step == 2
-
-
-def test_several_of_one_class_have_several_states() -> None:
-    keys = {
-        ModelCheckpoint().state_key,
-        ModelCheckpoint(monitor="a").state_key,
-        ModelCheckpoint(every_n_epochs=2).state_key,
-    }
-    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(("stage", "rank", "expected"), [("fit", 0, ["on_exception"]), ("fit", 1, []), ("test", 0, [])])

@@ -71,12 +71,6 @@ def test_an_epoch_s_bar_is_opened_moved_and_closed(tmp_path: Path, now: list[flo
     ]
 
 
-def test_it_is_drawn_at_most_ten_times_a_second(tmp_path: Path, now: list[float]) -> None:
-    bar = Recording()
-    FakeRun([bar], tmp_path).fit(epochs=1, batches=1000, on_step=pass_time(now, 0.001))
-    assert 9 <= sum(call[0] == "draw" for call in bar.calls) <= 11
-
-
 def test_it_is_drawn_at_most_once_in_refresh_rate_batches(tmp_path: Path, now: list[float]) -> None:
     bar = Recording(refresh_rate=4)
     FakeRun([bar], tmp_path).fit(epochs=1, batches=9, on_step=pass_time(now, 1.0))
@@ -105,15 +99,6 @@ def test_validation_has_a_bar_of_its_own_and_its_time_is_a_pause_of_the_other(tm
         ("close", "train", True),
     ]
     assert bar.calls[3][3] == 7.0
-
-
-@pytest.mark.parametrize(("leave", "kept"), [(False, [False, True]), (True, [True, True])])
-def test_the_bar_of_an_epoch_that_is_not_the_last_stays_if_wished(
-    tmp_path: Path, leave: bool, kept: list[bool]
-) -> None:
-    bar = Recording(leave=leave)
-    FakeRun([bar], tmp_path).fit(epochs=2, batches=1)
-    assert [call[2] for call in bar.calls if call[0] == "close"] == kept
 
 
 @pytest.mark.parametrize("how", ["rank", "barebones", "refresh_rate", "disable"])
@@ -150,16 +135,6 @@ def test_a_long_epoch_is_reported_every_thirty_seconds(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Epoch 0: 30/100 (30%) [00:30<01:10, 1 batch/s]"
     assert len(lines) == 4
-
-
-def test_an_evaluation_of_its_own_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bar = ProgressBar()
-    run = FakeRun([bar], tmp_path, stage="test")
-    bar.setup(run, run.task, "test")  # type: ignore[arg-type]
-    bar.on_test_start(run, run.task)  # type: ignore[arg-type]
-    bar.on_test_batch_end(run, run.task, None, None, 0)  # type: ignore[arg-type]
-    bar.on_test_end(run, run.task)  # type: ignore[arg-type]
-    assert capsys.readouterr().out.startswith("Test: 1/2 (50%)")
 
 
 @pytest.mark.parametrize("cls", DRAWN)

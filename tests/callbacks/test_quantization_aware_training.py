@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import CheckpointError, ConfigurationError, load_quantized_model, quantize_model
-from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, QuantizationAwareTraining
+from trainwright.callbacks import ModelCheckpoint, QuantizationAwareTraining
 from trainwright.checkpoint import read_checkpoint
 
 pytestmark = [
@@ -126,36 +125,6 @@ def test_a_checkpoint_has_float_weights_and_a_resume_is_exact(tmp_path: Path) ->
     for step in (3, 9):
         again = _fit(_callback(), ckpt_path=tmp_path / f"step={step}", task=_Task(dropout=0.1))
         torch.testing.assert_close(_outputs(again), _outputs(task), rtol=0, atol=0)
-
-
-def test_without_convert_the_task_stays_in_float_and_can_be_trained_further(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    callback = _callback(convert=False, path=path)
-    task = _fit(callback)
-    assert type(task.net[3]) is nn.Linear
-    assert not task.net[3]._forward_pre_hooks
-    assert list(task.state_dict()) == list(_Task().state_dict())
-    by_hand = quantize_model(copy.deepcopy(task), skip="net.0")
-    torch.testing.assert_close(_outputs(load_quantized_model(_Task(), path)), _outputs(by_hand), rtol=0, atol=0)
-    _fit(callback, task=task)
-
-
-def test_layers_are_restored_after_an_error() -> None:
-    class Failing(_Task):
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            assert type(self.net[3]) is not nn.Linear
-            raise RuntimeError("stop")
-
-    task = Failing()
-    with pytest.raises(RuntimeError, match="stop"):
-        _fit(_callback(), task=task)
-    assert type(task.net[3]) is nn.Linear
-
-
-def test_the_average_is_quantized() -> None:
-    task = _fit(_callback(), EMAWeightAveraging(decay=0.5))
-    plain = _fit(_callback(convert=False), EMAWeightAveraging(decay=0.5))
-    torch.testing.assert_close(_outputs(task), _outputs(quantize_model(plain, skip="net.0")), rtol=0, atol=0)
 
 
 def test_a_quantized_task_is_evaluated_but_neither_saved_nor_trained(tmp_path: Path) -> None:

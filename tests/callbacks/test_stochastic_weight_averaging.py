@@ -77,13 +77,6 @@ def test_the_rate_anneals_to_its_own_and_the_schedule_of_the_task_rests() -> Non
     assert notes.rates == pytest.approx([0.4, 0.2, *(0.01 * share + 0.1 * (1 - share) for share in shares)])
 
 
-def test_a_linear_annealing_is_linear() -> None:
-    notes = Notes()
-    linear = StochasticWeightAveraging(0.05, 1, annealing_epochs=2, annealing_strategy="linear")
-    fit(RegressionTask(lr=0.25), [linear, notes], max_epochs=4)
-    assert notes.rates == pytest.approx([0.25, 0.15, 0.05, 0.05])
-
-
 def test_the_task_ends_with_the_mean_of_the_weights_that_the_last_epochs_began_with() -> None:
     task, notes = RegressionTask(), Notes()
     averaging = StochasticWeightAveraging(0.05, 0.5)
@@ -133,15 +126,6 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(
         fit(make(), [StochasticWeightAveraging(0.05, 3), saver], **{"max_epochs": 6, **stop})
     fit(resumed, [StochasticWeightAveraging(0.05, 3), again, later], max_epochs=6, ckpt_path=saver.best_model_path)
     assert later.rates == notes.rates[len(notes.rates) - len(later.rates) :]
-    assert_equal_weights(weights_of(resumed), weights_of(whole))
-
-
-def test_a_checkpoint_that_is_saved_after_the_mean_was_put_in_place_goes_on_exactly(tmp_path: Path) -> None:
-    whole, resumed = Scheduled(momentum=0.9), Scheduled(momentum=0.9)
-    fit(whole, [StochasticWeightAveraging(0.05, 2)], max_epochs=6)
-    trainer = fit(Scheduled(momentum=0.9), [StochasticWeightAveraging(0.05, 2)], max_epochs=4)
-    trainer.save_checkpoint(tmp_path / "after")
-    fit(resumed, [StochasticWeightAveraging(0.05, 2)], max_epochs=6, ckpt_path=tmp_path / "after")
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 

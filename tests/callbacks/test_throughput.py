@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.callbacks.fake_run import FakeRun, Task
-from trainwright.callbacks import DeviceStatsMonitor, LearningRateMonitor, ModelCheckpoint, Throughput
+from trainwright.callbacks import DeviceStatsMonitor, LearningRateMonitor, Throughput
 from trainwright.callbacks.callback import Callback
 
 
@@ -92,9 +92,3 @@ def test_a_skipped_group_is_not_logged(tmp_path: Path, callback: Callback) -> No
     run.optimizers = [torch.optim.SGD(run.task.parameters(), lr=1.0)]
     run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
     assert [step for step, _ in run.logged] == [1, 2, 3]
-
-
-def test_a_skipped_group_is_not_saved(tmp_path: Path) -> None:
-    run = FakeRun([ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)], tmp_path)
-    run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
-    assert [step for step, _ in run.written] == [1, 2, 3]

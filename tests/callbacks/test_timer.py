@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from pathlib import Path
 from typing import Any
@@ -67,30 +66,6 @@ def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tm
     run = FakeRun([second], tmp_path)
     run.fit(epochs=1, batches=10, on_step=clock.tick)
     assert (run.state.step, second.time_elapsed()) == (2, 10.0)
-
-
-@pytest.mark.parametrize("ends", ["a second fit goes on", "an exception ends it"])
-def test_the_time_between_fits_does_not_count(ends: str, tmp_path: Path, clock: Clock) -> None:
-    timer = Timer()
-    run = FakeRun([timer], tmp_path)
-    if ends == "an exception ends it":
-        timer.on_train_start(run, run.task)  # type: ignore[arg-type]
-        clock.now_s += 4
-        timer.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
-    else:
-        run.fit(epochs=1, batches=2, on_step=clock.tick)
-    clock.now_s += 50
-    FakeRun([timer], tmp_path).fit(epochs=1, batches=2, on_step=clock.tick)
-    assert timer.time_elapsed() == 8.0
-
-
-@pytest.mark.parametrize(
-    "duration",
-    ["00:12:00:00", "12 h", datetime.timedelta(hours=12), {"hours": 12}],
-    ids=["clock", "text", "delta", "dict"],
-)
-def test_a_duration_can_be_written_in_four_ways(duration: Any) -> None:
-    assert Timer(duration).duration_s == 12 * 3600
 
 
 def test_an_unknown_stage_is_refused_with_the_nearest() -> None:

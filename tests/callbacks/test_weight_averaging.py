@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
@@ -85,44 +83,6 @@ def test_without_a_function_all_updates_weigh_the_same() -> None:
     task, notes = Normed(), Notes()
     fit(task, [WeightAveraging(), notes], max_epochs=2, seed=1)
     torch.testing.assert_close(weights_of(task), mean_of(notes.trained))
-
-
-def test_without_use_buffers_buffers_are_the_current_ones() -> None:
-    task, notes = Normed(), Notes()
-    fit(task, [WeightAveraging(use_buffers=False), notes], max_epochs=1)
-    last, mean = notes.trained[-1], mean_of(notes.trained)
-    assert torch.equal(weights_of(task)["net.1.running_mean"], last["net.1.running_mean"])
-    torch.testing.assert_close(weights_of(task)["net.0.weight"], mean["net.0.weight"])
-
-
-@settings(max_examples=30)
-@given(
-    every=st.integers(0, 5), first=st.none() | st.integers(0, 9), epoch=st.none() | st.integers(0, 3),
-    step=st.integers(0, 12),
-)  # fmt: skip
-def test_the_exponential_average_is_updated_when_lightning_would(
-    every: int, first: int | None, epoch: int | None, step: int
-) -> None:
-    averaging = EMAWeightAveraging(
-        update_every_n_steps=every, update_starting_at_step=first, update_starting_at_epoch=epoch
-    )
-    due = every > 0 and step % every == 0 and (first is None or step >= first)
-    assert averaging.should_update(step_idx=step) == due
-    assert averaging.should_update(epoch_idx=step) == (epoch is not None and step >= epoch)
-
-
-def test_should_update_is_asked_once_per_optimizer_step_and_once_per_epoch() -> None:
-    asked: list[tuple[int | None, int | None]] = []
-
-    class Asked(WeightAveraging):
-        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-            asked.append((step_idx, epoch_idx))
-            return epoch_idx == 1
-
-    task, notes = RegressionTask(), Notes()
-    fit(task, [Asked(), notes], max_epochs=2, accumulate_grad_batches=2)
-    assert asked == [(0, None), (1, None), (None, 0), (2, None), (3, None), (None, 1)]
-    assert_equal_weights(weights_of(task), notes.trained[-1])
 
 
 def test_validation_runs_on_the_formulas_average_and_training_goes_on_from_exactly_where_it_was() -> None:
@@ -227,14 +187,6 @@ class Tied(RegressionTask):
         self.level = self.level + 1.0
         self.count += 1
         return self.loss(batch) + self.twice(batch[0]).square().mean()
-
-
-def test_tied_weights_stay_tied_and_replaced_buffers_are_found() -> None:
-    task = Tied()
-    fit(task, [WeightAveraging()], max_epochs=1)
-    assert task.twice.weight is task.net[0].weight
-    assert task.level.item() == (1 + 2 + 3 + 4) / 4
-    assert task.count.item() == 4
 
 
 def _ranks(folder: Path) -> list[dict[str, list[float]]]:

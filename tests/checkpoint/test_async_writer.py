@@ -14,7 +14,6 @@ from tests.checkpoint.snapshots import same, small_snapshot
 from trainwright.checkpoint import (
     AsyncWriter,
     Snapshot,
-    find_checkpoints,
     newest_valid,
     read_checkpoint,
     read_manifest,
@@ -109,17 +108,6 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, writer: AsyncWriter, 
     assert read_manifest(tmp_path / "2").step == 2
 
 
-def test_the_memory_is_the_same_from_save_to_save(tmp_path: Path, writer: AsyncWriter) -> None:
-    addresses = []
-    for step in (1, 2, 3):
-        writer.submit(tmp_path / str(step), small_snapshot(step))
-        writer.wait()
-        addresses.append(writer.buffers.addresses)
-    assert addresses[0] != []
-    assert addresses[0] == addresses[1] == addresses[2]
-    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [1, 2, 3]
-
-
 def test_an_error_of_the_write_is_raised_once_by_the_next_save_and_names_the_path(
     tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
 ) -> None:
@@ -135,31 +123,6 @@ def test_an_error_of_the_write_is_raised_once_by_the_next_save_and_names_the_pat
     writer.submit(tmp_path / "next", small_snapshot(3))
     writer.wait()
     assert newest_valid(tmp_path) == tmp_path / "next"
-
-
-def test_what_cannot_be_saved_is_an_error_of_its_own_submit(tmp_path: Path, writer: AsyncWriter) -> None:
-    with pytest.raises(CheckpointError, match=r"callbacks\.best is a"):
-        writer.submit(tmp_path / "a", small_snapshot(trainer={"callbacks": {"best": object()}}))
-    (tmp_path / "thesis").write_text("x")
-    with pytest.raises(CheckpointError, match="not replaced"):
-        writer.submit(tmp_path / "thesis", small_snapshot())
-    writer.wait()
-    assert os.listdir(tmp_path) == ["thesis"]
-
-
-def test_what_follows_is_not_called_after_a_failed_write_and_its_own_error_is_raised(
-    tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
-) -> None:
-    def fail(path: Path) -> None:
-        raise RuntimeError(f"after {path.name}")
-
-    full_disk("failing")
-    writer.submit(tmp_path / "failing", small_snapshot(), then=fail)
-    with pytest.raises(CheckpointError, match="No space left"):
-        writer.wait()
-    writer.submit(tmp_path / "a", small_snapshot(), then=fail)
-    with pytest.raises(CheckpointError, match="RuntimeError: after a"):
-        writer.wait()
 
 
 def test_one_snapshot_is_written_under_several_names_without_another_copy(

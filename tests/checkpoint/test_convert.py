@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +16,6 @@ from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import Converted, ConvertOptions, convert_checkpoint
 from trainwright.core.errors import CheckpointError
-from trainwright.core.rng import rng_state, set_rng_state
 
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -79,19 +76,6 @@ def test_an_optimizer_comes_along_keyed_by_name(make: MakeOptimizer, tmp_path: P
     load_named_optimizer_state(make(fresh), saved, _names(fresh))  # fits an optimizer made anew
 
 
-def test_a_schedule_and_a_loss_scale_come_along(tmp_path: Path) -> None:
-    model = Net()
-    optimizer = _adamw(model)
-    trained(model, optimizer)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
-    tree = lightning_dict(model, [optimizer], schedulers=[schedule], MixedPrecision={"scale": 8.0})
-    torch.save(tree, tmp_path / "x.ckpt")
-    convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out")
-    trainer = read_checkpoint(tmp_path / "out").trainer
-    assert same(trainer["schedulers"], [schedule.state_dict()])
-    assert trainer["strategy"] == {"scaler": {"scale": 8.0}}
-
-
 @pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])
 def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, epoch: int, tmp_path: Path) -> None:
     source, _, _ = _lightning(tmp_path, is_last_batch=is_last_batch, inside=3)
@@ -148,18 +132,6 @@ def test_an_accelerate_folder_with_ordered_weights_is_a_full_checkpoint(tmp_path
     assert snapshot.trainer["schedulers"] == [{"last_epoch": 3, "_step_count": 4, "_last_lr": [0.1]}]
 
 
-def test_accelerates_random_generators_come_along(tmp_path: Path) -> None:
-    source, _, _ = _accelerate(tmp_path, safe=False)
-    expected = random.random(), float(np.random.rand()), float(torch.rand(()))
-    convert_checkpoint(source, tmp_path / "out")
-    kept = rng_state()
-    try:
-        set_rng_state(read_checkpoint(tmp_path / "out").rng[0])
-        assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
-    finally:
-        set_rng_state(kept)
-
-
 @pytest.mark.parametrize(("suffix", "key"), [(".bin", None), (".pt", "state_dict"), (".pth", "model")])
 def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -> None:
     state = Net().state_dict()
@@ -188,7 +160,7 @@ def test_a_folder_of_another_kind_says_what_to_do(name: str, advice: str, tmp_pa
         convert_checkpoint(tmp_path / "x", tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.requires("accelerate", "writes a real folder; in the `bench` extra")
 def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
     script = Path(__file__).with_name("accelerate_run.py")

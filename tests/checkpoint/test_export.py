@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.snapshots import same
-from trainwright.checkpoint import Snapshot, read_model, write_checkpoint
+from trainwright.checkpoint import Snapshot, write_checkpoint
 from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import CheckpointError
 
@@ -52,33 +52,11 @@ def test_a_dtype_is_for_floating_point_numbers_wider_than_a_byte(name: str, dtyp
         assert same(loaded[key], STATE[key])
 
 
-def _tied() -> dict[str, object]:
-    weight = torch.randn(3, 2)
-    return {"embed": weight, "head": weight, "bias": torch.zeros(3)}
-
-
-@pytest.mark.parametrize("layout", ["single", "sharded"])
-def test_tied_weights_can_be_written_under_each_name(layout: str, tmp_path: Path) -> None:
-    state = _tied()
-    target = tmp_path / "out"
-    export_weights(_checkpoint(tmp_path, state), target, layout=layout, expand_tied=True)  # type: ignore[arg-type]
-    loaded = load_file(target) if layout == "single" else read_model(target)
-    assert loaded.keys() == state.keys()
-    assert all(same(loaded[name], state[name]) for name in state)
-
-
 def test_a_dtype_that_the_format_cannot_say_is_an_error(tmp_path: Path) -> None:
     source = _checkpoint(tmp_path, {"c": torch.ones(2, dtype=torch.complex128)})
     with pytest.raises(CheckpointError, match=r"'c' is torch\.complex128"):
         export_weights(source, tmp_path / "out.safetensors")
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_entries_that_are_no_tensors_are_left_out_and_told(tmp_path: Path) -> None:
-    source = _checkpoint(tmp_path, {"w": torch.ones(2), "extra": {"calls": 3}})
-    exported = export_weights(source, tmp_path / "out.safetensors")
-    assert list(load_file(tmp_path / "out.safetensors")) == ["w"]
-    assert exported.left_out
 
 
 @pytest.mark.parametrize("layout", ["single", "sharded"])

@@ -13,13 +13,11 @@ import torch
 
 from tests.checkpoint import format_reader
 from tests.checkpoint.cutting import Cut, spans, tiles, write_in_pieces
-from tests.checkpoint.every_kind import every_kind, every_value
-from tests.checkpoint.format_reader import Stored, Tagged
-from tests.helpers.runs import quiet_trainer
+from tests.checkpoint.every_kind import every_kind
+from tests.checkpoint.format_reader import Stored
 from tests.helpers.sources import ROOT
-from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks.early_stopping import EarlyStopping
-from trainwright.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from tests.helpers.tasks import RegressionTask
+from trainwright.checkpoint import Snapshot, write_checkpoint
 from trainwright.checkpoint.format import codec, safetensors_io
 from trainwright.core.state import TrainState
 
@@ -72,19 +70,6 @@ class Saved(RegressionTask):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
 
 
-def test_it_reads_the_checkpoint_of_a_training(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=1, callbacks=[EarlyStopping("train_loss")])
-    trainer.fit(Saved(dropout=0.5), regression_loader(8, 2, shuffle=True))
-    saved = trainer.save_checkpoint(tmp_path / "saved")
-    snapshot = read_checkpoint(saved)
-    check_alike(saved, snapshot)
-    # Ranks that work on one batch together; a data module; a run that ended within a step; then hyper-parameters in
-    # one argument, of enumerations, left out.
-    of_some = {"data_ranks", "datamodule_hyper_parameters", "within_step"}
-    of_some |= {f"hyper_parameters_{what}" for what in ("name", "enums", "left_out")}
-    assert set(snapshot.trainer) | {"progress"} | of_some == set(_column("## trainer.json", 0))
-
-
 def _column(after: str, number: int) -> list[str]:
     """Return the words in backticks of a column of the first table after some text of the page."""
     lines = PAGE.read_text().partition(after)[2].splitlines()
@@ -92,16 +77,6 @@ def _column(after: str, number: int) -> list[str]:
         lambda line: line.startswith("|"), itertools.dropwhile(lambda line: not line.startswith("|"), lines)
     )
     return [word for row in list(table)[2:] for word in re.findall(r"`([^`]+)`", row.split("|")[number + 1])]
-
-
-def test_it_reads_values_of_every_type(tmp_path: Path) -> None:
-    read = format_reader.read(write_checkpoint(tmp_path / "a", every_kind()))["trainer"]["task"]
-    expected = every_value()
-    for name in ("plain", "edges", "complex", "text", "bytes", "tuple"):
-        assert repr(read[name]) == repr(expected[name])
-    assert read["times"][1] == expected["times"][1]
-    assert read["arrays"][0] == Tagged("ndarray", ("<f4", (2, 3), expected["arrays"][0].tobytes()))
-    assert read["sets"] == expected["sets"]
 
 
 def test_the_tags_are_those_of_the_code() -> None:

@@ -48,17 +48,3 @@ def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
         HostBuffers(num_threads=num_threads).stage(files)
     assert not any(file.tensors for file in files)
     assert written(files) == expected
-
-
-@pytest.mark.requires("cuda", "copies from a device into pinned memory")
-def test_tensors_on_a_device_are_copied_into_pinned_memory_before_it_returns() -> None:
-    buffers = HostBuffers()
-    live = [torch.randn(3_000_000, device="cuda"), torch.randn(500, 700, device="cuda").t(), torch.randn(5)]
-    expected = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in live]
-    files = [PlannedFile(str(number), b"", [tensor]) for number, tensor in enumerate(live)]
-    buffers.stage([PlannedFile("first", b"", [torch.zeros(3)])])  # plain memory, replaced by pinned memory
-    buffers.stage(files)
-    for tensor in live:
-        tensor.fill_(7)
-    assert written(files) == expected
-    assert all(block.is_pinned() for block in buffers._blocks)

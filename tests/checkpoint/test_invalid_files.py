@@ -13,7 +13,6 @@ from tests.checkpoint.resealing import edit_trainer, reseal
 from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks import ModelCheckpoint
 from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify, whole_checkpoint
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
@@ -35,31 +34,6 @@ def test_an_invalid_value_is_a_checkpoint_error_and_an_earlier_checkpoint_is_use
             read(later)
     with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint"):
         assert newest_valid(tmp_path) == earlier
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda entries: entries["progress"].update(step="2"),
-        lambda entries: entries.update(callbacks=[]),
-        lambda entries: entries.update(schedulers={"a": 1}),
-        lambda entries: entries.update(metrics=[{"logged": None}]),
-        lambda entries: entries["left_out"].update(num_rollbacks="x"),
-        lambda entries: entries["data"].update(position={"batch": -1, "samples": 0}),
-        lambda entries: entries["data"].pop("epoch"),
-    ],
-)
-def test_last_falls_back_past_checkpoints_with_invalid_values(change: Any, tmp_path: Path) -> None:
-    def fit(steps: int, ckpt_path: str | None = None) -> Any:
-        saver = ModelCheckpoint(tmp_path / "run", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-        trainer = quiet_trainer(max_steps=steps, default_root_dir=tmp_path, callbacks=[saver])
-        trainer.fit(RegressionTask(), regression_loader(), ckpt_path=ckpt_path)
-        return trainer
-
-    fit(4)
-    edit_trainer(tmp_path / "run" / "step=4", change)
-    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint"):
-        assert fit(6, "last").global_step == 6
 
 
 _OPTIMIZER, _NO_STATES = "optimizer/optimizer-00000.json", "optimizer 0 has no groups and states"

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.checkpoint.cutting import write_in_pieces
 from tests.checkpoint.every_kind import every_kind
 from tests.checkpoint.resealing import resealed
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import (
     RunIndex,
-    newest_valid,
     read_checkpoint,
-    read_manifest,
     verify,
-    write_checkpoint,
 )
 from trainwright.checkpoint.disk.durable import FileEntry
 from trainwright.checkpoint.disk.untrusted import load_json
@@ -114,56 +109,3 @@ def test_a_stored_checkpoint_is_read_to_the_values_that_were_saved(folder: Path)
 def test_a_stored_index_is_read(folder: Path) -> None:
     (entry,) = RunIndex(folder, run="0123456789abcdef").entries()
     assert (entry.name, entry.step, entry.kind, entry.metrics["loss"]) == ("step=12", 12, "full", 0.1)
-
-
-def test_whole_tensors_and_indices_are_written_so_that_readers_of_the_first_version_read_them(tmp_path: Path) -> None:
-    assert read_manifest(write_checkpoint(tmp_path / "whole", every_kind())).format_version == 1
-    RunIndex(tmp_path, run="a").add(tmp_path / "whole")
-    assert '"format_version": 1,' in (tmp_path / "index.json").read_text()
-    assert read_manifest(write_in_pieces(tmp_path / "pieces", every_kind())).format_version == 2
-
-
-def _from_one_to_two(trees: dict[str, Any]) -> dict[str, Any]:
-    """An invented version: steps are called differently, and the optimizers' names are in upper case."""
-    found = dict(trees)
-    if "manifest" in found:
-        found["manifest"] = {**found["manifest"], "step": found["manifest"]["step"] + 100}
-    if "trainer" in found:
-        progress = {**found["trainer"]["progress"], "step": 112}
-        found["trainer"] = {**found["trainer"], "progress": progress}
-    if "optimizer" in found:
-        found["optimizer"] = [{**tree, "class": tree["class"].upper()} for tree in found["optimizer"]]
-    if "model" in found:
-        found["model"] = {f"renamed.{name}": value for name, value in found["model"].items()}
-    if "rng" in found:
-        found["rng"] = found["rng"][:1]
-    if "index" in found:
-        entries = [{**entry, "run": "another"} for entry in found["index"]["checkpoints"]]
-        found["index"] = {**found["index"], "checkpoints": entries}
-    return found
-
-
-@pytest.fixture
-def two_versions_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a Trainwright two versions on, whose second change concerns the trainer part only."""
-
-    def from_two_to_three(trees: dict[str, Any]) -> dict[str, Any]:
-        return {**trees, "trainer": {**trees["trainer"], "new": True}} if "trainer" in trees else trees
-
-    monkeypatch.setattr(layout, "FORMAT_VERSION", 3)
-    monkeypatch.setattr(layout, "UPGRADES", {1: _from_one_to_two, 2: from_two_to_three})
-
-
-@pytest.mark.usefixtures("two_versions_on")
-def test_everything_of_an_older_version_goes_through_all_upgrades_in_order() -> None:
-    folder = DATA / "format-1"
-    manifest = read_manifest(folder / "step=12")
-    assert (manifest.step, manifest.format_version) == (112, 1)
-    back = read_checkpoint(folder / "step=12")
-    assert back.state["step"] == 112
-    assert back.trainer["new"] is True
-    assert [tree["class"] for tree in back.optimizers] == ["ADAM", "SGD"]
-    assert len(back.rng) == 1
-    assert "renamed.scale" in (back.model or {})
-    assert newest_valid(folder) == folder / "step=12"
-    assert [entry.name for entry in RunIndex(folder, run="another").entries()] == ["step=12"]

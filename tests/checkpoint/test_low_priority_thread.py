@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainwright.checkpoint import set_fault_hook
 from trainwright.checkpoint.disk import low_priority_file, low_priority_thread
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
 from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile
@@ -154,22 +153,3 @@ def test_a_system_that_refuses_has_the_quiet_thread_write_through_the_page_cache
     assert (tmp_path / "a").read_bytes() == bytes(body)
     assert entry.xxh3_128 == hash_file(tmp_path / "a")
     assert {(direct, thread) for direct, _, thread in written} == {(False, "trainwright-quiet")}
-
-
-@pytest.mark.parametrize("in_quiet", [False, True])
-def test_an_error_while_writing_is_raised_and_nothing_is_written_afterwards(
-    tmp_path: Path, started: LowPriorityThread, body: memoryview, monkeypatch: pytest.MonkeyPatch, in_quiet: bool
-) -> None:
-    def fail(event: str, path: Path) -> None:
-        if event == "write":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    if in_quiet:
-        monkeypatch.setattr(low_priority_file, "_open_direct", lambda path: None)
-    set_fault_hook(fail)
-    handles = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "a", [body], started)
-    assert not handles or len(os.listdir("/proc/self/fd")) == handles
-    set_fault_hook(None)
-    assert write(tmp_path / "b", [body], started).size == len(body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
-from trainwright.core.run import SaveRequest
 
 WIDTH = 256  # a weight is more than what is copied at once
 
@@ -101,53 +97,9 @@ def test_state_that_is_changed_by_hand_meanwhile_is_an_error_and_no_checkpoint(
     assert not path.exists()
 
 
-class SavesOften(Callback):
-    """Asks for a checkpoint after every step."""
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        trainer.request_save(SaveRequest(name=f"step-{trainer.state.step}"))
-
-
-class Wide(RegressionTask):
-    """A task with a weight that is copied later."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.9)
-        self.wide = nn.Linear(1, 2**16, bias=False)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return super().loss(batch) + self.wide(batch[1][:1]).square().mean()
-
-
 class Restarts(Callback):
     """Forgets the momentum at the beginning of every epoch, in place."""
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
         for state in trainer.optimizers[0].state.values():
             state["momentum_buffer"].zero_()
-
-
-def test_what_callbacks_do_at_an_epochs_begin_comes_after_the_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish = LaterCopy.finish
-
-    def finish_late(copy: LaterCopy) -> bool:
-        if threading.current_thread().name == "trainwright-checkpoint":
-            time.sleep(0.2)  # a copy that is not there when the next epoch begins
-        return finish(copy)
-
-    monkeypatch.setattr(LaterCopy, "finish", finish_late)
-    found = []
-    for async_save in (False, True):
-        torch.manual_seed(0)
-        folder = tmp_path / str(async_save)
-        trainer = quiet_trainer(
-            max_epochs=3, default_root_dir=folder, callbacks=[SavesOften(), Restarts()], async_save=async_save
-        )
-        trainer.fit(Wide(), regression_loader(8, 8))  # every step ends an epoch
-        found.append({path.name: state_of(path) for path in trainer.checkpoint_dir.glob("step-*")})
-    assert len(found[0]) == 3
-    assert found[0].keys() == found[1].keys()
-    for name, expected in found[0].items():
-        assert all(torch.equal(expected[key], found[1][name][key]) for key in expected)

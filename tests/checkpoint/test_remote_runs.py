@@ -56,18 +56,6 @@ def folders(url: str) -> list[str]:
     return _Remote(url, None).folders()
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_each_checkpoint_goes_up_and_what_is_deleted_here_is_deleted_there(
-    memory: str, tmp_path: Path, async_save: bool
-) -> None:
-    url = f"{memory}/run"
-    trainer = fit(tmp_path / "a", url, 4, save_top_k=1, save_last=True, keep_every="2 epochs", async_save=async_save)
-    assert folders(url) == sorted(names(url)) == ["epoch=1", "epoch=3", "last"]
-    local = trainer.checkpoint_dir
-    assert sorted(path.name for path in local.iterdir() if path.is_dir()) == ["epoch=1", "epoch=3", "last"]
-    assert local.is_relative_to(tmp_path / "a" / "checkpoints")
-
-
 def test_paths_are_urls_that_everything_takes(memory: str, tmp_path: Path) -> None:
     url = f"{memory}/run"
     trainer = fit(tmp_path / "a", url, save_last=True)
@@ -90,17 +78,6 @@ def test_another_machine_goes_on_exactly_and_keeps_the_folder_up(memory: str, tm
     trainer = fit(tmp_path / "b", url, 4, ckpt_path="last" if ckpt_path == "last" else f"{url}/epoch=1")
     assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 4))
     assert folders(url) == ["epoch=3"]
-
-
-def test_what_others_have_there_is_neither_replaced_nor_deleted(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/run"
-    fit(tmp_path / "other", url, 1)
-    created = find_remote(url)[0].manifest.created
-    fit(tmp_path / "a", url, 2)
-    assert folders(url) == ["epoch=0", "epoch=1"]
-    fit(tmp_path / "b", url, 1)
-    assert folders(url) == ["epoch=0", "epoch=0-v1", "epoch=1"]
-    assert min(item.manifest.created for item in find_remote(url)) == created
 
 
 class Breaks(Callback):
@@ -153,17 +130,6 @@ class FirstStep(Callback):
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         self.step = self.step or trainer.global_step
-
-
-def test_an_emergency_save_goes_up_too(memory: str, tmp_path: Path) -> None:
-    class Fails(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            if trainer.global_step == 3:
-                raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        fit(tmp_path, f"{memory}/run", 1, filename="{step}", save_on_exception=True, callbacks=[Fails()])
-    assert names(f"{memory}/run") == ["step=3"]
 
 
 def test_ls_lists_what_is_there(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

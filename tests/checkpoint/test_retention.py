@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 
 from tests.checkpoint.snapshots import write_small
 from trainwright.checkpoint import IndexEntry, RunIndex, verify
-from trainwright.checkpoint.format.manifests import FoundCheckpoint
-from trainwright.checkpoint.run_folder import RunFolder
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 
 
 def index_with(folder: Path, metrics: list[float], **options: Any) -> RunIndex:
@@ -67,14 +64,6 @@ def test_deleting_removes_the_folder_and_the_entry_and_nothing_else(tmp_path: Pa
     assert verify(tmp_path / "s2") == []
 
 
-def test_an_entry_whose_folder_is_gone_is_not_listed_and_can_be_dropped(tmp_path: Path) -> None:
-    index = index_with(tmp_path, [1.0, 2.0])
-    shutil.rmtree(tmp_path / "s1")
-    assert [entry.name for entry in index.entries()] == ["s2"]
-    index.delete("s1")
-    assert "s1" not in (tmp_path / "index.json").read_text()
-
-
 def make_index(folder: Path) -> list[IndexEntry]:
     index = RunIndex(folder, run="0123456789abcdef")
     for step, loss in enumerate([0.5, 0.25, 0.75], 1):
@@ -98,14 +87,3 @@ def test_every_flipped_bit_of_an_index_is_detected_and_repaired(tmp_path: Path) 
         # The weights say nothing of their run: they are kept if the index still names them rightly, and else left.
         assert found in (entries, entries[:2])
         assert RunIndex(tmp_path, run="0123456789abcdef").best("loss") == entries[1]
-
-
-def test_one_that_cannot_be_judged_is_damaged(tmp_path: Path) -> None:
-    def refuse(found: FoundCheckpoint) -> bool:
-        raise CheckpointError("its trainer part makes no sense")
-
-    write_small(tmp_path, 1, "only")
-    with pytest.warns(TrainwrightWarning, match="skipping the damaged checkpoint .*only: its trainer part"):
-        assert RunFolder(tmp_path).newest(accepts=refuse) is None
-    with pytest.raises(CheckpointError, match="on_damaged='fall_back'"):
-        RunFolder(tmp_path).newest(accepts=refuse, on_damaged="error")

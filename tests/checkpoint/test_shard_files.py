@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import pickle
-import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.format import regions as module
 from trainwright.checkpoint.format.regions import copy_common, lengths_of, overlap
 from trainwright.checkpoint.format.shard_files import loaded
 from trainwright.checkpoint.interop.diff import diff_checkpoints
@@ -148,20 +145,6 @@ def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> Non
     wrong = TensorShards((4, 4), torch.float32, ((Box((0, 0), (2, 4)), torch.zeros(3, 4)),))
     with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) do not fit Box"):
         plan_share(Snapshot(model={"w": wrong}, kind="weights", in_shards=True), 1)
-
-
-def test_the_result_equals_comparing_all_pairs() -> None:
-    numbers = random.Random(3)
-    for _ in range(300):
-        boxes: list[Region] = []
-        for _ in range(numbers.randrange(2, 6)):
-            ends = [sorted(numbers.sample(range(5), 2)) for _ in range(2)]
-            boxes.append(Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends)))
-        expected = any(
-            module._common(one, other) is not None  # type: ignore[arg-type]  # all are boxes
-            for one, other in itertools.combinations(boxes, 2)
-        )
-        assert overlap(boxes, (5, 5)) is expected
 
 
 WORLD = 3

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.every_kind import every_tensor
 from tests.checkpoint.foreign import Evil
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint.interop.pickle_parser import Unknown
@@ -52,17 +51,6 @@ def test_plain_data_comes_back_as_it_was(tree: Any, tmp_path: Path) -> None:
     read, unknown = read_torch_file(_saved(tmp_path / "x.pt", tree))
     assert unknown == []
     assert same(read, tree)
-
-
-def test_tensors_of_every_dtype_have_the_same_bits(tmp_path: Path) -> None:
-    tensors = every_tensor()
-    assert same(read_torch_file(_saved(tmp_path / "x.pt", tensors))[0], tensors)
-
-
-def test_tied_tensors_share_memory(tmp_path: Path) -> None:
-    tensor = torch.ones(3)
-    read, _ = read_torch_file(_saved(tmp_path / "x.pt", OrderedDict(a=tensor, b=tensor.view(3, 1))))
-    assert read["a"].data_ptr() == read["b"].data_ptr()
 
 
 def test_what_is_outside_the_closed_list_is_named_and_never_run(tmp_path: Path) -> None:

@@ -94,15 +94,6 @@ def test_an_interval_is_due_once_for_each_multiple_or_run_of_multiples_passed(
         assert not interval.due(state)  # asking twice is not another interval
 
 
-@given(st.integers(1, 20), st.integers(0, 200))
-def test_an_aligned_interval_waits_for_the_next_multiple_after_the_state(every: int, now: int) -> None:
-    interval = Interval(Duration(every, "steps"))
-    interval.align(TrainState(step=now))
-    due = [step for step in range(now, now + 2 * every + 1) if interval.due(TrainState(step=step))]
-    first = (now // every + 1) * every
-    assert due[:2] == [first, first + every]
-
-
 def test_a_fraction_of_an_epoch_can_be_an_interval_of_epochs() -> None:
     interval = Interval(Duration("2 epochs"))
     assert [epoch for epoch in range(9) if interval.due(TrainState(epoch=epoch))] == [2, 4, 6, 8]

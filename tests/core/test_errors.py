@@ -5,18 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.core import errors
-from trainwright.core.errors import MissingPackageError, TrainwrightError, require_package
-
-
-def test_every_error_is_ours_and_also_what_python_would_call_it() -> None:
-    assert issubclass(errors.ConfigurationError, (TrainwrightError, ValueError))
-    assert issubclass(errors.ConfigurationError, ValueError)
-    for name in ("TaskError", "CheckpointError", "WorkerError"):
-        assert issubclass(getattr(errors, name), RuntimeError)
-        assert issubclass(getattr(errors, name), TrainwrightError)
-    assert issubclass(MissingPackageError, ImportError)
-    assert issubclass(MissingPackageError, TrainwrightError)
-    assert issubclass(errors.TrainwrightWarning, UserWarning)
+from trainwright.core.errors import MissingPackageError, require_package
 
 
 def test_a_missing_package_is_an_error_with_the_line_that_installs_it() -> None:

@@ -10,7 +10,6 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.host.folders import check_writable
 
 
 @pytest.mark.parametrize("place", ["/proc/none", "/dev/null/none", "file/below"])
@@ -21,9 +20,3 @@ def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(p
     with pytest.raises(ConfigurationError, match=r"cannot write into .*Pass another dirpath"):
         trainer.fit(task, regression_loader())
     assert trainer.global_step == 0
-
-
-def test_a_folder_that_can_be_written_is_not_touched(tmp_path: Path) -> None:
-    before = tmp_path.stat().st_mtime_ns
-    check_writable(tmp_path)
-    assert tmp_path.stat().st_mtime_ns == before

@@ -13,7 +13,6 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.foreign_names import RENAMED
 
 
 def foreign(module: str, name: str, *bases: type) -> type:
@@ -129,10 +128,3 @@ def test_a_missing_name_is_an_error_with_its_replacement(module: str, name: str,
 def own(path: str) -> Any:
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
-
-
-@pytest.mark.parametrize("path", sorted({path for names in RENAMED.values() for path in names.values()}))
-def test_every_replacement_name_is_public(path: str) -> None:
-    module, _, name = path.rpartition(".")
-    assert own(path) is not None
-    assert name in importlib.import_module(module).__all__

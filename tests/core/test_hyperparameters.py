@@ -41,10 +41,6 @@ def test_every_argument_is_kept_with_its_default_and_the_extra_ones() -> None:
     assert Task(4, dropout=0.2).hparams == {"width": 4, "lr": 0.1, "dropout": 0.2}
 
 
-def test_a_subs_class_arguments_are_kept_too_and_win() -> None:
-    assert Child(depth=3).hparams == {"depth": 3, "lr": 0.5, "width": 2}
-
-
 def test_entries_are_attributes_as_well() -> None:
     hparams = Task(4).hparams
     assert hparams.width == 4
@@ -52,13 +48,6 @@ def test_entries_are_attributes_as_well() -> None:
     assert hparams["width"] == 5
     with pytest.raises(AttributeError, match=r"'depth'; there are: width, lr"):
         _ = hparams.depth
-
-
-def test_changes_are_kept_beside_the_initial_values() -> None:
-    task = Task(4)
-    task.hparams.lr = 9.0
-    task.hparams_initial["width"] = 100
-    assert (task.hparams.lr, task.hparams_initial) == (9.0, {"width": 4, "lr": 0.1})
 
 
 def test_named_arguments_and_ignored_ones_are_obeyed() -> None:
@@ -84,34 +73,6 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match="no argument 'widht'; it has: width"):
         Misspelt(1)
-
-
-def test_a_mapping_is_taken_as_it_is() -> None:
-    class Mapped(TaskModule):
-        def __init__(self, config: dict[str, Any]) -> None:
-            super().__init__()
-            self.save_hyperparameters(config)
-
-    assert Mapped({"lr": 1, "net": {"width": 3}}).hparams == {"lr": 1, "net": {"width": 3}}
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [(nn.Linear(1, 1), "Linear"), (torch.ones(1), "Tensor"), (print, "builtin")],
-    ids=["module", "tensor", "function"],
-)
-def test_what_a_checkpoint_cannot_hold_is_left_out_by_its_arguments_name(value: Any, kind: str) -> None:
-    with pytest.warns(TrainwrightWarning, match=rf"extra is a {kind}.*ignore=\['extra'\]"):
-        task = Task(1, extra=value)
-    assert task.hparams.extra is value
-    assert task.saved_hyperparameters()["hyper_parameters"] == {"width": 1, "lr": 0.1}
-
-
-class Access(enum.Flag):
-    """Members that can be combined."""
-
-    READ = 1
-    WRITE = 2
 
 
 class Pair(NamedTuple):

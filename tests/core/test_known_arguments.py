@@ -27,7 +27,7 @@ def test_no_front_door_takes_any_keyword(front_door: type) -> None:
     assert inspect.Parameter.VAR_KEYWORD not in kinds
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_type_checkers_find_a_misspelt_argument(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mypy import api
 

@@ -12,7 +12,6 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.host.memory import (
     find_executable_batch_size,
     is_out_of_memory,
-    release_memory,
 )
 
 HOST = RuntimeError(
@@ -62,30 +61,6 @@ def test_a_function_is_tried_with_half_until_it_fits() -> None:
     assert train.__doc__ == "Train."
 
 
-def test_a_second_call_begins_with_the_size_that_worked() -> None:
-    tried: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def train(batch_size: int) -> None:
-        tried.append(batch_size)
-        if batch_size > 4:
-            raise HOST
-
-    train()
-    train()
-    assert tried == [8, 4, 4]
-
-
-def test_the_next_size_may_be_chosen() -> None:
-    sizes = iter([90, 70])
-    train = find_executable_batch_size(
-        lambda batch_size: batch_size if batch_size < 80 else _raise(_out_of_memory()),
-        starting_batch_size=100,
-        reduce_batch_size_fn=lambda: next(sizes),
-    )
-    assert train() == 70
-
-
 def _raise(error: Exception) -> Any:
     raise error
 
@@ -116,15 +91,6 @@ def test_what_a_failed_try_made_is_gone_before_the_next() -> None:
 
     assert train()
     assert len(made) == 3
-
-
-def test_released_objects_are_none_and_gone() -> None:
-    a, b = torch.ones(3), torch.ones(4)
-    references = [weakref.ref(a), weakref.ref(b)]
-    a, b = release_memory(a, b)
-    assert a is None
-    assert b is None
-    assert [reference() for reference in references] == [None, None]
 
 
 def test_nothing_fits() -> None:

@@ -8,10 +8,7 @@ import pytest
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import (
-    STARTED_BY_TRAINER,
-    Topology,
     check_address,
-    describe,
     detect,
 )
 
@@ -114,11 +111,6 @@ def test_the_first_host_of_a_slurm_node_list_listens(nodes: str, first: str | No
     assert detect("slurm", {**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
 
 
-def test_jobs_that_share_a_node_do_not_share_a_port() -> None:
-    ports = {detect("slurm", {**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(500, 600)}
-    assert len(ports) == 100
-
-
 def test_a_named_launcher_wins_over_what_would_be_guessed() -> None:
     assert detect("slurm", {**SRUN, **TORCHRUN}).launcher == "slurm"
     assert detect("slurm", {**SRUN, "SLURM_PTY_PORT": "1"}).world_size == 8
@@ -145,16 +137,6 @@ def test_a_variable_that_is_no_number_is_an_error_that_names_it() -> None:
         detect("auto", {**TORCHRUN, "WORLD_SIZE": "many"})
 
 
-def test_the_evidence_is_in_the_text() -> None:
-    text = str(detect("auto", TORCHRUN))
-    assert "rank 5 of 8" in text
-    assert "RANK=5" in text
-    assert "LOCAL_RANK=1" in text
-    assert "no SLURM_STEP_ID" in str(detect("auto", SBATCH))
-    assert "interactive" in str(detect("auto", {**SRUN, "SLURM_PTY_PORT": "1"}))
-    assert str(Topology("none")).endswith("(no launcher variables)")
-
-
 def test_a_missing_master_addr_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
         check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2"}))
@@ -164,10 +146,3 @@ def test_a_missing_master_addr_is_an_error() -> None:
     check_address(detect("auto", place))  # one machine
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
         check_address(detect("auto", {**place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}))
-
-
-def test_processes_started_by_the_trainer_are_described_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    topology = Topology("torchrun", rank=0, world_size=2)
-    assert "launcher torchrun" in describe(topology)
-    monkeypatch.setenv(STARTED_BY_TRAINER, "x")
-    assert describe(topology) == "rank 0 of 2, in processes that the Trainer has started"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
-from trainwright.core.signatures import arguments_of, bind, check_signatures, fits, parameters_taken_by
+from trainwright.core.signatures import arguments_of, bind, check_signatures, fits
 from trainwright.core.task import TaskModule
 
 STEP = ("batch", "batch_idx", "dataloader_idx")
@@ -31,17 +30,6 @@ def test_a_name_in_another_place_is_given_by_its_name() -> None:
     assert bound("batch", 7, 3) == ("batch", 3)
 
 
-def test_what_a_wrapper_takes_counts_where_it_takes_less_than_what_it_wraps() -> None:
-    def inner(batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
-
-    @functools.wraps(inner)
-    def outer(batch: Any) -> Any:
-        return batch
-
-    assert [name for name, _ in parameters_taken_by(outer).positional] == ["batch"]
-    assert bind(outer, "test_step", STEP)("batch", 0) == "batch"
-
-
 @pytest.mark.parametrize(
     ("function", "name", "names", "right"),
     [
@@ -58,28 +46,6 @@ def test_what_a_wrapper_takes_counts_where_it_takes_less_than_what_it_wraps() ->
 )
 def test_what_cannot_be_called_is_found(function: Any, name: str, names: tuple[str, ...], right: bool) -> None:
     assert fits(function, name, names) is right
-
-
-_VALIDATION = ("batch", "batch_idx", "dataloader_idx")
-
-
-@pytest.mark.parametrize(
-    ("step", "alone", "several"),
-    [
-        (lambda batch_idx, batch: (batch, batch_idx), ("b", 1), ("b", 1)),
-        (lambda dataloader_idx, batch, batch_idx: (batch, batch_idx, dataloader_idx), ("b", 1, 0), ("b", 1, 2)),
-        (
-            lambda batch, dataloader_idx=7, batch_idx=8: (batch, batch_idx, dataloader_idx),
-            ("b", 1, 0),
-            ("b", 1, 2),
-        ),
-    ],
-)
-def test_arguments_in_another_order_each_get_their_own(step: Any, alone: Any, several: Any) -> None:
-    assert fits(step, "validation_step", _VALIDATION)
-    bound = bind(step, "validation_step", _VALIDATION)
-    assert bound("b", 1) == alone
-    assert bound("b", 1, 2) == several
 
 
 def test_a_callback_s_batch_hook_keeps_its_batch_where_the_loader_s_index_comes_first() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask
 from trainwright.core import exports
 from trainwright.core.errors import ConfigurationError, TaskError
 
@@ -79,19 +78,3 @@ def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, 
     assert calls[1][2:4] == (0, None)
     assert list(calls[1][4]["kwargs"]) == ["inputs"]
     assert [part.training for part in task.net] == [True, False, True, True]
-
-
-def test_optimizers_are_available_unwrapped() -> None:
-    class Manual(RegressionTask):
-        automatic_optimization = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            plain = self.optimizers(use_pl_optimizer=False)
-            assert type(plain) is torch.optim.SGD
-            assert self.optimizers() is not plain
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.log_dict({"loss": loss.detach()}, True, prog_bar=False) if batch_idx < 0 else None
-
-    quiet_trainer(max_steps=1).fit(Manual(), regression_loader(4))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainwright.core.tree import batch_size, is_container, iterate_tensors, map_tensors, move, rebuild
+from trainwright.core.tree import batch_size, iterate_tensors, map_tensors, move
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -59,18 +58,6 @@ def test_mapping_the_identity_changes_nothing_and_makes_new_containers(tree: Any
     assert [id(tensor) for tensor in iterate_tensors(mapped)] == [id(tensor) for tensor in iterate_tensors(tree)]
 
 
-def test_containers_keep_their_types() -> None:
-    one = torch.ones(1)
-    ordered = collections.OrderedDict(a=one)
-    default = collections.defaultdict(list, a=one)
-    tree = [Pair(one, 2), ordered, default, Example(one, "x")]
-    mapped = map_tensors(lambda tensor: tensor + 1, tree)
-    assert [type(item) for item in mapped] == [Pair, collections.OrderedDict, collections.defaultdict, Example]
-    assert mapped[0].left == mapped[1]["a"] == mapped[2]["a"] == mapped[3].tokens == 2
-    assert mapped[2].default_factory is list
-    assert (mapped[3].name, tree[3].tokens) == ("x", one)
-
-
 def test_an_object_with_a_to_method_is_one_leaf_and_moves_itself() -> None:
     packed = pack_sequence([torch.ones(2), torch.zeros(1)])
     assert map_tensors(lambda tensor: tensor + 1, packed) is packed
@@ -110,21 +97,6 @@ def test_the_batch_size_is_the_leading_length_of_the_first_tensor_that_has_one(b
     assert batch_size(batch) == size
 
 
-@dataclasses.dataclass
-class _Record:
-    value: Any
-
-
-@pytest.mark.parametrize("tree", [[1, 2], (1, 2), {"a": 1}, collections.OrderedDict(a=1), _Record(1)])
-def test_rebuilding_goes_one_level_deep_and_keeps_the_type(tree: Any) -> None:
-    assert is_container(tree)
-    seen: list[Any] = []
-    changed = rebuild([tree], lambda part: seen.append(part) or rebuild(part, lambda value: value + 1))[0]
-    assert seen == [tree]
-    assert type(changed) is type(tree)
-    assert rebuild(changed, lambda value: value - 1) == tree
-
-
 class Asked(torch.Tensor):
     """Tells of each `to` whether the host waits for it."""
 
@@ -133,12 +105,3 @@ class Asked(torch.Tensor):
     def to(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
         Asked.waits.append(not options["non_blocking"])
         return self
-
-
-@pytest.mark.parametrize(("kind", "waits"), [("cuda", False), ("xpu", False), ("cpu", True), ("mps", True)])
-def test_a_copy_to_the_host_or_to_mps_is_waited_for(kind: str, waits: bool) -> None:
-    Asked.waits.clear()
-    tree = {"x": [torch.zeros(2).as_subclass(Asked)]}
-    move(tree, torch.device(kind))
-    move(tree, torch.device(kind), float_dtype=torch.bfloat16)
-    assert Asked.waits == [waits, waits]

@@ -7,9 +7,7 @@ import io
 import json
 import math
 import os
-import pickle
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,15 +169,6 @@ def test_each_run_has_a_numbered_folder(folder_case: Case, run: RunInfo) -> None
         assert logger.log_dir == str(run.root_dir / "trainwright_logs" / f"version_{number}")
 
 
-def test_name_version_and_save_dir_make_the_folder(folder_case: Case, run: RunInfo, tmp_path: Path) -> None:
-    logger = pickle.loads(pickle.dumps(folder_case.make(save_dir=tmp_path / "logs", name="mine", version="final")))
-    logger.start(run)
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert logger.log_dir == str(tmp_path / "logs" / "mine" / "final")
-    assert folder_case.points(logger, "loss") == [(1, 1.0)]
-
-
 def test_a_run_with_a_name_gets_a_folder_of_that_name_and_never_another_runs(folder_case: Case, tmp_path: Path) -> None:
     named = RunInfo(tmp_path, "night")
     versions = []
@@ -215,17 +204,6 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
         second = write(folder_case, run, range(3, 5), version=0, value=2.0)
     second.finish("success")
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-
-
-def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: RunInfo) -> None:
-    write(folder_case, run, range(1, 6), version=0).finish("success")
-    write(folder_case, run, range(1), version=0, metric="test_loss").finish("success")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", TrainwrightWarning)
-        last = write(folder_case, run, range(1), version=0, metric="test_loss", value=2.0)
-    last.finish("success")
-    assert folder_case.points(last, "loss") == [(step, 1.0) for step in range(1, 6)]
-    assert folder_case.points(last, "test_loss") == [(0, 1.0), (0, 2.0)]
 
 
 def test_before_any_trainer_only_rank_0_has_a_true_experiment(

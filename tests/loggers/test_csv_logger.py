@@ -44,16 +44,6 @@ def test_every_value_is_read_back_whatever_the_columns_and_flushes(
         assert found == [metrics for metrics, _ in calls]
 
 
-def test_rows_reach_the_disk_when_the_step_has_advanced_enough(tmp_path: Path) -> None:
-    logger = started(tmp_path, flush_logs_every_n_steps=10)
-    for step in (1, 6):
-        logger.log_metrics({"a": 1.0}, step)
-    assert not logger.metrics_file.exists()
-    logger.log_metrics({"a": 1.0}, 12)
-    assert len(rows(logger)) == 3
-    logger.finish("success")
-
-
 def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
     first = started(tmp_path)
     for step in (1, 2):
@@ -65,18 +55,6 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path
     second.log_metrics({"a": 0.5}, 3)
     second.finish("success")
     assert rows(second) == [{"step": "1", "a": "0.125"}, {"step": "3", "a": "0.5"}]
-
-
-def test_a_row_that_is_torn_while_the_logger_runs_is_not_read_as_a_value(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    for step in (1, 2):
-        logger.log_metrics({"a": 1238.0}, step)
-    logger.flush()
-    path = logger.metrics_file
-    path.write_text(path.read_text()[: -len("38.0\n")])
-    logger.log_metrics({"b": 2.0}, 3)  # a new column: the file is read and rewritten
-    logger.finish("success")
-    assert rows(logger) == [{"step": "1", "a": "1238.0", "b": ""}, {"step": "3", "a": "", "b": "2.0"}]
 
 
 def test_hyperparameters_are_yaml_as_they_are_nested_and_add_up(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -40,17 +39,6 @@ def test_a_line_holds_step_time_and_metrics(tmp_path: Path) -> None:
     (line,) = lines(logger)
     assert before <= line.pop("time") <= time.time()
     assert line == {"step": 7, "a": 1.0, "b": 2.0}
-
-
-def test_the_file_is_valid_json_with_values_that_are_not_finite(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_hyperparams({"limit": math.inf})
-    logger.log_metrics({"a": math.nan, "b": -math.inf}, 1)
-    logger.finish("success")
-    (line,) = lines(logger)
-    assert (line["a"], line["b"]) == ("NaN", "-Infinity")
-    assert logger.log_dir is not None
-    assert strict(Path(logger.log_dir, "hparams.json").read_text()) == {"limit": "Infinity"}
 
 
 def test_a_line_cut_off_by_a_crash_is_removed_before_the_next(tmp_path: Path) -> None:

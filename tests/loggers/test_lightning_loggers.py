@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,6 @@ from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardL
 from trainwright.utilities import rank_zero_only
 
 KINDS = [CSVLogger, JSONLinesLogger, TensorBoardLogger]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fit_continues_in_the_folder_of_a_logger_that_was_used_before(kind: Any, tmp_path: Path) -> None:
-    logger = kind(tmp_path, name="runs")
-    logger.log_hyperparams(Namespace(lr=0.1))
-    logger.log_metrics({"before": 1.0}, 0)
-    folder = logger.log_dir
-    assert folder == str(tmp_path / "runs" / "version_0")
-    assert (logger.version, logger.name) == (0, "runs")
-    trainer = quiet_trainer(max_steps=2, log_every_n_steps=1, logger=logger)
-    trainer.fit(RegressionTask(), regression_loader(4))
-    assert logger.log_dir == folder
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["version_0"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "version"), (TensorBoardLogger, "log_dir")])

@@ -102,41 +102,9 @@ def test_a_logger_that_raises_is_reported_once_and_left_out_and_the_others_go_on
     assert sound.calls == ["start", "log_hyperparams", *["log_metrics", "flush"] * 2, "finish"]
 
 
-@pytest.mark.parametrize("method", ["log_hyperparams", "log_graph"])
-def test_what_a_logger_cannot_take_costs_it_none_of_its_metrics(run: RunInfo, method: str) -> None:
-    logger = Recorder(method)
-    logger.wants_graph = True
-    group = LoggerGroup([logger])
-    group.start(run)
-    arguments = {"log_hyperparams": ({},), "log_graph": (object(),)}[method]
-    with pytest.warns(TrainwrightWarning, match=rf"Recorder\.{method} failed with OSError.* Only that is missing"):
-        getattr(group, method)(*arguments)
-    group.log_metrics({"a": 1.0}, 1)
-    assert logger.calls[-1] == "log_metrics"
-
-
-def test_a_failed_logger_is_tried_again_by_the_next_run(run: RunInfo) -> None:
-    logger = Recorder("log_metrics")
-    group = LoggerGroup([logger])
-    group.start(run)
-    with pytest.warns(TrainwrightWarning, match="log_metrics"):
-        group.log_metrics({"a": 1.0}, 1)
-    assert group.active == []
-    group.start(run)
-    assert group.active == [logger]
-
-
 def test_a_missing_package_ends_the_start(run: RunInfo) -> None:
     with pytest.raises(MissingPackageError):
         LoggerGroup([Recorder("start", error=MissingPackageError)]).start(run)
-
-
-def test_ctrl_c_in_a_logger_is_not_swallowed(run: RunInfo) -> None:
-    logger = Recorder("flush", error=KeyboardInterrupt)  # type: ignore[arg-type]
-    group = LoggerGroup([logger])
-    group.start(run)
-    with pytest.raises(KeyboardInterrupt):
-        group.flush()
 
 
 def test_on_other_ranks_nothing_is_called_or_written(run: RunInfo) -> None:
@@ -153,15 +121,6 @@ def test_on_other_ranks_nothing_is_called_or_written(run: RunInfo) -> None:
     assert list(run.root_dir.iterdir()) == []
 
 
-def test_only_loggers_that_want_it_get_the_graph(run: RunInfo) -> None:
-    wants, other = Recorder(), Recorder()
-    wants.wants_graph = True
-    group = LoggerGroup([wants, other])
-    group.start(run)
-    group.log_graph(object())
-    assert (wants.calls, other.calls) == (["start", "log_graph"], ["start"])
-
-
 def test_loggers_in_one_place_share_the_numbered_folder(run: RunInfo) -> None:
     (run.root_dir / "trainwright_logs" / "version_0").mkdir(parents=True)
     loggers: list[Logger] = [CSVLogger(), JSONLinesLogger(), TensorBoardLogger(), CSVLogger(name="apart")]
@@ -171,34 +130,3 @@ def test_loggers_in_one_place_share_the_numbered_folder(run: RunInfo) -> None:
     group.finish("success")
     assert [logger.version for logger in loggers] == [1, 1, 1, 0]
     assert group.log_dir == str(run.root_dir / "trainwright_logs" / "version_1")
-
-
-def test_loggers_that_share_a_folder_resume_in_the_old_one_together(run: RunInfo) -> None:
-    def session(states: list[dict[str, Any]] | None, *, late: bool = False) -> LoggerGroup:
-        group = LoggerGroup([CSVLogger(), JSONLinesLogger()])
-        if states is not None and not late:
-            group.load_state_dict(states)
-        group.start(run)
-        if states is not None and late:
-            group.load_state_dict(states)
-        return group
-
-    first = session(None)
-    first.log_metrics({"a": 1.0}, 1)
-    states = first.state_dict()
-    first.finish("failed")
-    for late in (False, True):
-        group = session(states, late=late)
-        assert [logger.version for logger in group] == [0, 0]
-        group.finish("success")
-    assert [path.name for path in (run.root_dir / "trainwright_logs").iterdir()] == ["version_0"]
-
-
-def test_states_find_loggers_of_their_class_in_order() -> None:
-    first, second, other = Recorder(), Recorder(), Other()
-    states = LoggerGroup([first, other, second]).state_dict()
-    fresh, fresh_other = Recorder(), Other()
-    LoggerGroup([fresh_other, fresh, CSVLogger()]).load_state_dict(states)
-    assert fresh.state is not None
-    assert fresh_other.state is not None
-    assert (fresh.state["id"], fresh_other.state["id"]) == (id(first), id(other))

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import weakref
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.calls import calls_of
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.loggers.evaluation_rows import EvaluationRows
 from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
@@ -58,23 +54,6 @@ def test_in_a_training_step_the_latest_value_is_logged_and_no_aggregate() -> Non
     assert buffer.flush_epoch().callback == {}
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_in_evaluation_the_mean_of_the_epoch_is_logged(stage: EpochStage) -> None:
-    buffer = evaluating(stage)
-    buffer.log("acc", 1.0)
-    buffer.log("acc", torch.tensor(0.0))
-    assert buffer.flush_step().callback == {}
-    assert buffer.flush_epoch().logged == {"acc": 0.5}
-
-
-def test_in_a_hook_of_a_training_epoch_the_aggregate_is_logged() -> None:
-    buffer = training()
-    buffer.in_step, buffer.batch = False, None
-    buffer.log("epoch_time", 3.0)
-    assert buffer.flush_step().callback == {}
-    assert buffer.flush_epoch().logged == {"epoch_time": 3.0}
-
-
 def test_logged_on_step_and_epoch_a_metric_has_both_endings_and_its_plain_name_for_callbacks() -> None:
     buffer = training()
     for value in (1.0, 3.0):
@@ -114,14 +93,6 @@ def test_a_key_without_the_loader_s_index_belongs_to_one_loader() -> None:
     assert (flushed.logged, flushed.loaders) == ({"acc": 2.0}, {"acc": 0})
 
 
-def test_a_forked_name_of_a_loader_keeps_the_loader_last() -> None:
-    buffer = evaluating(num_dataloaders=2)
-    buffer.dataloader_idx = 1
-    buffer.log("acc", 1.0, on_step=True, on_epoch=True)
-    assert buffer.flush_step().logged == {"acc_step/dataloader_idx_1": 1.0}
-    assert buffer.flush_epoch().logged == {"acc_epoch/dataloader_idx_1": 1.0}
-
-
 def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> None:
     buffer = training()
     buffer.log("loss", 1.0, on_step=True, on_epoch=True)
@@ -131,16 +102,6 @@ def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> Non
     buffer.switch("train")
     buffer.log("loss", 3.0, on_step=True, on_epoch=True)
     assert buffer.flush_epoch().logged == {"loss_epoch": 2.0}
-
-
-def test_begin_drops_the_aggregates_of_an_unfinished_epoch_and_an_epoch_starts_over_after_its_flush() -> None:
-    buffer = evaluating()
-    buffer.log("acc", 100.0)
-    buffer.begin("validate")
-    buffer.log("acc", 1.0)
-    assert buffer.flush_epoch().logged == {"acc": 1.0}
-    buffer.log("acc", 2.0)
-    assert buffer.flush_epoch().logged == {"acc": 2.0}
 
 
 def test_begin_keeps_a_step_value_that_waits_for_its_flush() -> None:
@@ -206,16 +167,6 @@ def test_the_weight_is_the_length_of_the_batch_unless_told() -> None:
     assert buffer.flush_epoch().logged == {"m": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("reduce_fx", "expected"), [(torch.mean, 2.0), (torch.sum, 6.0), (torch.min, 1.0), (torch.max, 3.0), (max, 3.0)]
-)
-def test_functions_stand_for_their_names(reduce_fx: Any, expected: float) -> None:
-    buffer = evaluating()
-    for value in (1.0, 2.0, 3.0):
-        buffer.log("m", torch.tensor(value), reduce_fx=reduce_fx)
-    assert buffer.flush_epoch().logged == {"m": expected}
-
-
 def test_a_reduction_of_the_users_own_sees_all_values_in_order() -> None:
     buffer = evaluating()
     seen: list[list[float]] = []
@@ -231,14 +182,6 @@ def test_a_reduction_of_the_users_own_sees_all_values_in_order() -> None:
     assert seen == [[float(n) for n in range(150)]]
 
 
-def test_bf16_losses_are_averaged_without_loss_of_digits() -> None:
-    buffer = evaluating()
-    value = torch.tensor(1.0078125, dtype=torch.bfloat16)
-    for _ in range(1000):
-        buffer.log("m", value)
-    assert buffer.flush_epoch().logged == {"m": 1.0078125}
-
-
 @pytest.mark.parametrize("kind", ["mean", "sum", "min", "max"])
 @pytest.mark.parametrize("on_device", [True, False])
 def test_nan_stays_nan(kind: str, on_device: bool) -> None:
@@ -246,33 +189,6 @@ def test_nan_stays_nan(kind: str, on_device: bool) -> None:
     for value in (1.0, math.nan, 2.0):
         buffer.log("m", torch.tensor(value) if on_device else value, reduce_fx=kind)
     assert math.isnan(buffer.flush_epoch().logged["m"])
-
-
-def test_a_step_value_of_nan_or_infinity_is_logged_as_it_is() -> None:
-    buffer = training()
-    buffer.log("a", torch.tensor(math.nan))
-    buffer.log("b", torch.tensor(-math.inf))
-    flushed = buffer.flush_step().logged
-    assert math.isnan(flushed["a"])
-    assert flushed["b"] == -math.inf
-
-
-@pytest.mark.parametrize(
-    "value", [3, True, np.float32(1.5), np.array([2.0]), torch.tensor([[4.0]]), torch.tensor(5), torch.tensor(True)]
-)
-def test_every_kind_of_single_number_is_taken(value: Any) -> None:
-    buffer = training()
-    buffer.log("m", value)
-    assert buffer.flush_step().logged == {"m": float(value.item() if hasattr(value, "item") else value)}
-
-
-def test_the_value_is_that_of_the_time_of_logging() -> None:
-    buffer = training()
-    total = torch.tensor(1.0)
-    buffer.log("total", total, on_step=True, on_epoch=True)
-    total += 10
-    assert buffer.flush_step().logged == {"total_step": 1.0}
-    assert buffer.flush_epoch().logged == {"total_epoch": 1.0}
 
 
 def test_values_made_in_inference_mode_can_be_aggregated_outside() -> None:
@@ -291,14 +207,6 @@ def test_another_option_for_the_same_key_in_one_epoch_is_an_error() -> None:
     buffer.log("loss", 1.0)
     with pytest.raises(ConfigurationError, match=r"'loss'.*other options.*prog_bar=False before, True now"):
         buffer.log("loss", 1.0, prog_bar=True)
-
-
-def test_a_new_epoch_may_choose_other_options() -> None:
-    buffer = training()
-    buffer.log("loss", 1.0)
-    buffer.begin("train")
-    buffer.log("loss", 2.0, prog_bar=True)
-    assert buffer.flush_step().prog_bar == {"loss": 2.0}
 
 
 def test_on_step_outside_a_step_is_refused() -> None:
@@ -367,72 +275,6 @@ def test_nothing_is_read_from_a_device_before_the_flush() -> None:
             buffer.log(kind, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=1 + step % 3)
     with pytest.raises(AssertionError, match="the host asked"):
         buffer.flush_epoch()
-
-
-def test_one_flush_reads_each_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = training()
-    for index in range(20):
-        buffer.log(f"m{index}", torch.tensor(float(index)), on_step=True, on_epoch=True)
-    reads: list[str] = []
-    tolist, item = torch.Tensor.tolist, torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append("tolist") or tolist(self))
-    monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append("item") or item(self))
-    buffer.flush_step()
-    buffer.flush_epoch()
-    assert reads == ["tolist", "tolist"]
-
-
-@pytest.mark.requires("cuda", "a GPU waits, a CPU does not")
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_on_a_gpu_logging_never_waits() -> None:
-    buffer = training()
-    value = torch.ones((), device="cuda", dtype=torch.bfloat16)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for kind in ("mean", "sum", "min", "max"):
-            for step in range(2 * FOLD_EVERY):
-                buffer.log(kind, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=1 + step % 3)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    expected = {"mean_epoch": 1.0, "sum_epoch": 2.0 * FOLD_EVERY, "min_epoch": 1.0, "max_epoch": 1.0}
-    assert buffer.flush_epoch().logged == expected
-
-
-def calls(buffer: MetricBuffer, value: torch.Tensor, **options: Any) -> tuple[list[str], list[str]]:
-    """Return what the second `log` of a name calls."""
-    log = partial(buffer.log, "loss", value, **options)
-    log()
-    return calls_of(log)
-
-
-def test_memory_does_not_grow_with_the_number_of_steps() -> None:
-    buffer = training()
-    slot = None
-    for step in range(10 * FOLD_EVERY + 5):
-        buffer.log("loss", torch.tensor(1.0), on_step=True, on_epoch=True, batch_size=1 + step % 2)
-        slot = slot or buffer._by_name["loss"]
-        assert len(slot.values) < FOLD_EVERY
-        assert len(slot.weights) < FOLD_EVERY
-        assert not slot.chunks
-    del slot
-    gc.collect()
-    tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor and found.dim() == 0]
-    assert len(tensors) < 2 * FOLD_EVERY
-
-
-def test_neither_graph_nor_batch_is_kept_alive() -> None:
-    buffer = training()
-    weight = torch.ones(3, requires_grad=True)
-    hidden = weight * 2
-    watch = weakref.ref(hidden)
-    buffer.batch = batch = torch.zeros(4)
-    watch_batch = weakref.ref(batch)
-    buffer.log("loss", (hidden * hidden).sum(), on_step=True, on_epoch=True)
-    buffer.batch = None
-    del hidden, batch
-    assert watch() is None
-    assert watch_batch() is None
 
 
 def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,22 +51,6 @@ def test_without_a_batch_value_the_step_value_is_what_has_been_accumulated() -> 
     assert metric.compute() == 3.0
 
 
-def test_a_metric_logged_on_step_alone_is_reset_at_the_epochs_end_too() -> None:
-    buffer, metric = buffer_for("train"), torchmetrics.SumMetric()
-    metric(torch.tensor(1.0))
-    buffer.log("m", metric)
-    assert buffer.flush_epoch().callback == {}
-    assert not metric.update_called
-
-
-def test_a_waiting_step_value_outlives_the_reset() -> None:
-    buffer, metric = buffer_for("train"), torchmetrics.SumMetric()
-    metric(torch.tensor(4.0))
-    buffer.log("m", metric)
-    buffer.flush_epoch()
-    assert buffer.flush_step().logged == {"m": 4.0}
-
-
 def test_begin_starts_a_metric_over_that_an_unfinished_epoch_left() -> None:
     buffer, metric = buffer_for("validate"), torchmetrics.SumMetric()
     metric.update(torch.tensor(100.0))
@@ -75,15 +59,6 @@ def test_begin_starts_a_metric_over_that_an_unfinished_epoch_left() -> None:
     metric.update(torch.tensor(1.0))
     buffer.log("m", metric)
     assert buffer.flush_epoch().logged == {"m": 1.0}
-
-
-def test_a_collections_results_are_named_after_it() -> None:
-    buffer = buffer_for("validate")
-    collection = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "sum": torchmetrics.SumMetric()})
-    for value in (1.0, 3.0):
-        collection.update(torch.tensor(value))
-        buffer.log("val", collection)
-    assert buffer.flush_epoch().logged == {"val/mean": 2.0, "val/sum": 4.0}
 
 
 def test_the_members_of_a_collection_may_be_logged_one_by_one() -> None:
@@ -132,23 +107,6 @@ def test_one_metric_object_for_training_and_validation_is_refused(sanity_steps: 
     trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=sanity_steps)
     with pytest.raises(ConfigurationError, match=r"in the stages '(train|validate)' and '(train|validate)', so that"):
         trainer.fit(Task(), regression_loader(2), regression_loader(2))
-
-
-def test_one_metric_object_for_validation_and_testing_is_two_values() -> None:
-    class Task(RegressionTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = torchmetrics.SumMetric()
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.seen.update(1.0)
-            self.log("seen", self.seen)
-
-        test_step = validation_step
-
-    task, trainer = Task(), quiet_trainer()
-    assert trainer.validate(task, regression_loader(3), verbose=False) == [{"seen": 3}]
-    assert trainer.test(task, regression_loader(2), verbose=False) == [{"seen": 2}]
 
 
 def test_one_metric_object_over_all_loaders_is_one_value() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -96,14 +95,6 @@ def test_a_mean_over_ranks_is_the_mean_over_all_samples(values: list[list[tuple[
     assert [rank["m"] for rank in found] == [pytest.approx(expected, rel=1e-9, abs=1e-6)] * len(values)
 
 
-def test_ranks_that_log_other_keys_all_hold_their_union() -> None:
-    def log(buffer: MetricBuffer, rank: int) -> None:
-        buffer.log("both", float(rank))
-        buffer.log(f"only_{rank}", float(rank))
-
-    assert epochs(2, log) == [{"both": 0.5, "only_0": 0.0, "only_1": 1.0}] * 2
-
-
 def test_a_rank_that_logged_nothing_takes_part_and_learns_all() -> None:
     def log(buffer: MetricBuffer, rank: int) -> None:
         if rank == 1:
@@ -137,20 +128,6 @@ def test_rank_zero_only_gives_every_rank_the_value_of_rank_0() -> None:
     assert epochs(3, lambda buffer, rank: buffer.log("m", float(rank + 7), rank_zero_only=True)) == [{"m": 7.0}] * 3
 
 
-def test_a_nan_on_one_rank_reaches_every_rank() -> None:
-    for kind in ("mean", "sum", "min", "max"):
-        found = epochs(2, lambda buffer, rank, kind=kind: buffer.log("m", [1.0, math.nan][rank], reduce_fx=kind))  # type: ignore[misc]
-        assert all(math.isnan(rank["m"]) for rank in found)
-
-
-def test_a_reduction_of_the_users_own_sees_the_values_of_all_ranks() -> None:
-    def log(buffer: MetricBuffer, rank: int) -> None:
-        for value in ([1.0, 2.0], [10.0])[rank]:
-            buffer.log("m", torch.tensor(value), reduce_fx=lambda values: values.median())
-
-    assert epochs(2, log) == [{"m": 2.0}] * 2
-
-
 def test_ranks_that_reduce_a_key_differently_all_raise() -> None:
     def attempt(rank: int, exchange: Exchange) -> str:
         with pytest.raises(ConfigurationError, match=r"reduce it differently \(max, min\)"):
@@ -158,14 +135,6 @@ def test_ranks_that_reduce_a_key_differently_all_raise() -> None:
         return "raised"
 
     assert as_ranks(2, attempt) == ["raised", "raised"]
-
-
-def test_a_synced_step_mean_is_weighted_by_the_batch() -> None:
-    def log(buffer: MetricBuffer, rank: int) -> None:
-        buffer.batch = torch.zeros([1, 3][rank], 2)
-        buffer.log("m", [0.0, 4.0][rank], sync_dist=True)
-
-    assert steps(2, log) == [{"m": 3.0}] * 2
 
 
 def _gather(payload: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-import trainwright.loggers as loggers
 from trainwright.core.errors import ConfigurationError
-from trainwright.loggers import LOGGERS, ConsoleLogger, CSVLogger, Logger, TensorBoardLogger, resolve_loggers
+from trainwright.loggers import LOGGERS, CSVLogger, TensorBoardLogger, resolve_loggers
 
 
 def test_the_default_is_tensorboard_and_without_it_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,15 +26,6 @@ def test_every_name_gives_its_logger(tmp_path: Path) -> None:
         assert type(found) is LOGGERS.get(name)
 
 
-def test_a_list_may_mix_names_and_loggers(tmp_path: Path) -> None:
-    own: Logger = CSVLogger(tmp_path / "own")
-    first, second = resolve_loggers(["console", own], tmp_path)
-    assert isinstance(first, ConsoleLogger)
-    assert second is own
-    assert resolve_loggers(own, tmp_path) == [own]
-    assert resolve_loggers(False, tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("spec", "text"),
     [("tensorbord", r"unknown logger 'tensorbord'.*'tensorboard'"), (5, "logger="), ([True], "logger=")],
@@ -43,8 +33,3 @@ def test_a_list_may_mix_names_and_loggers(tmp_path: Path) -> None:
 def test_what_is_no_logger_is_refused(spec: Any, text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=text):
         resolve_loggers(spec, tmp_path)
-
-
-def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="NoSuchLogger"):
-        _ = loggers.NoSuchLogger

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
-from trainwright.loggers.run_record import RunRecord, code_version
+from trainwright.loggers.run_record import RunRecord
 
 
 def _trainer(root: Path, **options: Any) -> Any:
@@ -103,21 +102,3 @@ def test_an_error_of_the_disk_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.warns(TrainwrightWarning, match="cannot be written"):
         RunRecord(tmp_path / "file").add("fit", 0, {})
-
-
-def test_a_code_version_is_the_commit_and_a_hash_of_the_changes(tmp_path: Path) -> None:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    (tmp_path / "task.py").write_text("a = 1\n")
-    git("add", "task.py")
-    git("commit", "-q", "-m", "first")
-    assert code_version(tmp_path) == {"commit": git("rev-parse", "HEAD")}
-    code_version.cache_clear()
-    (tmp_path / "task.py").write_text("a = 2\n")
-    changed = code_version(tmp_path)
-    assert changed is not None
-    assert len(changed["changes"]) == 16
-    assert code_version(Path("/")) is None

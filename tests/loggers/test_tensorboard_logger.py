@@ -120,21 +120,6 @@ def test_hyperparameters_are_a_flat_table_and_nested_yaml(tmp_path: Path) -> Non
     assert yaml.safe_load(text)["net"] == {"act": "relu", "sizes": [1, 2]}
 
 
-def test_the_runs_own_metric_takes_the_place_of_the_default(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_hyperparams({"lr": 0.5}, {"val_loss": 0.25})
-    tags = events_of(logger).Tags()["scalars"]
-    assert tags == ["val_loss"]
-
-
-def test_without_the_default_metric_only_the_table_is_written(tmp_path: Path) -> None:
-    logger = started(tmp_path, default_hp_metric=False)
-    logger.log_hyperparams({"lr": 0.5})
-    events = events_of(logger)
-    assert events.Tags()["scalars"] == []
-    assert hparams_of(events) == {"lr": 0.5}
-
-
 def test_a_resumed_run_writes_the_default_metric_no_second_time(tmp_path: Path) -> None:
     for step in (1, 2):
         logger = started(tmp_path)
@@ -143,10 +128,3 @@ def test_a_resumed_run_writes_the_default_metric_no_second_time(tmp_path: Path) 
         events = events_of(logger)
     assert len(events.Scalars("hp_metric")) == 1
     assert [event.step for event in events.Scalars("loss")] == [1, 2]
-
-
-def test_sub_dir_holds_the_event_files(tmp_path: Path) -> None:
-    logger = started(tmp_path, sub_dir="tb")
-    logger.log_metrics({"loss": 1.0}, 1)
-    logger.finish("success")
-    assert list((tmp_path / "trainwright_logs" / "version_0" / "tb").glob("events.out.tfevents.*"))

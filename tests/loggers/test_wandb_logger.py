@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.loggers.wandb_file import read_run
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import RunInfo, WandbLogger
@@ -79,18 +77,6 @@ def test_curves_have_the_optimizer_step_as_their_axis(fake: SimpleNamespace, tmp
     assert logger.version == "made-up"
 
 
-def test_a_resumed_history_gets_no_step_twice(fake: SimpleNamespace, tmp_path: Path) -> None:
-    fake.make = {"resumed": True, "last_step": 150}
-    logger = WandbLogger(save_dir=tmp_path)
-    logger.load_state_dict({"id": "abc"})
-    logger.start(RunInfo(tmp_path))
-    for step in (110, 150, 160):
-        logger.log_metrics({"loss": 1.0}, step)
-    assert fake.runs[0].options["id"] == "abc"
-    assert fake.runs[0].options["resume"] == "allow"
-    assert [row["trainer/global_step"] for row in fake.runs[0].history] == [160]
-
-
 def test_evaluation_steps_have_an_axis_of_their_own(fake: SimpleNamespace, tmp_path: Path) -> None:
     fake.make = {"resumed": True, "last_step": 150}
     logger = WandbLogger(save_dir=tmp_path)
@@ -139,15 +125,6 @@ def test_a_run_that_others_opened_is_used_and_left_open(fake: SimpleNamespace, t
     assert fake.runs == []
     assert len(fake.run.history) == 1
     assert fake.run.exit_code is None
-
-
-def test_the_runs_name_and_options_reach_init(fake: SimpleNamespace, tmp_path: Path) -> None:
-    logger = WandbLogger(save_dir=None, project="p", entity="e", tags=["t"])
-    logger.start(RunInfo(tmp_path, "night"))
-    options = fake.runs[0].options
-    assert (options["name"], options["project"], options["entity"], options["tags"]) == ("night", "p", "e", ["t"])
-    assert options["dir"] == str(tmp_path)
-    assert "mode" not in options
 
 
 def test_a_server_that_does_not_answer_leaves_an_offline_run(fake: SimpleNamespace, tmp_path: Path) -> None:
@@ -224,26 +201,3 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     assert note["note/nrows"] == 1
     assert run["history"][2]["pair/captions"] == ["a", "b"]
     assert run["history"][3]["rows/ncols"] == 2
-
-
-def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(fake: SimpleNamespace, tmp_path: Path) -> None:
-    theirs = FakeRun()
-    logger = WandbLogger(log_model="all", experiment=theirs, checkpoint_name="mine", add_file_policy="immutable")
-    logger.log_checkpoint(tmp_path)
-    ((artifact, aliases),) = theirs.artifacts
-    assert (artifact.name, artifact.options, aliases[0]) == ("mine", {"policy": "immutable"}, "latest")
-    logger.finish("success")
-    assert theirs.exit_code is None  # a run that was handed over is left open
-
-
-def test_logging_after_a_fit_opens_the_run_again(fake: SimpleNamespace, tmp_path: Path) -> None:
-    fake.Table, fake.Audio = SimpleNamespace, lambda value, **options: (value, options)
-    logger = WandbLogger(dir=tmp_path, checkpoint_name="mine")
-    quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader(4))
-    assert [logger.experiment] == fake.runs  # reading it opens no second run
-    assert logger.save_dir == str(tmp_path)
-    logger.log_table("t", columns=["a"], data=[[1]])
-    logger.log_audio("s", [1, 2], step=3, caption=["x", "y"])
-    _, again = fake.runs
-    assert again.history[0]["t"].columns == ["a"]
-    assert again.history[1] == {"s": [(1, {"caption": "x"}), (2, {"caption": "y"})], "trainer/global_step": 3}

@@ -20,12 +20,8 @@ from tests.conftest import is_present
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.pinned.stored import PinnedTask
-from trainwright.callbacks import ModelCheckpoint
 from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint import Manifest
 from trainwright.core.task import TaskModule
-from trainwright.trainer import stage
-from trainwright.trainer.checkpoints import restore
 
 # Of one optimizer step of `_Plain` with gradient clipping, in one process: calls of functions of the package, and
 # operations of torch.
@@ -96,27 +92,6 @@ def test_a_step_s_calls_and_operations() -> None:
     assert 0 < _per_step(_operations) <= OPERATIONS
 
 
-def test_a_step_without_a_profiler_makes_exactly_the_calls_of_the_loop() -> None:
-    names: Counter[str] = Counter()
-
-    def profile(frame: FrameType, event: str, arg: Any) -> None:
-        name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith(("trainwright.profilers", "trainwright.trainer.profiling")):
-            names[name] += 1
-
-    def calls(num_steps: int) -> int:
-        names.clear()
-        sys.setprofile(profile)
-        try:
-            _fit(num_steps, profiler=None)
-        finally:
-            sys.setprofile(None)
-        return names.total()
-
-    assert _per_step(calls) == 0
-    assert _per_step(_own_calls) == PYTHON_CALLS
-
-
 def _collectives(strategy: str) -> dict[str, int]:
     counts = []
     for num_steps in (8, 24):
@@ -168,54 +143,3 @@ def test_what_a_save_enters_and_writes(tmp_path: Path) -> None:
     written = {str(file.relative_to(found.path)): file.stat().st_size for file in found.path.rglob("*.safetensors")}
     assert 0 < len(found.entered) <= SAVE_MODULES
     assert written == WRITTEN
-
-
-def _entered_by_a_load(folder: Path) -> list[str]:
-    entered: set[str] = set()
-
-    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with _noting(entered):
-                return function(*args)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stage, "open_for", noted(stage.open_for))
-        patch.setattr(restore, "load", noted(restore.load))
-        for ckpt_path in (None, folder / "saved"):
-            trainer = quiet_trainer(max_epochs=1, devices="auto", strategy="fsdp", default_root_dir=folder)
-            trainer.fit(_Plain(), DataLoader([torch.ones(2, 4)] * 8, batch_size=None), ckpt_path=ckpt_path)
-            if ckpt_path is None:
-                trainer.save_checkpoint(folder / "saved")
-                entered.clear()
-    return sorted(entered)
-
-
-@pytest.mark.distributed
-def test_what_a_sharded_load_enters(tmp_path: Path) -> None:
-    for found in run_distributed(_entered_by_a_load, 2, tmp_path, init=False):
-        assert 0 < len(found) <= LOAD_MODULES, "\n".join(found)
-
-
-@pytest.mark.parametrize("asked", ["path", "last", "best"])
-def test_a_resume_parses_the_manifest_of_what_it_loads_twice(
-    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(num_epochs: int, **arguments: Any) -> ModelCheckpoint:
-        kept = ModelCheckpoint(dirpath=tmp_path / "kept")
-        trainer = quiet_trainer(max_epochs=num_epochs, callbacks=[kept], default_root_dir=tmp_path)
-        trainer.fit(_Plain(), DataLoader([torch.ones(2, 4)] * 2, batch_size=None), **arguments)
-        return kept
-
-    path = run(1).best_model_path
-    parsed: list[str] = []
-    parse = Manifest.from_bytes
-
-    def counted(data: bytes, origin: str) -> Manifest:
-        parsed.append(origin)
-        return parse(data, origin)
-
-    monkeypatch.setattr(Manifest, "from_bytes", counted)
-    run(1, ckpt_path=path if asked == "path" else asked)  # nothing is left to train, nor to save
-    assert parsed == [f"{path}/manifest.json"] * 2  # once to load it, once for the dates of all that are in the folder

@@ -24,7 +24,3 @@ def test_a_stored_checkpoint_goes_on_as_it_did(name: str, tmp_path: Path) -> Non
     else:  # another processor sums in another order
         assert found == pytest.approx(wanted, rel=1e-5)
     assert len({round(loss, 4) for loss in wanted}) == len(wanted)
-
-
-def test_each_strategy_has_one() -> None:
-    assert {folder.name for folder in FOLDER.iterdir()} == set(STRATEGIES)

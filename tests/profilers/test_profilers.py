@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import sys
 from pathlib import Path
-from time import perf_counter
 from typing import Any, ClassVar
 
 import pytest
@@ -101,30 +99,6 @@ def test_without_a_profiler_a_step_makes_no_call_of_this_package() -> None:
     assert called == []
 
 
-def test_an_action_costs_little() -> None:
-    profiler = SimpleProfiler()
-    best = float("inf")
-    for _ in range(20):
-        since = perf_counter()
-        for _ in range(200):
-            profiler.start("x")
-            profiler.stop("x")
-        best = min(best, (perf_counter() - since) / 200)
-    assert best <= 5e-6
-
-
-def test_a_task_may_record_its_own_actions() -> None:
-    class Own(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            with self.trainer.profiler.profile("mine"):  # type: ignore[attr-defined]
-                return super().training_step(batch, batch_idx)
-
-    profiler = SimpleProfiler()
-    _fit(profiler, Own())
-    assert profiler.totals["mine"][0] == 8
-    _fit(None, Own())
-
-
 def test_advanced_writes_the_functions_of_each_action(tmp_path: Path) -> None:
     _fit(AdvancedProfiler(tmp_path, "calls", line_count_restriction=5, dump_stats=True))
     text = (tmp_path / "fit-calls-0.txt").read_text()
@@ -166,27 +140,6 @@ def test_the_merged_trace_has_a_lane_for_each_rank(tmp_path: Path) -> None:
     assert all(with_steps & of_rank for of_rank in lanes.values())
 
 
-def test_a_handler_may_export_each_cycle_too(tmp_path: Path) -> None:
-    handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"), use_gzip=True)
-    schedule = {"wait": 1, "active": 2, "repeat": 2}
-    _fit(PyTorchProfiler(tmp_path, schedule=schedule, on_trace_ready=handler))
-    theirs = sorted((tmp_path / "board").iterdir())
-    assert len(theirs) == 2
-    for own, path in zip(("fit-profile-0.json", "fit-profile-0-1.json"), theirs, strict=True):
-        assert json.loads(gzip.decompress(path.read_bytes())) == json.loads((tmp_path / own).read_text())
-
-
-def test_the_header_counts_what_the_table_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _fit(PyTorchProfiler(tmp_path, schedule={"wait": 2, "active": 2}))  # 8 steps; a third cycle has none
-    text = (tmp_path / "fit-profile-0.txt").read_text()
-    assert "2 steps recorded, in the last of 2 cycles" in text
-    assert not (tmp_path / "fit-profile-0-2.json").exists()
-    files = "fit-profile-0-1.json, fit-profile-0.json, fit-profile-0.txt"
-    assert f"Files of the profiler in {tmp_path}: {files}" in capsys.readouterr().out
-    _fit(PyTorchProfiler(tmp_path, schedule={"wait": 4, "active": 1}))
-    assert "1 steps recorded\n" in (tmp_path / "fit-profile-0.txt").read_text()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_what_the_machine_lacks_is_an_error_or_a_warning(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="needs an NVIDIA GPU"):
@@ -219,23 +172,6 @@ def test_the_other_stages_have_a_table(stage: str, capsys: pytest.CaptureFixture
 _STEP_OF = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-def _fit_sharded(folder: str) -> dict[str, Any]:
-    profiler = SimpleProfiler(folder)
-    trainer = quiet_trainer(max_epochs=1, devices="auto", strategy="fsdp", profiler=profiler)
-    trainer.fit(RegressionTask(), regression_loader(16))
-    return profiler.totals
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_each_rank_of_fsdp_has_the_actions(tmp_path: Path) -> None:
-    wanted = {name.replace("SingleDevice", "FSDP") for name in _REGIONS}
-    for rank, totals in enumerate(run_distributed(_fit_sharded, 2, str(tmp_path))):
-        assert totals.keys() >= wanted
-        assert totals["run_training_batch"][0] == 8
-        assert "FSDPStrategy.backward" in (tmp_path / f"fit-profile-{rank}.txt").read_text()
-
-
 @pytest.mark.slow
 def test_the_memory_timeline_and_the_share_of_the_peak_are_written(tmp_path: Path) -> None:
     trainer = _fit(PyTorchProfiler(tmp_path, memory_timeline=True, with_flops=True, peak_flops=1e8))
@@ -246,14 +182,6 @@ def test_the_memory_timeline_and_the_share_of_the_peak_are_written(tmp_path: Pat
     flops, share = re.findall(r"(?:FLOPs of a step|the device's peak): ([\d.e+-]+)", text)
     assert float(flops) > 0
     assert 0 < float(share) < 100
-
-
-@pytest.mark.slow
-def test_each_cycle_has_a_memory_timeline_without_traces_too(tmp_path: Path) -> None:
-    schedule = {"wait": 1, "active": 1, "repeat": 2}
-    _fit(PyTorchProfiler(tmp_path, memory_timeline=True, export_to_chrome=False, schedule=schedule))
-    names = {path.name for path in tmp_path.glob("*.json")}
-    assert names == {"fit-profile-0-memory.json", "fit-profile-0-1-memory.json"}
 
 
 def test_wrong_arguments_name_the_nearest() -> None:

@@ -72,14 +72,6 @@ class WithoutBatchStatistics(Classifier):
     norm = nn.LayerNorm
 
 
-class CountsItems(Classifier):
-    """Weighs micro-batches by how many labels they hold, which only the device knows."""
-
-    def num_items(self, batch: Any) -> torch.Tensor:
-        """Count the labels that are not to be ignored."""
-        return (batch[1] >= 0).sum()
-
-
 class ByStep(Callback):
     """Notes what had been fetched after each step."""
 
@@ -157,11 +149,6 @@ def test_a_step_that_mixes_devices_is_caught() -> None:
         rehearse(Mixes())
 
 
-def test_items_that_the_device_counts_are_not_read() -> None:
-    by_step, _ = rehearse(CountsItems(), accumulate_grad_batches=3)
-    assert (by_step.values, by_step.copies) == ([0] * 4, [0] * 4)
-
-
 @pytest.mark.parametrize(
     "callback",
     [
@@ -173,18 +160,6 @@ def test_items_that_the_device_counts_are_not_read() -> None:
 def test_callbacks_beside_the_step_read_nothing(callback: Any) -> None:
     by_step, _ = rehearse(WithoutBatchStatistics(), callback())
     assert by_step.values == [0] * NUM_BATCHES
-
-
-@pytest.mark.slow
-def test_a_validation_is_read_once() -> None:
-    by_step, _ = rehearse(Classifier(), validate=True, val_check_interval=6)
-    assert by_step.values == [0] * 6 + [1] * 6
-
-
-def test_a_look_at_each_step_reads_one_flag_of_it() -> None:
-    by_step, _ = rehearse(Classifier(), on_nonfinite="skip")
-    assert by_step.values == list(range(1, NUM_BATCHES + 1))
-    assert by_step.copies == [0] * NUM_BATCHES
 
 
 def test_a_run_that_ends_at_what_is_not_finite_looks_where_metrics_are_read() -> None:

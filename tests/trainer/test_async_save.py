@@ -82,15 +82,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tm
         assert_equal_weights(dict(read_checkpoint(found.path).model or {}), weights)
 
 
-def test_without_async_save_a_checkpoint_stands_before_the_next_step(tmp_path: Path) -> None:
-    stood: list[list[int]] = []
-
-    look = LambdaCallback(on_train_step_start=lambda trainer, task, group: stood.append(_steps_in(tmp_path)))
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    _fit(3, saver, look, async_save=False)
-    assert stood == [[], [1], [1, 2]]
-
-
 def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Path) -> None:
     stood: list[list[int]] = []
 
@@ -120,14 +111,6 @@ class Fails(RegressionTask):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3:
             raise ValueError("the first error")
-
-
-def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
-    set_fault_hook(FullDisk(0))
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
-    failed_write = pytest.warns(TrainwrightWarning, match="step=3 could not be written")
-    with failed_write, pytest.raises(ValueError, match="the first error"):
-        _fit(20, saver, task=Fails())
 
 
 def test_a_run_that_fails_still_publishes_what_was_being_written(tmp_path: Path) -> None:
@@ -160,15 +143,6 @@ def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_writt
     assert all(verify(item.path) == [] for item in found)
     assert (tmp_path / "step=2").exists() is False
     assert saver.best_model_path == str(tmp_path / "step=4")
-
-
-def test_a_best_checkpoint_that_could_not_be_written_is_not_called_the_best(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="{step}", monitor="train_loss", mode="max", every_n_train_steps=1)
-    set_fault_hook(FailOnce(0))  # the loss falls, so that the first is the best
-    with pytest.warns(TrainwrightWarning, match="Training continues"):
-        _fit(3, saver, on_save_error="warn")
-    assert saver.best_model_path == str(tmp_path / "step=2")
-    assert verify(saver.best_model_path) == []
 
 
 def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_earlier_checkpoint(

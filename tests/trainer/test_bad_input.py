@@ -15,15 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, fitted, quiet_trainer
-from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import move
-from trainwright.data import DataModule
 from trainwright.trainer.recovery.failure import describe
 from trainwright.trainer.trainer import Trainer
 
@@ -127,22 +124,10 @@ def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], messa
         quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
 
 
-def test_an_evaluation_without_its_step_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Task has no test_step"):
-        quiet_trainer().test(_without("test_step"), regression_loader(2))
-
-
 @pytest.mark.parametrize(("name", "meant"), [("on_train_begin", "on_train_start"), ("on_exeption", "on_exception")])
 def test_a_callback_with_a_misspelt_hook_is_refused(name: str, meant: str) -> None:
     with pytest.raises(ConfigurationError, match=f"Task.{name} is never called: the hook is named '{meant}'"):
         quiet_trainer(callbacks=_with(name, Callback))
-
-
-def test_a_data_module_with_a_misspelt_hook_is_refused() -> None:
-    data = _with("train_dataloder", DataModule)
-    data.train_dataloader = lambda: regression_loader(2)
-    with pytest.raises(ConfigurationError, match=r"train_dataloder is never called: .*'train_dataloader'"):
-        quiet_trainer(max_epochs=1).fit(Untouched(), datamodule=data)
 
 
 def _all_dropped() -> DataLoader[Any]:
@@ -171,16 +156,6 @@ def test_a_stage_without_data_is_refused() -> None:
         quiet_trainer().test(Untouched())
 
 
-def test_a_data_module_beside_loaders_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"fit\(\) received both a data module and loaders"):
-        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), datamodule=DataModule())
-
-
-def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nowhere"):
-        quiet_trainer(max_epochs=1).fit(Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
-
-
 @pytest.mark.parametrize(
     ("step", "message"),
     [
@@ -194,13 +169,6 @@ def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path
 def test_a_loss_that_cannot_be_trained_on_is_refused(step: Callable[..., Any], message: str) -> None:
     with pytest.raises(TaskError, match=message):
         quiet_trainer(max_epochs=1).fit(StepTask(step), regression_loader(4, 2))
-
-
-def test_a_monitored_metric_that_was_never_logged_is_an_error_that_lists_those_that_were(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path, monitor="val_los"))
-    with pytest.raises(ConfigurationError, match=r"'val_los', which was not logged. Did you mean 'val_loss'") as caught:
-        trainer.fit(RegressionTask(), regression_loader(2), regression_loader(2))
-    assert "'train_loss'" in str(caught.value)
 
 
 @pytest.mark.parametrize("verb", ["fit", "predict"])
@@ -274,28 +242,6 @@ def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
         quiet_trainer().predict(task, regression_loader())
 
 
-@pytest.mark.parametrize(
-    ("strategy", "make", "said"),
-    [
-        ("fsdp", BatchSizeFinder, "BatchSizeFinder runs trial steps.*FSDPStrategy needs all ranks.*devices=1"),
-        ("local_sgd", EMAWeightAveraging, "EMAWeightAveraging averages.*LocalSGDStrategy.*strategy='ddp'"),
-    ],
-)
-def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_construction(
-    strategy: str, make: Any, said: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        quiet_trainer(devices=2, strategy=strategy, callbacks=[make()])
-
-
-def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
-    trainer = quiet_trainer(devices=2, strategy="fsdp", max_epochs=1)
-    task = Untouched()
-    task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match=r"uses manual optimization.*FSDPStrategy.*strategy='ddp'"):
-        trainer.fit(task, regression_loader(4))
-
-
 def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started() -> None:
     trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=1, compile="regional")
     with pytest.raises(ConfigurationError, match="Untouched has none"):
@@ -318,24 +264,6 @@ def test_a_one_cycle_schedule_has_to_be_as_long_as_estimated_stepping_batches() 
     quiet_trainer(max_epochs=2).fit(_OneCycle(None), regression_loader(4))
     with pytest.raises(ConfigurationError, match=r"OneCycleLR is shorter.*self.trainer.estimated_stepping_batches"):
         quiet_trainer(max_epochs=2).fit(_OneCycle(4), regression_loader(4))
-
-
-class _WrongShape(RegressionTask):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs = batch[0][:, :2] if batch_idx == 3 else batch[0]
-        return self.net(inputs).square().mean()  # the user's line
-
-
-@pytest.mark.parametrize(("accumulate", "steps"), [(1, 3), (3, 1)])
-def test_wrong_shapes_in_a_step_name_the_line_and_the_batch(accumulate: int, steps: int) -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
-        fitted(_WrongShape(), regression_loader(8), max_epochs=1, accumulate_grad_batches=accumulate)
-    (note,) = caught.value.__notes__
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    line = next(number for number, line in enumerate(lines, 1) if line.endswith("  # the user's line"))
-    assert f"_WrongShape.training_step, {__file__}:{line}: return" in note
-    assert f"epoch 0, step {steps}, batch_idx 3\n" in note
-    assert "batch: [float32[1, 4] on cpu, float32[1, 1] on cpu]" in note
 
 
 def test_batches_of_any_type_are_described() -> None:

@@ -12,10 +12,10 @@ import torch
 from tests.checkpoint.snapshots import same
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import DecayingTask, WiderTask
+from tests.trainer.runs import DecayingTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, read_checkpoint
-from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 FOUR_BATCHES = 8  # samples, by 2
 
@@ -63,13 +63,6 @@ def checkpoint(tmp_path: Path) -> Path:
     """A checkpoint after two of three epochs."""
     trainer = fitted(RegressionTask(), regression_loader(FOUR_BATCHES, 2), max_epochs=2)
     return trainer.save_checkpoint(tmp_path / "two")
-
-
-def test_a_checkpoint_that_the_task_or_max_epochs_does_not_fit_is_refused(checkpoint: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"extra\.weight"):
-        quiet_trainer().validate(WiderTask(), regression_loader(2), ckpt_path=checkpoint)
-    with pytest.raises(ConfigurationError, match="max_epochs=1"):
-        quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), ckpt_path=checkpoint)
 
 
 def _fit_with(
@@ -175,30 +168,6 @@ def test_without_a_task_the_best_weights_are_used_and_one_line_says_so(
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("trainwright:")]
     used = f"{stage} uses the best weights by 'val_loss', {trainer.checkpoint_callback.best_model_path}"
     assert lines == [f"trainwright: {used}. Pass ckpt_path=None to use the task's current weights."]
-
-
-def test_one_line_says_which_checkpoint_last_and_best_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saver = ModelCheckpoint(monitor="val_loss", save_last=True)
-    trainer, task, _ = _fitted(tmp_path, saver)
-    for name, path in (("best", saver.best_model_path), ("last", saver.last_model_path)):
-        capsys.readouterr()
-        trainer.test(task, regression_loader(2), ckpt_path=name)
-        named = [line for line in capsys.readouterr().out.splitlines() if "ckpt_path" in line]
-        assert named == [f'trainwright: ckpt_path="{name}" is {path}.']
-
-
-def test_an_explicit_none_or_a_task_keeps_the_current_weights(tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path)
-    trainer.test(dataloaders=regression_loader(2), ckpt_path=None)
-    trainer.predict(task, regression_loader(2))
-    assert_equal_weights(weights_of(task), last)
-
-
-@pytest.mark.parametrize("fast", [False, True], ids=["without a monitor", "a fast development run"])
-def test_without_best_weights_the_current_ones_are_used(fast: bool, tmp_path: Path) -> None:
-    trainer, task, last = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss" if fast else None), fast_dev_run=fast)
-    trainer.test(dataloaders=regression_loader(2))
-    assert_equal_weights(weights_of(task), last)
 
 
 def _weights_of_best(folder: Path, saver: ModelCheckpoint | None) -> dict[str, torch.Tensor]:

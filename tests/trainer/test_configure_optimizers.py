@@ -10,8 +10,8 @@ import torch
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import MeasuredTask, fitted, quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.trainer.trainer import Trainer
 
@@ -121,21 +121,6 @@ def test_a_schedule_of_the_step_counts_optimizer_steps() -> None:
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_plateau_follows_its_metric_once_an_epoch() -> None:
-    class Task(MeasuredTask):
-        def configure_optimizers(self) -> Any:
-            optimizer = _sgd(self)
-            plateau = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_measure"}}
-
-    lrs: list[float] = []
-    recorder = RecordingCallback(
-        "on_train_epoch_start", note=lambda _, trainer: lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
-    )
-    fitted(Task([3.0, 2.0, 2.0, 2.0]), regression_loader(2), regression_loader(1), max_epochs=4, callbacks=recorder)
-    assert lrs == pytest.approx([1.0, 1.0, 1.0, 0.1])
-
-
 class _SeenBySchedule(RegressionTask):
     """Logs the number of completed steps, and notes what its plateau schedule is stepped with."""
 
@@ -197,16 +182,6 @@ def test_a_plateau_whose_metric_was_not_logged_is_an_error_or_a_warning(strict: 
         pytest.raises(ConfigurationError, match=message) if strict else pytest.warns(TrainwrightWarning, match=message)
     ):
         _fit(configure)
-
-
-def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> None:
-    together, apart = RegressionTask(lr=0.1), _task(_halves)
-    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(together, regression_loader(4))
-    recorder = RecordingCallback("on_before_optimizer_step")
-    trainer = fitted(apart, regression_loader(4), max_epochs=1, accumulate_grad_batches=2, callbacks=recorder)
-    assert len(recorder.events) == 4
-    assert trainer.global_step == 2
-    torch.testing.assert_close(weights_of(apart), weights_of(together))
 
 
 def test_several_optimizers_with_automatic_optimization_are_a_warning_once() -> None:

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
+from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.hooks import DataHooks, TaskHooks
-from trainwright.core.tree import iterate_tensors
 
 _OF_STEP_ONLY = ("on_train_step_start", "on_train_step_end")
 
@@ -141,15 +140,6 @@ def test_an_evaluation_runs_every_hook_in_the_promised_order(stage: str, event: 
     ]
 
 
-@pytest.mark.parametrize("stage", ["test", "fit"])
-def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_not(stage: str) -> None:
-    notes: list[str] = []
-    limits = {"limit_train_batches": 0, "limit_val_batches": 0, "limit_test_batches": 0}
-    getattr(quiet_trainer(max_epochs=1, callbacks=_EveryCallbackHook(notes), **limits), stage)(_EveryTaskHook(notes))
-    assert [note for note in notes if "setup" in note or "teardown" in note] == _both("setup", "teardown")
-    assert [note for note in notes if "batch" in note or "epoch" in note or "_step" in note] == []
-
-
 def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
     notes: list[str] = []
 
@@ -167,52 +157,3 @@ def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
     trainer = fitted(Task(), regression_loader(1), max_epochs=1, callbacks=[Says("the trainer's")])
     trainer.fit(RegressionTask(), regression_loader(1))
     assert notes == ["the task's", "the trainer's"]
-
-
-class _KeepsOutputs(Callback):
-    def __init__(self) -> None:
-        self.seen: dict[str, list[Any]] = {"train": [], "test": [], "metrics": []}
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["train"].append(outputs)
-        self.seen["metrics"].append(dict(trainer.callback_metrics))
-
-    def on_test_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["test"].append(outputs)
-
-
-class _ReturnsDict(RegressionTask):
-    """Returns its loss and what it has predicted, with gradients switched on in evaluations too."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.enable_grad():
-            predicted = self(batch[0].clone())
-            loss = torch.nn.functional.mse_loss(predicted, batch[1].clone())
-        self.log("loss", loss)
-        return {"loss": loss, "predicted": [predicted, {"twice": predicted * 2}]}
-
-    test_step = training_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        with torch.enable_grad():
-            return self(batch[0].clone())
-
-
-def test_outputs_of_steps_reach_hooks_whole_and_detached() -> None:
-    keeps, task = _KeepsOutputs(), _ReturnsDict()
-    trainer = fitted(task, regression_loader(6), max_epochs=1, callbacks=keeps, inference_mode=False)
-    trainer.test(task, regression_loader(2), verbose=False)
-    predictions = trainer.predict(task, regression_loader(2))
-    assert [list(outputs) for outputs in keeps.seen["train"]] == [["loss", "predicted"]] * 6
-    assert len(keeps.seen["test"]) == len(predictions) == 2
-    tensors = list(iterate_tensors([keeps.seen, predictions]))
-    assert len(tensors) > 20
-    assert not any(tensor.requires_grad or tensor.grad_fn is not None for tensor in tensors)
-
-
-@pytest.mark.filterwarnings("ignore:.*training_step returned None for each", "ignore:.*it is skipped")
-@pytest.mark.parametrize("factor", [None, float("nan")], ids=["no loss", "NaN"])
-def test_outputs_are_empty_where_no_loss_was_used(factor: float | None) -> None:
-    keeps, task = _KeepsOutputs(), StepTask(lambda task, batch, idx: factor and task.loss(batch) * factor)
-    quiet_trainer(max_epochs=1, callbacks=keeps, on_nonfinite="skip").fit(task, regression_loader(3))
-    assert keeps.seen["train"] == [{}] * 3

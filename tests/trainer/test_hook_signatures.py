@@ -36,26 +36,6 @@ def _evaluated(kind: str, num_loaders: int, step: Callable[..., Any]) -> None:
     _evaluate(kind, task, [], num_loaders)
 
 
-@pytest.mark.parametrize(("kind", "num_loaders"), [("validation", 2), ("test", 1), ("predict", 2)])
-def test_batch_hooks_may_omit_dataloader_idx(kind: str, num_loaders: int) -> None:
-    seen: list[Any] = []
-    of_callback = {
-        f"on_{kind}_batch_start": lambda self, trainer, task, batch, batch_idx: seen.append(("start", batch_idx)),
-        f"on_{kind}_batch_end": lambda self, trainer, task, out, batch, batch_idx: seen.append(("end", batch_idx)),
-    }
-    of_task = {
-        f"on_{kind}_batch_start": lambda self, batch, batch_idx: seen.append(("start", batch_idx)),
-        f"on_{kind}_batch_end": lambda self, outputs, batch, batch_idx: seen.append(("end", batch_idx)),
-    }
-    step = {f"{kind}_step": lambda self, batch, batch_idx: batch_idx}
-    expected = [("start", 0), ("end", 0), ("start", 1), ("end", 1)] * num_loaders
-    _evaluate(kind, type("Mine", (RegressionTask,), step)(), [type("Mine", (Callback,), of_callback)()], num_loaders)
-    assert seen == expected
-    seen.clear()
-    _evaluate(kind, type("Mine", (RegressionTask,), {**of_task, **step})(), [], num_loaders)
-    assert seen == expected
-
-
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) -> None:
     seen: list[Any] = []

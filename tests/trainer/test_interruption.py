@@ -146,21 +146,6 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
-@pytest.mark.parametrize(
-    ("step", "says"),
-    [(1, "has no checkpoint of this run that a fit can resume"), (6, "of step 4. Resume with fit(ckpt_path=")],
-)
-def test_ctrl_c_says_where_a_resume_continues(
-    step: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4)
-    task = _FailsAt(0, step, _press_ctrl_c)
-    trainer = fitted(task, regression_loader(8), max_epochs=2, callbacks=[saver], on_interrupt="return")
-    assert trainer.interrupted
-    assert f"trainwright: Ctrl-C at step {trainer.global_step}: " in (printed := capsys.readouterr().out)
-    assert says in printed
-
-
 @pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
 def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if not arguments:
@@ -169,16 +154,6 @@ def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monke
     assert trainer.interrupted
     assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
     assert trainer.interrupted
-
-
-def test_an_error_in_teardown_is_a_failure_for_the_loggers() -> None:
-    def fails(self: Any, *args: Any) -> None:
-        raise ValueError("no")
-
-    task, logger = type("Fails", (RegressionTask,), {"teardown": fails})(), MemoryLogger()
-    with pytest.raises(ValueError, match="no"):
-        quiet_trainer(max_epochs=1, logger=logger).fit(task, regression_loader(2))
-    assert logger.statuses == ["failed"]
 
 
 @pytest.fixture
@@ -199,17 +174,6 @@ def requeued(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def _warn() -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_a_warning_signal_before_the_fit_requeues_the_job(
-    requeued: list[list[str]], capfd: pytest.CaptureFixture[str]
-) -> None:
-    quiet_trainer(devices="auto", max_epochs=1)
-    with pytest.raises(Preempted) as end:
-        _warn()
-    assert (end.value.code, end.value.signal_name) == (143, "SIGUSR1")
-    assert requeued == [["scontrol", "requeue", "77"]]
-    assert "Job 77 is requeued" in capfd.readouterr().err
 
 
 def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:

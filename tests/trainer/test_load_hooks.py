@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
@@ -139,32 +139,6 @@ def _saved(folder: Path) -> Path:
     return Path(trainer.save_checkpoint(folder / "saved"))
 
 
-class _LooksAtSave(_Looks):
-    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
-        self.saved = dict(checkpoint)
-        with pytest.raises(ConfigurationError, match="on_save_checkpoint cannot change checkpoint"):
-            del checkpoint["optimizer_states"]
-        checkpoint["own"] = 1
-
-
-def test_save_and_load_hooks_receive_the_same_checkpoint(tmp_path: Path) -> None:
-    looks = _LooksAtSave()
-    trainer = fitted(_Scheduled(), regression_loader(8), max_steps=3, callbacks=looks)
-    path = trainer.save_checkpoint(tmp_path / "saved")
-    quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
-    assert looks.seen.pop("own") == 1
-    assert (looks.seen["epoch"], looks.seen["global_step"], looks.optimizers) == (0, 3, [])
-    assert (looks.seen["hyper_parameters"], looks.seen["callbacks"]) == ({"width": 3}, {"_LooksAtSave": {"count": 3}})
-    torch.testing.assert_close(looks.saved.pop("state_dict"), looks.seen.pop("state_dict"))
-    [saved], [loaded] = looks.saved.pop("optimizer_states"), looks.seen.pop("optimizer_states")
-    torch.testing.assert_close(_tensors_of(saved), _tensors_of(loaded))
-    assert looks.saved == looks.seen
-
-
-def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
-    return {name: values["momentum_buffer"] for name, values in state["state"].items()}
-
-
 def test_weights_may_be_changed_and_entries_that_would_have_no_effect_not(tmp_path: Path) -> None:
     class Changes(_Looks):
         state_key = "_Looks"
@@ -179,13 +153,6 @@ def test_weights_may_be_changed_and_entries_that_would_have_no_effect_not(tmp_pa
     task = _Scheduled()
     quiet_trainer(max_steps=3, callbacks=Changes()).fit(task, regression_loader(8), ckpt_path=_saved(tmp_path))
     assert not any(bool(value.any()) for value in weights_of(task).values())
-
-
-def test_a_resumed_epoch_does_not_call_its_start_hook_again(tmp_path: Path) -> None:
-    record = RecordingCallback("on_train_epoch_start", "on_train_epoch_end")
-    trainer = quiet_trainer(max_epochs=2, callbacks=[record, _Looks()])
-    trainer.fit(_Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path))
-    assert record.events == ["on_train_epoch_end", "on_train_epoch_start", "on_train_epoch_end"]
 
 
 class _Head(RegressionTask):

@@ -34,15 +34,6 @@ def test_a_limit_is_a_fraction_or_a_number_of_batches(
     assert found == batches
 
 
-@pytest.mark.parametrize(("limit", "batches"), [(0.5, {0: 32, 1: 8}), (20, {0: 20, 1: 16})])
-def test_a_limit_counts_for_each_of_several_loaders_by_itself(limit: float, batches: dict[int, int]) -> None:
-    tally = Tally()
-    trainer = quiet_trainer(callbacks=tally, limit_predict_batches=limit)
-    predictions = trainer.predict(RegressionTask(), [regression_loader(64), regression_loader(16)])
-    assert tally.batches["predict"] == batches
-    assert [len(outputs) for outputs in predictions] == list(batches.values())
-
-
 @pytest.mark.parametrize("name", ["limit_train_batches", "val_check_interval"])
 def test_a_fraction_of_data_without_length_is_refused(name: str) -> None:
     trainer = quiet_trainer(max_epochs=1, **{name: 0.5})
@@ -183,20 +174,3 @@ def test_lists_of_values_and_iterators_are_loaders(loaders: Any, expected: list[
             return batch
 
     assert quiet_trainer().predict(Returns(), loaders) == expected
-
-
-class _Two(RegressionTask):
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
-        self.log(f"x{dataloader_idx}", float(batch_idx), add_dataloader_idx=False)
-        self.log("y", float(dataloader_idx))
-
-    def on_test_epoch_end(self) -> None:
-        self.log("total", 7.0)
-
-
-def test_each_loader_has_its_own_results() -> None:
-    loaders = [regression_loader(4), regression_loader(4)]
-    assert quiet_trainer().test(_Two(), loaders, verbose=False) == [
-        {"x0": 1.5, "y/dataloader_idx_0": 0.0, "total": 7.0},
-        {"x1": 1.5, "y/dataloader_idx_1": 1.0, "total": 7.0},
-    ]

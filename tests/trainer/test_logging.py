@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
@@ -75,37 +74,6 @@ def test_a_step_called_by_hand_warns_once_and_a_later_fit_logs() -> None:
         assert task.training_step(batch, 0).requires_grad
     task.training_step(batch, 1)  # warnings are errors here
     assert "train_loss" in fitted(task, regression_loader(2), max_epochs=1).callback_metrics
-
-
-class RankTask(RegressionTask):
-    """Logs rank + 1 in every way."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        value = float(self.global_rank + 1)
-        for name in ("sum", "mean", "min", "max"):
-            self.log(f"step_{name}", value, reduce_fx=name, sync_dist=True)
-            self.log(f"epoch_{name}", torch.tensor(value), on_step=False, on_epoch=True, reduce_fx=name)
-            self.log(f"own_{name}", value, on_step=False, on_epoch=True, reduce_fx=name, sync_dist=False)
-        self.log("own_step", value)
-        return self.loss(batch)
-
-
-def _log_on_rank() -> dict[str, float]:
-    trainer = fitted(RankTask(), regression_loader(4), devices="auto", max_steps=1, log_every_n_steps=1)
-    return dict(trainer.callback_metrics)
-
-
-@pytest.mark.distributed
-def test_values_of_two_processes_are_reduced_where_asked_and_stay_each_ranks_own_elsewhere() -> None:
-    for rank, metrics in enumerate(run_distributed(_log_on_rank, 2, init=False)):
-        for when in ("step", "epoch"):
-            assert metrics[f"{when}_sum"] == 3
-            assert metrics[f"{when}_mean"] == 1.5
-            assert metrics[f"{when}_min"] == 1
-            assert metrics[f"{when}_max"] == 2
-        assert metrics["own_step"] == rank + 1
-        for name in ("sum", "mean", "min", "max"):
-            assert metrics[f"own_{name}"] == rank + 1
 
 
 class StepsTask(RegressionTask):
@@ -186,46 +154,6 @@ def test_a_metric_value_works_as_a_float_and_as_a_tensor() -> None:
     assert (value.ndim, value.shape, value.dtype, value.device.type) == (0, (), torch.float32, "cpu")
     with pytest.raises(AttributeError):
         value.no_such_method()
-
-
-class _Logs(RegressionTask):
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        self.log("both", loss, on_step=True, on_epoch=True)
-        self.log("step", loss.detach() * 2)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", float(batch_idx))
-
-
-class _Reads(Callback):
-    def __init__(self) -> None:
-        self.seen: list[dict[str, float]] = []
-        self.at_ends: dict[str, dict[str, float]] = {}
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        metrics = trainer.callback_metrics
-        assert metrics["both"].item() == metrics["both_step"] == float(outputs["loss"])
-        self.seen.append(dict(metrics))
-
-    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
-        self.at_ends["train"] = dict(trainer.callback_metrics)
-
-    def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
-        if not trainer.sanity_checking:
-            self.at_ends["validation"] = dict(trainer.callback_metrics)
-
-
-def test_step_values_are_readable_at_every_step_and_epoch_values_at_the_end() -> None:
-    reads, arguments = _Reads(), {"max_epochs": 1, "log_every_n_steps": 1000}
-    trainer = fitted(_Logs(), regression_loader(6), regression_loader(3), callbacks=reads, **arguments)
-    assert [set(seen) for seen in reads.seen] == [{"both", "both_step", "step"}] * 6
-    assert len({seen["step"] for seen in reads.seen}) == 6
-    mean = sum(seen["both"] for seen in reads.seen) / 6
-    assert reads.at_ends["train"]["both_epoch"] == reads.at_ends["train"]["both"] == pytest.approx(mean)
-    assert reads.at_ends["validation"]["val"] == 1.0
-    assert trainer.callback_metrics["both_epoch"] == reads.at_ends["train"]["both_epoch"]
 
 
 class Logging(Callback):

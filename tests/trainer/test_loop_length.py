@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTa
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
 from trainwright import EarlyStopping, ModelCheckpoint
 from trainwright.callbacks import LambdaCallback, Timer
-from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.trainer import Trainer
@@ -147,17 +145,6 @@ def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
     assert torch.equal(weights_of(second.task), weights_of(whole.task))
 
 
-def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -> None:
-    def epochs(stop: Any) -> tuple[int, int]:
-        at_second = AfterBatch(lambda run, idx: run.current_epoch == 0 and idx == 1, stop)
-        trainer = fitted(RegressionTask(), regression_loader(24, 4), max_epochs=3, callbacks=[at_second])
-        return trainer.current_epoch, trainer.state.batch_in_epoch
-
-    assert epochs(ask_to_stop) == (1, 0)
-    assert epochs(lambda run: run.request_stop("enough")) == (1, 0)
-    assert epochs(lambda run: run.request_stop("later", closes_epoch=False)) == (0, 2)
-
-
 def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
     assert quiet_trainer().max_epochs == 1000
     assert quiet_trainer(max_steps=3).max_epochs == -1
@@ -193,22 +180,6 @@ def test_a_limit_below_one_batch_is_an_error() -> None:
         fitted(RegressionTask(), regression_loader(10), regression_loader(10), max_epochs=1, limit_val_batches=0.05)
 
 
-def test_missing_losses_are_a_warning_before_a_long_epoch_ends() -> None:
-    task = StepTask(lambda task, batch, batch_idx: None)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        recorder = RecordingCallback("on_train_batch_end", note=lambda *_: len(told))
-        fitted(task, regression_loader(64), max_epochs=1, callbacks=recorder)
-    assert [number for _, number in recorder.notes].index(1) in range(49, 60)
-    assert "so far" in str(told[0].message)
-
-
-def test_an_action_at_a_safe_point_stops_at_its_step() -> None:
-    act = AfterBatch(lambda trainer, idx: idx == 2, lambda trainer: trainer.at_step_end(lambda: ask_to_stop(trainer)))
-    trainer = fitted(RegressionTask(), regression_loader(10), max_epochs=2, callbacks=act)
-    assert (trainer.global_step, trainer.current_epoch) == (3, 1)
-
-
 def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
     tally = Tally()
     fitted(RegressionTask(), regression_loader(batches), regression_loader(val_batches), callbacks=tally, **arguments)
@@ -237,23 +208,6 @@ def test_an_interval_counts_in_its_unit_over_epochs_and_batches_within_one(
     batches: int, arguments: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
     assert _validations(batches, **{"max_epochs": 2, **arguments}) == expected
-
-
-def test_an_interval_in_tokens_has_them_counted() -> None:
-    class Task(RegressionTask):
-        def num_tokens(self, batch: Batch) -> int:
-            return 100 * len(batch[0])
-
-    tally = Tally()
-    trainer = quiet_trainer(max_epochs=1, val_check_interval="400 tokens", callbacks=tally)
-    trainer.fit(Task(), regression_loader(8), regression_loader(1))
-    assert tally.validations == [(0, 4), (0, 8)]
-
-
-@pytest.mark.parametrize(("denominator", "batches"), [(10, 10), (7, 21)])
-def test_a_fraction_with_a_unit_loses_no_validation_to_rounding(denominator: int, batches: int) -> None:
-    found = _validations(batches, max_epochs=2, val_check_interval=Duration(1 / denominator, "epochs"))
-    assert [step for _, step in found] == [i * batches // denominator for i in range(1, 2 * denominator + 1)]
 
 
 def test_an_interval_of_time_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,11 +246,3 @@ def test_a_validation_changes_neither_weights_nor_generators() -> None:
 def test_an_interval_longer_than_the_epoch_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"val_check_interval=9 batches, but an epoch has 8"):
         _validations(8, max_epochs=1, val_check_interval=9)
-
-
-@pytest.mark.parametrize("limits", [{}, {"limit_val_batches": 0}])
-def test_an_interval_has_no_effect_without_validation(limits: dict[str, int]) -> None:
-    loaders = [regression_loader(1)] if limits else []
-    for data, interval in ((DataLoader(Endless()), 0.5), (regression_loader(4), 1000)):
-        trainer = fitted(RegressionTask(), data, *loaders, max_steps=4, val_check_interval=interval, **limits)
-        assert trainer.global_step == 4

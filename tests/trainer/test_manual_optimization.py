@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_data, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
 from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TaskError
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
@@ -121,16 +121,6 @@ def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
     return weights_of(task)
 
 
-def test_a_step_may_return_none_to_skip_its_batch() -> None:
-    task = StepTask(lambda task, batch, idx: None)
-    before = weights_of(task)
-    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches") as told:
-        trainer = fitted(task, regression_loader(4), max_epochs=2)
-    assert len(told) == 1
-    assert torch.equal(weights_of(task), before)
-    assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
-
-
 def test_backward_may_be_run_in_the_tasks_own_way() -> None:
     calls: list[torch.Size] = []
 
@@ -201,14 +191,6 @@ def test_lbfgs_trains_as_in_a_loop_written_by_hand() -> None:
     torch.testing.assert_close(weights_of(task), weights_of(by_hand), rtol=1e-4, atol=1e-6)
     assert task.evaluations == by_hand.evaluations
     assert trainer.global_step == 3
-
-
-def test_lbfgs_evaluates_the_whole_group_when_gradients_are_accumulated() -> None:
-    whole, pieces = _Lbfgs(), _Lbfgs()
-    quiet_trainer(max_epochs=2).fit(whole, regression_loader(8, 8))
-    quiet_trainer(max_epochs=2, accumulate_grad_batches=4).fit(pieces, regression_loader(8, 2))
-    torch.testing.assert_close(weights_of(pieces), weights_of(whole), rtol=1e-3, atol=1e-5)
-    assert pieces.evaluations == 4 * whole.evaluations
 
 
 def test_lbfgs_and_a_scaled_loss_are_refused() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
-from tests.trainer.runs import fitted, quiet_trainer
-from trainwright.core.task import TaskModule
+from tests.trainer.runs import quiet_trainer
 
 
 class _PartlyFrozen(RegressionTask):
@@ -75,42 +74,3 @@ def test_freezing_and_unfreezing_return_the_task() -> None:
     assert not task.training
     assert task.unfreeze() is task
     assert all(parameter.requires_grad for parameter in task.parameters())
-
-
-class Inner(TaskModule):
-    """A task without parameters that logs through the Trainer of the outer task."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[tuple[Any, ...]] = set()
-
-    def forward(self, loss: torch.Tensor) -> torch.Tensor:
-        self.log("inner_loss", loss)
-        gathered = self.all_gather(loss.detach())
-        self.seen.add((self.trainer.max_epochs, self.device, self.current_epoch, len(gathered)))
-        return loss
-
-
-class Outer(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inners = nn.ModuleList([Inner()])
-
-    def configure_model(self) -> None:
-        if len(self.inners) == 1:
-            self.inners.append(Inner())
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        for inner in self.inners:
-            loss = inner(loss)
-        return loss
-
-
-def test_tasks_within_a_task_reach_its_trainer_and_log() -> None:
-    task = Outer()
-    trainer = fitted(task, regression_loader(8, 4), max_epochs=2)
-    assert "inner_loss" in trainer.callback_metrics
-    for inner in task.inners:
-        assert inner.seen == {(2, torch.device("cpu"), epoch, 1) for epoch in (0, 1)}
-        assert inner._sink is None

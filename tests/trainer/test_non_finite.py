@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,7 @@ from torch import nn
 from tests.helpers.runs import assert_equal_weights, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
-from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_manifest
 from trainwright.core.errors import NonFiniteError, TrainwrightWarning
 from trainwright.strategies.steps import non_finite
@@ -81,19 +77,6 @@ def _behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(non_finite, "reading_waits", lambda device: True)
 
 
-@pytest.mark.usefixtures("_behind")
-@pytest.mark.parametrize(("every", "noticed_at"), [(5, 5), (100, 6)], ids=["a flush", "an epoch's end"])
-def test_a_step_is_named_that_was_not_finite_before_it_was_looked_at(every: int, noticed_at: int) -> None:
-    task = Bad((0, 3), (0, 4), factor=float("inf"))
-    trainer = quiet_trainer(max_epochs=2, on_nonfinite="raise", log_every_n_steps=every)
-    with pytest.raises(NonFiniteError, match="Weights have changed since") as caught:
-        trainer.fit(task, regression_loader(12, 2))
-    error = caught.value
-    assert (error.step, error.epoch, error.ranks, error.source) == (3, 0, (0,), "loss")
-    assert error.sample_ids == [[6, 7]]
-    assert trainer.global_step == noticed_at
-
-
 @pytest.mark.parametrize("behind", [False, True], ids=["read at each step", "read later"])
 def test_a_finite_loss_with_an_infinite_gradient_is_found(behind: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Root(RegressionTask):
@@ -132,15 +115,6 @@ def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule() ->
     torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
     assert trainer.run.loop.schedules.state_dict() == expected.run.loop.schedules.state_dict()
     assert (trainer.global_step, trainer.state.batches, trainer.state.samples) == (3, 6, 12)
-
-
-def test_what_was_skipped_can_be_read_afterwards() -> None:
-    trainer = skip(Bad((1, 1), (1, 2)), regression_loader(8, 2), max_epochs=2)
-    assert [(s.epoch, s.step, s.first_batch, s.num_batches, s.sample_ids) for s in trainer.skipped_batches] == [
-        (1, 5, 1, 1, [[2, 3]]),
-        (1, 5, 2, 1, [[4, 5]]),
-    ]
-    assert trainer.skipped_batches[0].reason == "the loss is nan on rank 0"
 
 
 def test_running_statistics_of_a_bad_forward_are_undone() -> None:
@@ -231,16 +205,6 @@ def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_
         trainer.fit(Bad((0, 3)), batches(6))
 
 
-def test_the_checkpoint_that_a_run_was_resumed_from_can_be_gone_back_to(tmp_path: Path) -> None:
-    first = fitted(Bad(), batches(6), max_steps=2)
-    first.save_checkpoint(tmp_path / "elsewhere" / "start")
-    task = Bad((0, 4))
-    trainer = quiet_trainer(max_epochs=1, on_nonfinite="rollback", default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="Rolled back from step 4 to step 2"):
-        trainer.fit(task, batches(6), ckpt_path=tmp_path / "elsewhere" / "start")
-    assert task.seen == [(0, 2), (0, 3), (0, 4), (0, 2), (0, 3), (0, 5)]
-
-
 def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         max_epochs=1, callbacks=saves(1), on_nonfinite="rollback", max_rollbacks=2, default_root_dir=tmp_path
@@ -261,14 +225,3 @@ def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) 
     resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     resumed.fit(Bad(), batches(8), ckpt_path=tmp_path / "later")
     assert (resumed.skipped_batches, resumed.num_rollbacks) == (trainer.skipped_batches, 1)
-
-
-@pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(0.1, 2)])
-def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path: Path) -> None:
-    """The weights in a checkpoint may be the average: training goes on with those that were trained."""
-    bad = (1, 1), (1, 5), (2, 1)  # the first sends it back into epoch 0, before the second one begins to average
-    task, without = Bad(*bad), Bad(*bad)
-    trainer = roll_back(task, regression_loader(12, 2), tmp_path, max_epochs=3, callbacks=[make(), saves(4)])
-    assert trainer.num_rollbacks == 3
-    skip(without, regression_loader(12, 2), max_epochs=3, callbacks=[make()])
-    assert_equal_weights(weights_of(task), weights_of(without))

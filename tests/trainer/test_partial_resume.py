@@ -18,10 +18,9 @@ from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_data, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, batches
 from tests.trainer.runs import DecayingTask, WiderTask
-from trainwright.callbacks import LambdaCallback
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint, read_manifest
+from trainwright.checkpoint import read_checkpoint
 from trainwright.checkpoint.format import manifests
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
@@ -76,12 +75,6 @@ def test_damage_is_an_error_unless_the_resume_may_fall_back(run: Path) -> None:
     damage(run / "checkpoints" / "0")
     with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No older checkpoint in .*checkpoints is valid"):
         resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
-
-
-def test_last_may_not_fall_back_if_damage_shall_be_an_error(run: Path) -> None:
-    damage(run / "checkpoints" / "2")
-    with pytest.raises(CheckpointError, match=r"/2.*on_damaged='fall_back'"):
-        resume(run, "last", on_damaged="error")
 
 
 class Scored(DecayingTask):
@@ -201,14 +194,6 @@ def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_p
         )
 
 
-def test_a_schedule_that_is_absent_is_an_error_unless_allowed(run: Path) -> None:
-    edit_trainer(run / "checkpoints" / "2", lambda entries: entries["schedulers"].clear())
-    with pytest.raises(CheckpointError, match=r"holds 0 learning-rate schedule.*allow_missing=\['schedulers'\]"):
-        resume(run, "last")
-    with pytest.warns(TrainwrightWarning, match="schedule"):
-        assert resume(run, "last", allow_missing=["schedulers"])[0] == 13
-
-
 def test_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path) -> None:
     edit_trainer(run / "checkpoints" / "2", lambda entries: entries.pop("callbacks"))
     with pytest.raises(CheckpointError, match="no entry 'callbacks'"):
@@ -280,13 +265,6 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
     quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
 
 
-def test_a_checkpoint_holds_the_generators_as_save_hooks_left_them(tmp_path: Path) -> None:
-    draws = LambdaCallback(on_save_checkpoint=lambda trainer, task, checkpoint: torch.rand(3))
-    trainer = fitted(DecayingTask(), loader(), max_epochs=1, callbacks=[draws])
-    trainer.save_checkpoint(tmp_path / "saved")
-    assert torch.equal(read_checkpoint(tmp_path / "saved").rng[0]["torch"], torch.get_rng_state())
-
-
 def _fit(folder: Path, ckpt_path: Any = None, **arguments: Any) -> str:
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = quiet_trainer(devices="auto", strategy="fsdp", max_steps=4, callbacks=[saver], default_root_dir=folder)
@@ -333,31 +311,9 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @pytest.mark.distributed
-def test_each_file_is_hashed_by_one_rank_and_each_rank_has_its_share(resumed: Any) -> None:
-    folder, by_rank = resumed
-    parts = read_manifest(folder / "step=4").parts.values()
-    sizes = {f"step=4/{file}": entry.size for part in parts for file, entry in part.files.items()}
-    shares = [found["whole"][0] for found in by_rank]
-    assert sorted(shares[0] + shares[1]) == sorted(sizes)
-    loads = [sum(sizes[name] for name in share) for share in shares]
-    assert abs(loads[0] - loads[1]) <= max(sizes.values())
-    assert min(loads) > 0
-    assert [found["whole"][1] for found in by_rank] == ["went on at 4"] * 2
-
-
-@pytest.mark.distributed
 def test_damage_that_any_rank_finds_is_an_error_on_all(resumed: Any) -> None:
     for found in resumed[1]:
         assert "optimizer/rank-00001.safetensors has changed" in found["damaged"][1]
-
-
-@pytest.mark.distributed
-def test_a_damaged_checkpoint_gives_way_to_an_earlier_one_that_all_have_hashed(resumed: Any) -> None:
-    _, by_rank = resumed
-    assert [found["fallen back"][1] for found in by_rank] == ["went on at 4"] * 2
-    assert any("Falling back to" in text and "step=2" in text for text in by_rank[0]["fallen back"][2])
-    shares = [found["fallen back"][0] for found in by_rank]
-    assert all(any(name.startswith("step=2/") for name in share) for share in shares)
 
 
 def _write(folder: Path, step: int, job: str) -> Path:

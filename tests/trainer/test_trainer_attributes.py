@@ -11,14 +11,11 @@ import torch
 
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
-from trainwright import ModelCheckpoint
 from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.task import TaskModule
-from trainwright.loggers import CSVLogger, TensorBoardLogger
+from trainwright.core.errors import ConfigurationError
+from trainwright.loggers import CSVLogger
 from trainwright.trainer.lightning_names import INTERNALS
-from trainwright.trainer.run_state import RunningStage, TrainerFn, TrainerStatus
+from trainwright.trainer.run_state import TrainerFn, TrainerStatus
 from trainwright.trainer.trainer import Trainer
 
 BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
@@ -76,12 +73,6 @@ def test_the_run_can_be_read_after_a_fit(trained: tuple[Trainer, Watch, Regressi
     assert (trainer.enable_validation, trainer.num_sanity_val_batches, trainer.val_check_batch) == (True, [1], 4)
 
 
-def test_the_last_batch_of_an_epoch_is_known_while_it_runs(
-    trained: tuple[Trainer, Watch, RegressionTask, Any, Any],
-) -> None:
-    assert trained[1].last == trained[1].at_end == [False, False, False, True]
-
-
 def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
     trainer, watch = trained[:2]
     assert watch.stages == ["sanity_check", *["train"] * 4, "validate"]
@@ -89,15 +80,6 @@ def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch
     assert (trainer.state.fn, trainer.state.stage, trainer.state.status) == ("fit", None, "finished")
     assert trainer.state.finished
     assert trainer.state.stopped
-
-
-def test_the_state_of_a_new_trainer_and_of_a_failed_one() -> None:
-    trainer = quiet_trainer(max_epochs=1)
-    assert (trainer.state.fn, trainer.state.stage, trainer.state.status) == (None, None, "initializing")
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(StepTask(lambda task, batch, batch_idx: 1 / 0), regression_loader(8))
-    assert (trainer.state.status, trainer.state.finished) == ("interrupted", False)
-    assert RunningStage.SANITY_CHECKING.value == "sanity_check"
 
 
 def test_internals_of_lightning_are_errors_with_a_replacement() -> None:
@@ -110,57 +92,6 @@ def test_internals_of_lightning_are_errors_with_a_replacement() -> None:
 def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
         _ = quiet_trainer().globl_step
-
-
-def test_the_checkpoint_that_was_loaded_is_known(tmp_path: Any) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=1)
-    saved = trainer.save_checkpoint(tmp_path / "saved")
-    trainer = fitted(RegressionTask(), regression_loader(8), ckpt_path=saved, max_steps=2)
-    assert trainer.ckpt_path == str(saved)
-    trainer.validate(RegressionTask(), regression_loader(8), verbose=False)
-    assert trainer.ckpt_path is None
-
-
-def test_the_loss_scaler_is_known_during_a_fit() -> None:
-    found: list[Any] = []
-
-    look = LambdaCallback(on_train_start=lambda trainer, task: found.append(trainer.scaler))
-    quiet_trainer(max_steps=1, precision="16-mixed", callbacks=look).fit(RegressionTask(), regression_loader(8))
-    assert type(found[0]).__name__ == "GradScaler"
-
-
-def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
-    trainer = quiet_trainer(max_steps=1, log_every_n_steps=1, default_root_dir=tmp_path)
-    logger = CSVLogger(tmp_path)
-    trainer.logger = logger
-    assert trainer.loggers == [logger]
-    trainer.fit(RegressionTask(), regression_loader(8))
-    assert logger.log_dir is not None
-    assert Path(logger.log_dir, "metrics.csv").exists()
-    trainer.logger = None
-    assert trainer.logger is None
-    trainer.logger = True
-    assert isinstance(trainer.logger, TensorBoardLogger)
-
-    change = LambdaCallback(on_train_start=lambda trainer, task: setattr(trainer, "logger", None))
-    with pytest.raises(ConfigurationError, match=r"cannot be changed while fit\(\) runs"):
-        quiet_trainer(max_steps=1, callbacks=change).fit(RegressionTask(), regression_loader(8))
-
-
-class _Keeping(RegressionTask):
-    def __init__(self, width: int = 2) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["hyper_parameters"].update(width=5)
-
-
-def test_on_save_checkpoint_may_change_the_saved_hyperparameters(tmp_path: Path) -> None:
-    task = _Keeping()
-    fitted(task, regression_loader(2), max_epochs=1).save_checkpoint(tmp_path / "saved")
-    assert task.hparams.width == 2
-    assert _Keeping.load_from_checkpoint(tmp_path / "saved").hparams.width == 5
 
 
 class WithHyperparameters(RegressionTask):
@@ -209,50 +140,6 @@ def test_tpu_cores_is_an_error_that_names_the_accelerator() -> None:
     if importlib.util.find_spec("torch_xla") is None:
         with pytest.raises(ConfigurationError, match=r"pip install torch==\S+ 'torch_xla\[tpu\]=="):
             quiet_trainer(accelerator="tpu")
-
-
-def test_every_verb_accepts_weights_only_and_a_fit_resumes_all_the_same(tmp_path: Path) -> None:
-    trainer = fitted(RegressionTask(), regression_loader(8), max_steps=2)
-    checkpoint = trainer.save_checkpoint(tmp_path / "saved")
-    trainer = quiet_trainer(max_steps=3)
-    trainer.fit(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
-    assert (trainer.global_step, trainer.resumed) == (3, True)
-    for verb in ("validate", "test", "predict"):
-        getattr(trainer, verb)(RegressionTask(), regression_loader(8), ckpt_path=checkpoint, weights_only=True)
-    assert isinstance(RegressionTask.load_from_checkpoint(checkpoint, weights_only=True), RegressionTask)
-
-
-class _Calling(RegressionTask):
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.validation_step_of_base = TaskModule.validation_step(self, batch, batch_idx, dataloader_idx)
-        return super().predict_step(batch, batch_idx, dataloader_idx)
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.log("total", 1.0, reduce_fx="SUM", on_epoch=True, on_step=False)
-        return self.loss(batch)
-
-    def on_train_epoch_end(self) -> None:
-        self.on_epoch_end()
-
-    def on_epoch_end(self) -> None:
-        self.ended = True
-
-
-def test_default_steps_take_a_loader_index() -> None:
-    assert len(quiet_trainer().predict(_Calling(), regression_loader(2)) or ()) == 2
-
-
-def test_a_reduction_in_capitals_and_an_own_method_with_the_name_of_a_removed_hook_are_accepted() -> None:
-    task = _Calling()
-    assert fitted(task, regression_loader(2), max_epochs=1).callback_metrics["total"] == 2.0
-    assert task.ended
-
-
-def test_a_name_with_a_metric_that_is_never_logged_says_nan(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}-{never:.2f}")
-    with pytest.warns(TrainwrightWarning, match=r"'never'.*Its value in names is nan"):
-        fitted(RegressionTask(), regression_loader(2), max_epochs=1, callbacks=saver)
-    assert (tmp_path / "epoch=0-never=nan").exists()
 
 
 def test_fit_loop_has_the_progress() -> None:

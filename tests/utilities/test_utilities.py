@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.hyperparameters import Hyperparameters
-from trainwright.data import CombinedLoader
 from trainwright.utilities import (
-    AttributeDict,
     grad_norm,
     measure_flops,
     move_data_to_device,
     rank_zero_deprecation,
-    rank_zero_info,
-    rank_zero_only,
     rank_zero_warn,
 )
-from trainwright.utilities import CombinedLoader as Combined
 
 
 @pytest.fixture
@@ -63,29 +55,6 @@ def test_a_batch_is_moved() -> None:
     assert moved["name"] == "a"
 
 
-def test_other_ranks_do_nothing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, recwarn: pytest.WarningsRecorder
-) -> None:
-    def work(value: int) -> int:
-        """Return its double."""
-        return 2 * value
-
-    caplog.set_level(logging.INFO, logger="trainwright")
-    assert rank_zero_only(work)(2) == 4
-    assert rank_zero_only(work).__doc__ == "Return its double."
-    rank_zero_info("told %s", "once")
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "1")
-    assert rank_zero_only(work)(2) is None
-    assert rank_zero_only(work, default=-1)(2) == -1
-    rank_zero_info("told again")
-    rank_zero_warn("nothing")
-    assert caplog.messages == ["told once"]
-    assert not recwarn.list
-
-
 def test_warnings_of_the_main_process_point_at_the_caller() -> None:
     with pytest.warns(UserWarning, match="look") as caught:
         rank_zero_warn("look")
@@ -93,9 +62,3 @@ def test_warnings_of_the_main_process_point_at_the_caller() -> None:
     with pytest.warns(DeprecationWarning, match="old") as caught:
         rank_zero_deprecation("old")
     assert caught[0].filename == __file__
-
-
-def test_two_are_other_names() -> None:
-    assert Combined is CombinedLoader
-    assert AttributeDict is Hyperparameters
-    assert AttributeDict(lr=1).lr == 1

@@ -134,27 +134,6 @@ def test_an_error_is_raised_by_the_next_call_and_a_start_tries_again(tmp_path: P
     assert logger.calls == ["interrupted", (2, {"loss": 0.0}), "success"]
 
 
-def test_an_error_at_the_end_is_raised_by_finish(tmp_path: Path) -> None:
-    logger = _started(Stub(fails=True), tmp_path)
-    logger.log_metrics({"loss": 0.0}, 0)
-    with pytest.raises(OSError, match="the server is away"):
-        logger.finish("success")
-    assert logger.calls == ["success"]
-
-
-def test_finish_waits_for_its_patience_and_no_longer(tmp_path: Path) -> None:
-    logger = _started(Stub(delay=1.0), tmp_path)
-    logger.patience = 0.1
-    for step in range(3):
-        logger.log_metrics({"loss": 0.0}, step)
-    begin = time.perf_counter()
-    with pytest.warns(TrainwrightWarning, match="and 3 were not written within 0.1 s of the end"):
-        logger.finish("success")
-    assert time.perf_counter() - begin < 0.8
-    time.sleep(1.2)
-    assert logger.calls == [(0, {"loss": 0.0})]
-
-
 class Away(Stub):
     """A backend that answers when the event is set."""
 
