@@ -30,7 +30,7 @@ def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=10)
 @given(
     st.dictionaries(
         st.text(st.characters(codec="utf-8"), max_size=8).filter(lambda name: name != "__metadata__"),

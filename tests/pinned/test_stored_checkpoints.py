@@ -11,7 +11,11 @@ import pytest
 from tests.pinned.stored import FOLDER, STRATEGIES, continued, processor
 
 _ALONE = [name for name, (_, processes) in STRATEGIES.items() if processes == 1]
-_SEVERAL = [pytest.param(name, marks=pytest.mark.distributed) for name in STRATEGIES if name not in _ALONE]
+_SEVERAL = [
+    pytest.param(name, marks=[pytest.mark.distributed] if name == "fsdp" else [pytest.mark.exhaustive])
+    for name in STRATEGIES
+    if name not in _ALONE
+]
 
 
 @pytest.mark.parametrize("name", [*_ALONE, *_SEVERAL])

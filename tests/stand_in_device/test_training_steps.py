@@ -15,7 +15,6 @@ from tests.helpers.stand_in_device import STAND_IN, Reads, StandInStrategy, is_t
 from trainwright.callbacks import (
     Callback,
     EMAWeightAveraging,
-    LearningRateMonitor,
     StochasticWeightAveraging,
 )
 from trainwright.core.task import TaskModule
@@ -110,9 +109,6 @@ def rehearse(
 @pytest.mark.parametrize(
     ("arguments", "steps"),
     [
-        ({}, 12),
-        ({"accumulate_grad_batches": 5}, 3),
-        ({"gradient_clip_val": 1.0}, 12),
         ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, 12),
         ({"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "detect_anomaly": False}, 6),
     ],
@@ -154,7 +150,6 @@ def test_a_step_that_mixes_devices_is_caught() -> None:
     [
         lambda: EMAWeightAveraging(decay=0.9),
         lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.0),
-        lambda: LearningRateMonitor(),
     ],
 )
 def test_callbacks_beside_the_step_read_nothing(callback: Any) -> None:

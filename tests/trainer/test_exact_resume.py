@@ -112,8 +112,11 @@ def train(setting: Setting, folder: Path, ckpt_path: Path | None = None) -> Rest
     return task
 
 
-def resume_and_compare(setting: Setting, folder: Path, steps: tuple[int, ...]) -> None:
-    """Train once without an end and once from each of `steps`, and compare what followed."""
+def resume_and_compare(setting: Setting, folder: Path, steps: tuple[int, ...]) -> list[list[int]]:
+    """Train once without an end and once from each of `steps`, and compare what followed.
+
+    Returns the indices of the samples of each batch of the run without an end.
+    """
     whole = train(setting, folder / "whole")
     per_step = setting.accumulate
     assert len(whole.losses) == _EPOCHS * _STEPS_PER_EPOCH * per_step
@@ -122,6 +125,7 @@ def resume_and_compare(setting: Setting, folder: Path, steps: tuple[int, ...]) -
         assert resumed.ids == whole.ids[step * per_step :], (setting, step)
         assert resumed.losses == whole.losses[step * per_step :], (setting, step)
         assert_equal_weights(weights_of(resumed), weights_of(whole))
+    return whole.ids
 
 
 ALL_STEPS = (MID_FIRST_EPOCH, BOUNDARY, MID_SECOND_EPOCH)
@@ -133,21 +137,23 @@ def test_one_process_goes_on_exactly(setting: Setting, tmp_path: Path) -> None:
     resume_and_compare(setting, tmp_path, ALL_STEPS)
 
 
-_ON_TWO = [Setting("two optimizers", accumulate=2), Setting("scaler"), Setting(workers=2)]
-
-
-def _compare_on_rank(folder: Path) -> list[list[int]]:
-    for setting in _ON_TWO:
-        steps = (BOUNDARY, MID_SECOND_EPOCH) if setting.workers else ALL_STEPS
-        resume_and_compare(setting, folder / str(setting), steps)
-    return train(Setting(), folder / "ids").ids
-
-
 @pytest.mark.distributed
-def test_two_processes_go_on_exactly_and_share_the_data(tmp_path: Path) -> None:
-    by_rank = run_distributed(_compare_on_rank, 2, tmp_path, init=False, timeout=150)
+@pytest.mark.parametrize(
+    ("setting", "steps"),
+    [
+        (Setting("two optimizers", accumulate=2), (MID_SECOND_EPOCH,)),
+        pytest.param(Setting("scaler"), ALL_STEPS, marks=pytest.mark.exhaustive),
+        pytest.param(Setting(workers=2), (BOUNDARY, MID_SECOND_EPOCH), marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_two_processes_go_on_exactly_and_share_the_data(
+    setting: Setting, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    by_rank = run_distributed(resume_and_compare, 2, setting, tmp_path, steps, init=False, timeout=150)
+    batches = _STEPS_PER_EPOCH * setting.accumulate
     for epoch in range(_EPOCHS):
-        of_epoch = slice(epoch * _STEPS_PER_EPOCH, (epoch + 1) * _STEPS_PER_EPOCH)
+        of_epoch = slice(epoch * batches, (epoch + 1) * batches)
         rows = [ids for of_rank in by_rank for ids in of_rank[of_epoch]]
         assert sorted(itertools.chain.from_iterable(rows)) == list(range(_SAMPLES))
 

@@ -84,7 +84,7 @@ class _LoadsByEpoch(RegressionTask):
         return regression_loader(1)
 
 
-@pytest.mark.parametrize(("every", "validate_every"), [(0, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("every", "validate_every"), [(0, 1), (2, 2)])
 def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(
     every: int, validate_every: int, tmp_path: Path
 ) -> None:
@@ -92,11 +92,11 @@ def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(
         task = _LoadsByEpoch()
         saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
         arguments = {"reload_dataloaders_every_n_epochs": every, "check_val_every_n_epoch": validate_every}
-        fitted(task, ckpt_path=ckpt_path, max_epochs=6, callbacks=saver, **arguments)
+        fitted(task, ckpt_path=ckpt_path, max_epochs=5, callbacks=saver, **arguments)
         return task.asked
 
     whole = fit()
-    for step in (1, 4, 7, 10):
+    for step in (4, 7):
         epoch = step // 2
         reloaded = epoch - epoch % every if every else 0
         last = {

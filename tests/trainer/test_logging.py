@@ -107,10 +107,10 @@ class StepsTask(RegressionTask):
 POINTS = {CSVLogger: csv_points, JSONLinesLogger: jsonl_points, TensorBoardLogger: tensorboard_points}
 
 
-@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", POINTS)
 def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own_also_after_a_resume(
-    kind: Any, stage: str, tmp_path: Path
+    kind: Any, tmp_path: Path
 ) -> None:
     def session(max_epochs: int, ckpt_path: Any = None) -> tuple[Any, Path]:
         logger, task = kind(tmp_path), StepsTask()
@@ -126,13 +126,14 @@ def test_each_batch_of_an_evaluation_is_a_row_of_a_log_of_its_own_also_after_a_r
     epochs += 1
     logger, _ = session(epochs, saved)
     assert logger.version == 0
-    points, log = POINTS[kind], SimpleNamespace(log_dir=str(Path(logger.log_dir, stage)))
-    total = epochs * num_batches if stage == "validate" else num_batches
-    assert points(log, f"{stage}_both_step") == [(step, float(step)) for step in range(total)]
-    assert points(log, f"{stage}_constant") == [(step, 0.5) for step in range(total)]
-    assert points(log, f"{stage}_odd") == [(step, float(step)) for step in range(1, total, 2)]
-    assert points(logger, f"{stage}_both_step") == []
-    assert points(logger, f"{stage}_both_epoch")[-1][1] == total - 2
+    points = POINTS[kind]
+    for stage, total in (("validate", epochs * num_batches), ("test", num_batches)):
+        log = SimpleNamespace(log_dir=str(Path(logger.log_dir, stage)))
+        assert points(log, f"{stage}_both_step") == [(step, float(step)) for step in range(total)]
+        assert points(log, f"{stage}_constant") == [(step, 0.5) for step in range(total)]
+        assert points(log, f"{stage}_odd") == [(step, float(step)) for step in range(1, total, 2)]
+        assert points(logger, f"{stage}_both_step") == []
+        assert points(logger, f"{stage}_both_epoch")[-1][1] == total - 2
     assert [step for step, _ in points(logger, "validate_both_epoch")] == [2 * epoch + 1 for epoch in range(epochs)]
 
 

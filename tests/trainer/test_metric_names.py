@@ -123,8 +123,7 @@ def _every_metric(*batches: set[int]) -> list[Metric]:
     ]
 
 
-@pytest.mark.parametrize("log_every_n_steps", [1, 2, 50])
-@pytest.mark.parametrize("after_steps", [False, True])
+@pytest.mark.parametrize(("log_every_n_steps", "after_steps"), [(1, False), (2, True), (50, False)])
 def test_a_name_means_what_the_table_says_whatever_the_logging_interval(
     log_every_n_steps: int, after_steps: bool
 ) -> None:

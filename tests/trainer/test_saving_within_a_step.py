@@ -179,7 +179,13 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
 
 
 @pytest.mark.parametrize(
-    "every", [{"every_n_train_steps": 5}, {"every_n_epochs": 2}, {"monitor": "train_loss"}], ids=str
+    "every",
+    [
+        {"every_n_train_steps": 5},
+        pytest.param({"every_n_epochs": 2}, marks=pytest.mark.exhaustive),
+        pytest.param({"monitor": "train_loss"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_the_last_state_is_on_disk(bound: str, every: dict[str, Any], tmp_path: Path) -> None:

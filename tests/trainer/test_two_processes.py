@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import ByHand, MemoryLogger, Tally, fitted, quiet_trainer, weights_of
 from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import WorkerError
+from trainwright.core.errors import TaskError, WorkerError
 
 pytestmark = pytest.mark.distributed
 
@@ -35,9 +36,8 @@ def test_a_trainer_with_two_devices_starts_the_other_process_and_keeps_the_resul
     torch.testing.assert_close(saved.model, together.state_dict(), rtol=0, atol=0)
 
 
-def test_stages_follow_each_other_with_processes_of_their_own() -> None:
-    task, trainer = RegressionTask(), quiet_trainer(devices=2, max_epochs=1)
-    trainer.fit(task, regression_loader(8))
+def test_evaluations_have_processes_of_their_own() -> None:
+    task, trainer = RegressionTask(), quiet_trainer(devices=2)
     (result,) = trainer.test(task, regression_loader(7), verbose=False)
     predictions = trainer.predict(task, regression_loader(7, 2))
     (expected,) = quiet_trainer().test(task, regression_loader(7), verbose=False)
@@ -66,22 +66,40 @@ def _by_hand(every: int, batch_size: int) -> tuple[torch.Tensor, int]:
     return weights_of(task), trainer.global_step
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_gradients_by_hand_are_averaged_over_processes(every: int) -> None:
-    (first, steps), (second, _) = run_distributed(_by_hand, 2, every, 2, init=False)
-    alone, steps_alone = _by_hand(every, 4)
+class _WithoutLossOnRankOne(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+        return None if self.global_rank == 1 else self.loss(batch)
+
+
+def _fit_without_loss() -> str:
+    with pytest.raises(TaskError) as refused:
+        quiet_trainer(devices="auto", max_epochs=1).fit(_WithoutLossOnRankOne(), regression_loader(8))
+    return str(refused.value)
+
+
+def _in_ranks_of_a_launcher(folder: Path) -> tuple[Any, bool, str]:
+    return _by_hand(2, 2), _save_after_the_fit(folder), _fit_without_loss()
+
+
+@pytest.fixture(scope="module")
+def of_launcher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A folder, and what two ranks of a launcher have found."""
+    folder = tmp_path_factory.mktemp("launcher")
+    return folder, run_distributed(_in_ranks_of_a_launcher, 2, folder, init=False)
+
+
+def test_gradients_by_hand_are_averaged_over_processes(of_launcher: Any) -> None:
+    (first, steps), (second, _) = (by_hand for by_hand, _, _ in of_launcher[1])
+    alone, steps_alone = _by_hand(2, 4)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, alone)
-    assert steps == steps_alone == 4 // every
+    assert steps == steps_alone == 2
 
 
-def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> None:
-    class Task(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-            return None if self.global_rank == 1 else self.loss(batch)
-
-    with pytest.raises(WorkerError, match=r"returned None on rank 1, but .* Return a zero loss"):
-        quiet_trainer(devices=2, max_epochs=1).fit(Task(), regression_loader(8))
+def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do(of_launcher: Any) -> None:
+    for _, _, refused in of_launcher[1]:
+        assert "returned None on rank 1, but " in refused
+        assert "Return a zero loss" in refused
 
 
 def _save_after_the_fit(folder: Path) -> bool:
@@ -92,7 +110,8 @@ def _save_after_the_fit(folder: Path) -> bool:
     return more.global_step == 2 * trainer.global_step
 
 
-def test_all_ranks_of_a_launcher_can_save_after_the_fit(tmp_path: Path) -> None:
-    assert run_distributed(_save_after_the_fit, 2, tmp_path, init=False) == [True, True]
-    saved = read_checkpoint(tmp_path / "after")
+def test_all_ranks_of_a_launcher_can_save_after_the_fit(of_launcher: Any) -> None:
+    folder, found = of_launcher
+    assert [went_on for _, went_on, _ in found] == [True, True]
+    saved = read_checkpoint(folder / "after")
     assert (saved.world_size, len(saved.rng)) == (2, 2)
