@@ -28,14 +28,6 @@ def test_on_the_cpu_the_host_is_read_at_log_steps(tmp_path: Path) -> None:
     assert run.logged[0][1]["DeviceStatsMonitor/process_rss_bytes"] > 1e6
 
 
-@pytest.mark.parametrize("why", ["without host statistics", "on another rank than the first"])
-def test_nothing_is_logged(why: str, tmp_path: Path) -> None:
-    monitor = DeviceStatsMonitor(cpu_stats=False if why.startswith("without") else None)
-    run = FakeRun([monitor], tmp_path, rank=int(why.startswith("on")), world_size=2)
-    run.fit(epochs=1, batches=2)
-    assert run.logged == []
-
-
 @pytest.mark.parametrize(
     ("backend", "found"),
     [

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.callbacks.fake_run import Task
-from trainwright.callbacks.callback import EVENTS, Callback, Order
+from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.hook_table import HookTable, check_hook_names
 from trainwright.core.task import TaskModule
 
 KNOWN_TASK_HOOKS = [name for name in dir(TaskModule) if not name.startswith("_")]
-
-
-class Noting(Callback):
-    def __init__(self, name: str, notes: list[str], order: int = Order.NORMAL) -> None:
-        self.name, self.notes, self.order = name, notes, order
-
-    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
-        self.notes.append(self.name)
-
-
-def test_callbacks_run_in_their_order_and_equal_ones_as_given() -> None:
-    notes: list[str] = []
-    callbacks = [
-        Noting("last", notes, Order.LAST),
-        Noting("a", notes),
-        Noting("early", notes, 10),
-        Noting("b", notes),
-        Noting("first", notes, Order.FIRST),
-    ]
-    for hook in HookTable(callbacks, Task()).on_train_epoch_start:
-        hook(None, None)
-    assert notes == ["first", "early", "a", "b", "last"]
 
 
 def test_an_event_that_does_not_exist_is_an_attribute_error() -> None:

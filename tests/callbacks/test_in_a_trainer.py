@@ -26,10 +26,6 @@ def fit(task: TaskModule, root: Path, callbacks: list[Callback], *, batches: int
     return fitted(task, *loaders, callbacks=callbacks, **{**defaults, **arguments})
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def test_device_statistics_without_a_logger_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match="DeviceStatsMonitor has nothing to log to"):
         quiet_trainer(max_epochs=1, callbacks=DeviceStatsMonitor()).fit(RegressionTask(), regression_loader(4))

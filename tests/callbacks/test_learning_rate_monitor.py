@@ -73,12 +73,6 @@ def test_optimizers_and_groups_are_numbered_or_named(optimizers: Any, names: lis
     assert list(fit(LearningRateMonitor("epoch"), tmp_path, optimizers, []).logged[0][1]) == names
 
 
-def test_the_scheduler_s_name_is_used_as_it_is(tmp_path: Path) -> None:
-    optimizer = sgd()
-    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), name="warmup")
-    assert list(fit(LearningRateMonitor("epoch"), tmp_path, [optimizer], [config]).logged[0][1]) == ["warmup"]
-
-
 def test_groups_of_one_name_are_refused_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'lr-SGD/a'"):
         fit(LearningRateMonitor("epoch"), tmp_path, [_groups({"name": "a"}, {"name": "a"})], [])

@@ -208,10 +208,3 @@ def test_a_suggestion_at_the_edge_of_the_range_or_within_noise_is_a_warning(loss
     found.results = {"lr": [1e-3 * 1.5**i for i in range(len(losses))], "loss": losses}
     with pytest.warns(TrainwrightWarning, match=says):
         assert found.suggestion(skip_begin=0, skip_end=0) is not None
-
-
-def test_a_loss_that_never_falls_leaves_the_learning_rate_unchanged() -> None:
-    task = StepTask(lambda task, batch, idx: 0 * task.loss(batch) + 1.0)
-    with pytest.warns(TrainwrightWarning, match=r"does not fall.*lr is unchanged"):
-        quiet_trainer(max_steps=1, callbacks=LearningRateFinder()).fit(task, regression_loader(64, 8))
-    assert task.lr == 0.05

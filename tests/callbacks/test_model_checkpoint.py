@@ -13,13 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.callbacks.fake_run import FakeRun, Peers
+from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-
-NAN = float("nan")
 
 
 def log(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
@@ -104,15 +102,6 @@ def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> 
     assert run.written == []
 
 
-def test_a_metric_missing_on_rank_zero_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    peers = Peers()
-    for rank, name in ((0, "other"), (1, "val_loss")):
-        run = FakeRun([ModelCheckpoint(monitor="val_loss")], tmp_path, rank=rank, world_size=2, peers=peers)
-        run.has_validation = True
-        with pytest.raises(ConfigurationError, match="'val_loss'"):
-            run.fit(epochs=1, batches=2, on_validation=log(name, [1.0]))
-
-
 def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp_path: Path) -> None:
     first = ModelCheckpoint(monitor="val_loss")
     fit(first, tmp_path / "a", [3, 1, 2])
@@ -124,13 +113,6 @@ def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp
     with pytest.warns(TrainwrightWarning, match="epoch=1-step=10"):
         run.fit(epochs=5, batches=5, on_validation=log("val_loss", [9.0, 8.0]))
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
-
-
-def test_a_new_run_with_the_same_callback_starts_afresh(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss")
-    fit(callback, tmp_path / "a", [1.0], epochs=1)
-    again = fit(callback, tmp_path / "b", [2.0], epochs=1)  # a save at the same step
-    assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
 
 
 @pytest.mark.parametrize(("stage", "rank", "expected"), [("fit", 0, ["on_exception"]), ("fit", 1, []), ("test", 0, [])])
@@ -164,11 +146,6 @@ def test_fields_are_filled_in_with_their_names(
     template: str | None, options: dict[str, Any], arguments: dict[str, Any], name: str
 ) -> None:
     assert ModelCheckpoint(filename=template, **options).format_checkpoint_name(METRICS, **arguments) == name
-
-
-def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
-    with pytest.raises(ConfigurationError, match=r"val_loss=0\.123 cannot be written as 'd'.*\{val_loss:\.2f\}"):
-        ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.utils import prune
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import ConfigurationError
@@ -112,19 +111,6 @@ def test_functions_of_the_epoch_choose(tmp_path: Path, capsys: pytest.CaptureFix
         "pruned: 16 of 40 weights (40.0%)",
     ]
     assert "  net.0.weight: " in out
-
-
-def _rank(folder: Path) -> dict[str, torch.Tensor]:
-    torch.manual_seed(torch.distributed.get_rank())
-    task = _fit(folder, ModelPruning("random_unstructured", amount=0.3), devices="auto", strategy="ddp")
-    return weights_of(task)
-
-
-@pytest.mark.distributed
-def test_ranks_prune_alike(tmp_path: Path) -> None:
-    first, second = run_distributed(_rank, 2, tmp_path)
-    assert_equal_weights(first, second)
-    assert sum(int((value == 0).sum()) for value in first.values()) >= 30
 
 
 def test_what_cannot_be_pruned_is_an_error(tmp_path: Path) -> None:

@@ -61,24 +61,6 @@ def test_all_batches_are_written_at_the_end() -> None:
     assert writer.batches == []
 
 
-def test_several_loaders_are_told_apart() -> None:
-    writer = _Writer("batch_and_epoch")
-    _predict(writer, [_loader(2), _loader(3)])
-    assert [(batch_idx, loader) for _, _, batch_idx, loader in writer.batches] == [(0, 0), (0, 1), (1, 1)]
-    [(predictions, indices)] = writer.epochs
-    assert [[p.tolist() for p in part] for part in predictions] == [[[0.0, 2.0]], [[0.0, 2.0], [4.0]]]
-    assert indices == [[[0, 1]], [[0, 1], [2]]]
-
-
-def test_a_sampler_of_the_users_own_has_no_known_indices() -> None:
-    writer = _Writer()
-    _predict(writer, _loader(sampler=[4, 0, 2]))
-    assert [(prediction, indices) for prediction, indices, _, _ in writer.batches] == [
-        ([8.0, 0.0], None),
-        ([4.0], None),
-    ]
-
-
 def test_an_unknown_interval_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'batch'"):
         _Writer("batches")

@@ -85,22 +85,6 @@ def test_a_resumed_epoch_begins_where_it_stood(tmp_path: Path) -> None:
     assert bar.calls[0] == ("open", "train", "Epoch 0", 5, 3)
 
 
-def test_validation_has_a_bar_of_its_own_and_its_time_is_a_pause_of_the_other(tmp_path: Path, now: list[float]) -> None:
-    bar = Recording()
-    run = FakeRun([bar], tmp_path, has_validation=True)
-    run.fit(epochs=1, batches=1, on_validation=pass_time(now, 7.0))
-    assert [call[:3] for call in bar.calls] == [
-        ("open", "train", "Epoch 0"),
-        ("open", "eval", "Validation"),
-        ("draw", "eval", 2),
-        ("close", "eval", False),
-        ("draw", "train", 1),
-        ("draw", "train", 1),
-        ("close", "train", True),
-    ]
-    assert bar.calls[3][3] == 7.0
-
-
 @pytest.mark.parametrize("how", ["rank", "barebones", "refresh_rate", "disable"])
 def test_nothing_is_shown_when_it_is_off_or_not_the_main_process(tmp_path: Path, how: str) -> None:
     bar = Recording(refresh_rate=0 if how == "refresh_rate" else 1)
@@ -164,24 +148,6 @@ def test_a_line_printed_in_a_terminal_stands_by_itself(
     bar = cls()
     FakeRun([bar], tmp_path).fit(epochs=1, batches=2, on_step=lambda run: bar.print("hello", run.state.step))
     assert any(line.strip("\r").endswith("hello 1") for line in screen.getvalue().split("\n"))
-
-
-@pytest.mark.parametrize("cls", DRAWN)
-def test_an_exception_ends_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    bar = cls()
-    run = FakeRun([bar], tmp_path)
-
-    def fail(run: FakeRun) -> None:
-        raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        run.fit(epochs=1, batches=1, on_step=fail)
-    bar.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
-    shown = len(screen.getvalue())
-    bar.print("after")
-    assert screen.getvalue()[shown:] == "after\n"
 
 
 class _NoReader(Terminal):

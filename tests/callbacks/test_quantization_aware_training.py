@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import CheckpointError, ConfigurationError, load_quantized_model, quantize_model
@@ -137,20 +136,6 @@ def test_a_quantized_task_is_evaluated_but_neither_saved_nor_trained(tmp_path: P
     assert trainer.test(task, _loader(), verbose=False)[0]["test_loss"] > 0
     with pytest.raises(ConfigurationError, match=r"net\.3, net\.5 of _Task is quantized already"):
         _fit(_callback(), task=task)
-
-
-def _rank(path: Path) -> dict[str, Any]:
-    task = _fit(_callback(path=path), devices="auto", strategy="ddp")
-    test = quiet_trainer(devices="auto", strategy="ddp").test(task, _loader(), verbose=False)
-    return {"outputs": _outputs(task), "test": test[0]["test_loss"]}
-
-
-@pytest.mark.distributed
-def test_two_replicas_train_and_convert_alike(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    first, second = run_distributed(_rank, 2, path)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
-    torch.testing.assert_close(_outputs(load_quantized_model(_Task(), path)), first["outputs"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import Callback, ConfigurationError
 from trainwright.callbacks import GarbageCollection
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
-from trainwright.callbacks.lambda_callback import LambdaCallback
 
 
 class Fails(Callback):
@@ -41,25 +40,8 @@ def test_steps_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert within == [(16, (0,)), (32, (0,)), (48, (0,)), (64, (0,))]
 
 
-def test_the_trainer_s_own_value_is_back_afterwards(tmp_path: Path) -> None:
-    callback = GradientAccumulationScheduler({0: 4})
-    run = FakeRun([callback], tmp_path)
-    run.fit(epochs=1, batches=1)
-    assert run.accumulate_grad_batches == 1
-
-
 def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
     run = FakeRun([GradientAccumulationScheduler({0: 4})], tmp_path)
     run.task.automatic_optimization = False
     with pytest.raises(ConfigurationError, match="uses manual optimization"):
         run.fit(epochs=1, batches=1)
-
-
-def test_its_functions_are_called_with_the_event_s_arguments(tmp_path: Path) -> None:
-    seen = []
-    callback = LambdaCallback(
-        setup=lambda trainer, task, stage: seen.append(stage),
-        on_train_epoch_end=lambda trainer, task: seen.append(trainer.state.step),
-    )
-    FakeRun([callback], tmp_path).fit(epochs=2, batches=3)
-    assert seen == ["fit", 3, 6]

@@ -85,15 +85,6 @@ def test_the_task_ends_with_the_mean_of_the_weights_that_the_last_epochs_began_w
     torch.testing.assert_close(weights_of(task), mean_of(notes.weights[1:5]))
 
 
-def test_a_function_of_the_users_own_averages() -> None:
-    task, notes = RegressionTask(), Notes()
-    fit(task, [StochasticWeightAveraging(0.05, 2, avg_fn=lambda mean, now, num: torch.maximum(mean, now)), notes],
-        max_epochs=4)  # fmt: skip
-    first, second, third, _ = notes.weights
-    largest = {name: torch.maximum(torch.maximum(first[name], second[name]), third[name]) for name in first}
-    assert_equal_weights(weights_of(task), largest)
-
-
 def test_batch_normalization_is_measured_anew_on_the_mean_over_the_training_data() -> None:
     task = Normed()
     trainer = fit(task, [StochasticWeightAveraging(0.05, 1)], max_epochs=3)

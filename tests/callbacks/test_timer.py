@@ -48,14 +48,6 @@ def test_by_epoch_it_waits_for_the_end_of_the_epoch(tmp_path: Path, clock: Clock
     assert (run.state.step, run.printed) == (4, [])
 
 
-def test_elapsed_and_remaining_time_follow_the_clock(tmp_path: Path, clock: Clock) -> None:
-    timer = Timer("00:00:01:00")
-    run = FakeRun([timer], tmp_path, has_validation=True)
-    run.fit(epochs=1, batches=3, on_step=clock.tick, on_validation=lambda run: clock.tick(run))
-    assert (timer.time_elapsed(), timer.time_elapsed("validate"), timer.time_remaining()) == (8.0, 2.0, 52.0)
-    assert (timer.start_time(), timer.end_time(), timer.start_time("test")) == (100.0, 108.0, None)
-
-
 def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tmp_path: Path, clock: Clock) -> None:
     first = Timer({"seconds": 10})
     FakeRun([first], tmp_path).fit(epochs=1, batches=3, on_step=clock.tick)

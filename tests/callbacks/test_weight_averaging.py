@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.checkpoint import read_checkpoint
@@ -98,20 +98,6 @@ def test_validation_runs_on_the_formulas_average_and_training_goes_on_from_exact
         assert_equal_weights(before, after)
 
 
-def test_the_weights_are_swapped_back_when_validation_fails() -> None:
-    notes = Notes()
-
-    class Fails(RegressionTask):
-        def validation_step(self, batch: Batch, batch_idx: int) -> None:
-            if not self.trainer.sanity_checking:
-                raise ValueError("no")
-
-    task = Fails()
-    with pytest.raises(ValueError, match="no"):
-        fit(task, [EMAWeightAveraging(decay=0.5), notes], max_epochs=2)
-    assert_equal_weights(weights_of(task), notes.trained[-1])
-
-
 def test_an_average_that_never_began_leaves_the_weights_and_says_so() -> None:
     task, notes = RegressionTask(), Notes()
     with pytest.warns(TrainwrightWarning, match="did not average anything"):
@@ -153,40 +139,12 @@ def test_a_resumed_run_ends_with_the_same_average_bit_for_bit(
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
-def test_a_checkpoint_that_was_written_without_it_starts_the_average_and_says_so(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, filename="saved")
-    fit(RegressionTask(), [saver], max_epochs=1)
-    task, notes = RegressionTask(), Notes()
-    with pytest.warns(TrainwrightWarning, match="holds no state of the callback 'WeightAveraging'"):
-        fit(task, [WeightAveraging(), notes, ModelCheckpoint(tmp_path)], max_epochs=2, ckpt_path=tmp_path / "saved")
-    torch.testing.assert_close(weights_of(task), mean_of(notes.trained))
-
-
 def test_weights_that_do_not_belong_to_the_task_are_refused(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, filename="saved")
     fit(Normed(), [WeightAveraging(use_buffers=True), saver], max_epochs=1)
     other = [WeightAveraging(use_buffers=False), ModelCheckpoint(tmp_path)]
     with pytest.raises(CheckpointError, match="use_buffers"):
         fit(Normed(), other, max_epochs=2, ckpt_path=tmp_path / "saved")
-
-
-class Tied(RegressionTask):
-    """Two names of one weight, a buffer that the task replaces, one that is not saved, and one that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = nn.Linear(4, 8)
-        self.twice.weight = self.net[0].weight
-        self.register_buffer("level", torch.zeros(()))
-        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        self.level: torch.Tensor
-        self.count: torch.Tensor
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        self.level = self.level + 1.0
-        self.count += 1
-        return self.loss(batch) + self.twice(batch[0]).square().mean()
 
 
 def _ranks(folder: Path) -> list[dict[str, list[float]]]:

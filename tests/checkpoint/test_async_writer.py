@@ -16,9 +16,7 @@ from trainwright.checkpoint import (
     Snapshot,
     newest_valid,
     read_checkpoint,
-    read_manifest,
     set_fault_hook,
-    verify,
     write_checkpoint,
 )
 from trainwright.core.errors import CheckpointError
@@ -88,26 +86,6 @@ def test_the_write_is_not_part_of_the_submit_and_later_changes_do_not_reach_the_
     assert same(vars(read_checkpoint(path)), as_read(expected))
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, writer: AsyncWriter, gate: Gate) -> None:
-    writer.submit(tmp_path / "1", small_snapshot(1))
-    returned = threading.Event()
-
-    def second() -> None:
-        writer.submit(tmp_path / "2", small_snapshot(2))
-        returned.set()
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    assert not returned.wait(0.3)
-    assert not (tmp_path / "1").exists()
-    gate.opened.set()
-    thread.join(30)
-    assert returned.is_set()
-    assert read_manifest(tmp_path / "1").step == 1
-    writer.wait()
-    assert read_manifest(tmp_path / "2").step == 2
-
-
 def test_an_error_of_the_write_is_raised_once_by_the_next_save_and_names_the_path(
     tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
 ) -> None:
@@ -123,21 +101,3 @@ def test_an_error_of_the_write_is_raised_once_by_the_next_save_and_names_the_pat
     writer.submit(tmp_path / "next", small_snapshot(3))
     writer.wait()
     assert newest_valid(tmp_path) == tmp_path / "next"
-
-
-def test_one_snapshot_is_written_under_several_names_without_another_copy(
-    tmp_path: Path, writer: AsyncWriter, gate: Gate
-) -> None:
-    snapshot = small_snapshot(5)
-    writer.submit(tmp_path / "best", snapshot)
-    addresses = writer.buffers.addresses
-    writer.submit_again(tmp_path / "last", metrics={"loss": 0.25})  # returns although no byte can be written
-    gate.opened.set()
-    writer.wait()
-    writer.submit_again(tmp_path / "later")
-    writer.wait()
-    assert writer.buffers.addresses == addresses
-    assert [read_manifest(tmp_path / name).metrics["loss"] for name in ("best", "last", "later")] == [0.2, 0.25, 0.2]
-    for name in ("best", "last", "later"):
-        assert verify(tmp_path / name) == []
-        assert same(dict(read_checkpoint(tmp_path / name).model or {}), dict(snapshot.model or {}))

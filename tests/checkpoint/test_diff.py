@@ -44,12 +44,6 @@ def test_nan_and_infinity_are_compared_as_values(
     assert [item.max_abs for item in found.tensors] == [pytest.approx(expected, nan_ok=True)]
 
 
-def test_another_shape_or_dtype_is_told_instead_of_a_difference(tmp_path: Path) -> None:
-    found = _model(tmp_path, torch.ones(2, 3), torch.ones(3, dtype=torch.float64))
-    assert [(item.max_abs, item.left, item.right) for item in found.tensors] == [(None, "float32[2, 3]", "float64[3]")]
-    assert found.largest() is None
-
-
 _RNG = [{"torch": torch.get_rng_state()}]
 
 

@@ -16,7 +16,6 @@ from tests.checkpoint.cutting import Cut, spans, tiles, write_in_pieces
 from tests.checkpoint.every_kind import every_kind
 from tests.checkpoint.format_reader import Stored
 from tests.helpers.sources import ROOT
-from tests.helpers.tasks import RegressionTask
 from trainwright.checkpoint import Snapshot, write_checkpoint
 from trainwright.checkpoint.format import codec, safetensors_io
 from trainwright.core.state import TrainState
@@ -61,13 +60,6 @@ def test_the_reader_made_from_the_document_reads_every_kind_of_value(tmp_path: P
 @pytest.mark.parametrize("cut", [tiles, spans])
 def test_it_reads_a_checkpoint_in_pieces(tmp_path: Path, cut: Cut) -> None:
     check_alike(write_in_pieces(tmp_path / "a", every_kind(), 3, cut), every_kind())
-
-
-class Saved(RegressionTask):
-    def configure_optimizers(self) -> Any:
-        self.save_hyperparameters({"width": 8})
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01, amsgrad=True)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)]
 
 
 def _column(after: str, number: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
@@ -28,10 +27,6 @@ def quiet() -> Iterator[LowPriorityThread]:
     quiet.end()
 
 
-def fail() -> None:
-    raise OSError("broken")
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads, as Linux has them")
 def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: LowPriorityThread) -> None:
     found: list[tuple[int, int]] = []
@@ -46,20 +41,6 @@ def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: L
     assert found[1] == (os.SCHED_IDLE, 19)
     look()
     assert found[2] == found[0] != found[1]
-
-
-def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet: LowPriorityThread) -> None:
-    found: list[int] = []
-    held = threading.Event()
-    quiet.start()
-    quiet.put(lambda: held.wait(30))
-    quiet.put(fail)
-    quiet.put(lambda: found.append(1))
-    held.set()
-    with pytest.raises(OSError, match="broken"):
-        quiet.finish()
-    quiet.finish()
-    assert found == []
 
 
 @pytest.mark.parametrize(
@@ -132,24 +113,3 @@ def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
     assert max(size for _, size, _ in written) <= CHUNK_BYTES
     if low_priority_file._open_direct(tmp_path / "a") is not None:  # this file system takes such writes
         assert sum(size for direct, size, _ in written if direct) >= BODY
-
-
-def test_a_system_that_refuses_has_the_quiet_thread_write_through_the_page_cache(
-    tmp_path: Path,
-    started: LowPriorityThread,
-    body: memoryview,
-    written: list[tuple[bool, int, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    record = os.pwrite
-
-    def refuse(handle: int, data: memoryview, position: int) -> int:
-        if is_direct(handle):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return record(handle, data, position)
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    entry = write(tmp_path / "a", [body], started)
-    assert (tmp_path / "a").read_bytes() == bytes(body)
-    assert entry.xxh3_128 == hash_file(tmp_path / "a")
-    assert {(direct, thread) for direct, _, thread in written} == {(False, "trainwright-quiet")}

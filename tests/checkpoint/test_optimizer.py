@@ -79,17 +79,6 @@ def groups(module: nn.Module, weights_lr: float, biases_lr: float, *, biases_fir
     return result[::-1] if biases_first else result
 
 
-def test_groups_that_changed_places_find_their_own_hyper_parameters() -> None:
-    module = model()
-    optimizer = torch.optim.SGD(groups(module, 0.1, 0.2, biases_first=False), momentum=0.9)
-    train(module, optimizer, 1)
-    tree = named_optimizer_state(optimizer, names_of(module))
-    other = torch.optim.SGD(groups(module, 9.0, 9.0, biases_first=True), momentum=0.9)
-    load_named_optimizer_state(other, tree, names_of(module))
-    assert [group["lr"] for group in other.param_groups] == [0.2, 0.1]
-    assert same(named_optimizer_state(other, names_of(module))["state"]["0.bias"], tree["state"]["0.bias"])
-
-
 def saved() -> dict[str, Any]:
     module = model()
     optimizer = OPTIMIZERS["Adam"](list(module.parameters()))

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
@@ -95,11 +93,3 @@ def test_state_that_is_changed_by_hand_meanwhile_is_an_error_and_no_checkpoint(
     with pytest.raises(CheckpointError, match=r"changed between two of its steps(.|\n)*async_save=False"):
         writer.wait()
     assert not path.exists()
-
-
-class Restarts(Callback):
-    """Forgets the momentum at the beginning of every epoch, in place."""
-
-    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
-        for state in trainer.optimizers[0].state.values():
-            state["momentum_buffer"].zero_()

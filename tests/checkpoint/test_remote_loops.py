@@ -14,7 +14,7 @@ from tests.checkpoint.test_remote_runs import folders, names
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.errors import TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -48,12 +48,6 @@ def uninterrupted(root: Path) -> dict[str, torch.Tensor]:
     return Loop(root, None).run(6, saves=False)
 
 
-@pytest.fixture(autouse=True)
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return to the working directory afterwards."""
-    monkeypatch.chdir(Path.cwd())
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_states_are_uploaded_limited_and_continued_exactly_on_another_machine(
     memory: str, tmp_path: Path, async_save: bool
@@ -78,18 +72,6 @@ def test_states_are_uploaded_limited_and_continued_exactly_on_another_machine(
     downloaded = list((tmp_path / "b" / "downloaded").iterdir())
     Loop(tmp_path / "b", url).accelerator.load_state()
     assert list((tmp_path / "b" / "downloaded").iterdir()) == downloaded
-
-
-def test_a_url_can_be_passed_and_its_state_is_replaced_by_the_same_run_only(memory: str, tmp_path: Path) -> None:
-    url = f"{memory}/states/last"
-    loop = Loop(tmp_path / "a", None)
-    loop.run(2, url)
-    other = Loop(tmp_path / "b", None)
-    with pytest.raises(CheckpointError, match="was not uploaded by this run"):
-        other.run(1, url)
-    other.accelerator.load_state(url)
-    torch.testing.assert_close(other.run(4, url), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
-    assert other.accelerator.save_state(url) == url
 
 
 def test_a_missing_state_is_an_error_and_a_taken_number_is_skipped(memory: str, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.snapshots import write_small
-from trainwright.checkpoint import IndexEntry, RunIndex, verify
+from trainwright.checkpoint import IndexEntry, RunIndex
 from trainwright.core.errors import TrainwrightWarning
 
 
@@ -54,14 +53,6 @@ def test_checkpoints_rank_by_a_metric_with_nan_last_and_the_earlier_of_equals_fi
     best = index.best("loss", mode)
     assert best is not None
     assert best.name == order[0]
-
-
-def test_deleting_removes_the_folder_and_the_entry_and_nothing_else(tmp_path: Path) -> None:
-    index = index_with(tmp_path, [1.0, 2.0])
-    index.delete("s1")
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "s2"]
-    assert [entry.name for entry in RunIndex(tmp_path).entries()] == ["s2"]
-    assert verify(tmp_path / "s2") == []
 
 
 def make_index(folder: Path) -> list[IndexEntry]:

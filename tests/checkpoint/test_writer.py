@@ -8,36 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
+from tests.checkpoint.snapshots import same, small_snapshot, write_small
 from trainwright.checkpoint import (
     clean_stale,
     newest_valid,
     read_checkpoint,
-    read_manifest,
     set_fault_hook,
     verify,
     write_checkpoint,
 )
 from trainwright.checkpoint.disk.durable import hidden, replace_file
 from trainwright.core.errors import CheckpointError
-from trainwright.core.host.folders import mark_in_use
 
 
 def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
     snapshot = small_snapshot(12, rng=[{"python": (1, (2, 3), None)}, {"torch": torch.get_rng_state()}], world_size=2)
     path = write_checkpoint(tmp_path / "new" / "folder" / "step", snapshot)
     assert same(vars(read_checkpoint(path)), {**vars(snapshot), "model": dict(snapshot.model or {})})
-
-
-def test_the_manifest_says_what_is_inside(tmp_path: Path) -> None:
-    path = write_small(tmp_path, 25, world_size=1, metrics={"loss": torch.tensor(0.5)})
-    manifest = read_manifest(path)
-    assert (manifest.step, manifest.epoch, manifest.kind, manifest.metrics) == (25, 2, "full", {"loss": 0.5})
-    assert set(manifest.parts) == {"model", "optimizer", "trainer", "rng"}
-    assert manifest.topology == {"world_size": 1}
-    assert set(manifest.versions) == {"trainwright", "torch", "python"}
-    listed = {file for part in manifest.parts.values() for file in part.files}
-    assert listed == {str(file.relative_to(path)) for file in files_of(path)} - {"manifest.json"}
 
 
 def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
@@ -118,15 +105,6 @@ def test_clean_stale_deletes_only_what_is_ours(tmp_path: Path) -> None:
     assert sorted(gone) == sorted([*ours, temporary])
     assert sorted(tmp_path.iterdir()) == sorted([whole, *foreign, plain, link])
     assert verify(whole) == []
-
-
-def test_clean_stale_leaves_what_a_living_writer_holds(tmp_path: Path) -> None:
-    folder = hidden(tmp_path / "step", "tmp")
-    folder.mkdir()
-    with mark_in_use(folder):
-        assert clean_stale(tmp_path) == []
-        assert folder.is_dir()
-    assert clean_stale(tmp_path) == [folder]
 
 
 def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Path) -> None:

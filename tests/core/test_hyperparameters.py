@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +30,6 @@ class Task(TaskModule):
         del helper
 
 
-class Child(Task):
-    """Adds an argument, and hides one of its base's."""
-
-    def __init__(self, depth: int, lr: float = 0.5) -> None:
-        super().__init__(width=2, lr=lr / 2)
-
-
 def test_every_argument_is_kept_with_its_default_and_the_extra_ones() -> None:
     assert Task(4, dropout=0.2).hparams == {"width": 4, "lr": 0.1, "dropout": 0.2}
 
@@ -50,21 +43,6 @@ def test_entries_are_attributes_as_well() -> None:
         _ = hparams.depth
 
 
-def test_named_arguments_and_ignored_ones_are_obeyed() -> None:
-    class Some(TaskModule):
-        def __init__(self, a: int, b: int, c: int) -> None:
-            super().__init__()
-            self.save_hyperparameters("a", "b", ignore="b")
-
-    class Without(TaskModule):
-        def __init__(self, a: int, net: nn.Module) -> None:
-            super().__init__()
-            self.save_hyperparameters(ignore=["net"])
-
-    assert Some(1, 2, 3).hparams == {"a": 1}
-    assert Without(1, nn.Identity()).hparams == {"a": 1}
-
-
 def test_a_name_that_is_no_argument_is_an_error() -> None:
     class Misspelt(TaskModule):
         def __init__(self, width: int) -> None:
@@ -73,17 +51,6 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
 
     with pytest.raises(ConfigurationError, match="no argument 'widht'; it has: width"):
         Misspelt(1)
-
-
-class Pair(NamedTuple):
-    """A tuple with names."""
-
-    left: int
-    right: int
-
-
-class Settings(dict[str, Any]):
-    """A dict of a class of its own."""
 
 
 class Colour(enum.Enum):
@@ -187,15 +154,6 @@ class Numbers(DataModule):
         self.seen = state_dict["seen"]
 
 
-def test_a_data_module_is_built_from_a_checkpoint(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1)
-    trainer.fit(RegressionTask(), datamodule=Numbers(4))
-    path = trainer.save_checkpoint(tmp_path / "saved")
-    found = Numbers.load_from_checkpoint(path, map_location="cpu", weights_only=True)
-    assert (found.hparams, found.seen, found.name) == ({"count": 4, "level": Level.LOW}, 7, "Numbers")
-    assert Numbers.load_from_checkpoint(path, count=8).hparams.count == 8
-
-
 class WithAct(RegressionTask):
     """Has an optional module and a function as a default."""
 
@@ -257,21 +215,6 @@ def test_an_argument_that_was_not_saved_must_be_passed_to_load(
     with pytest.raises(CheckpointError, match=rf"could not save: {lost}"):
         cls.load_from_checkpoint(path)
     assert cls.load_from_checkpoint(path, **{lost.split()[0]: None}).hparams[lost.split()[0]] is None
-
-
-@pytest.mark.filterwarnings("ignore:.*init is a function:trainwright.core.errors.TrainwrightWarning")
-def test_a_file_of_hyperparameters_must_contain_what_was_not_saved(tmp_path: Path) -> None:
-    with pytest.warns(TrainwrightWarning, match="act is a ReLU"):
-        path = _saved(WithAct(nn.ReLU()), tmp_path)
-    file = tmp_path / "hparams.yaml"
-    file.write_text("{}")
-    with pytest.raises(CheckpointError, match="could not save: act is a ReLU"):
-        WithAct.load_from_checkpoint(path, hparams_file=file)
-    file.write_text("act: null")
-    assert WithAct.load_from_checkpoint(path, hparams_file=file).hparams.act is None
-    file.write_text("act: [")
-    with pytest.raises(ConfigurationError, match=r"hparams\.yaml is not YAML"):
-        WithAct.load_from_checkpoint(path, hparams_file=file)
 
 
 class Configured(RegressionTask):

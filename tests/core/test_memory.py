@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import pytest
@@ -73,24 +72,6 @@ def test_a_batch_size_that_is_handed_over_is_refused(args: Any, options: Any) ->
 
     with pytest.raises(TypeError, match=r"passes already. Call it without: train\(lr=\.\.\.\)"):
         train(*args, **options)
-
-
-def test_what_a_failed_try_made_is_gone_before_the_next() -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> bool:
-        assert all(reference() is None for reference in made)
-        activations = torch.ones(batch_size)
-        made.append(weakref.ref(activations))
-        cycle: list[Any] = [activations]
-        cycle.append(cycle)
-        if batch_size > 1:
-            raise _out_of_memory()
-        return True
-
-    assert train()
-    assert len(made) == 3
 
 
 def test_nothing_fits() -> None:

@@ -97,27 +97,6 @@ def test_the_place_is_read_from_the_launchers_variables(environ: dict[str, str],
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node7", "node7"),
-        ("node[003-007,9],b1", "node003"),
-        ("a-b[12]", "a-b12"),
-        ("x1,x2", "x1"),
-        ("", None),
-    ],
-)
-def test_the_first_host_of_a_slurm_node_list_listens(nodes: str, first: str | None) -> None:
-    assert detect("slurm", {**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
-
-
-def test_a_named_launcher_wins_over_what_would_be_guessed() -> None:
-    assert detect("slurm", {**SRUN, **TORCHRUN}).launcher == "slurm"
-    assert detect("slurm", {**SRUN, "SLURM_PTY_PORT": "1"}).world_size == 8
-    assert detect("none", TORCHRUN).world_size == 1
-    assert detect("mpi", {**TORCHRUN, **OPEN_MPI}).launcher == "mpi"
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpi"])
 def test_a_named_launcher_whose_variables_are_missing_is_an_error_that_lists_them(launcher: str) -> None:
     with pytest.raises(ConfigurationError, match="variables are not set") as caught:

@@ -95,13 +95,3 @@ def test_moving_changes_the_dtype_of_floating_point_tensors_only() -> None:
 )
 def test_the_batch_size_is_the_leading_length_of_the_first_tensor_that_has_one(batch: Any, size: int) -> None:
     assert batch_size(batch) == size
-
-
-class Asked(torch.Tensor):
-    """Tells of each `to` whether the host waits for it."""
-
-    waits: list[bool] = []  # noqa: RUF012
-
-    def to(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
-        Asked.waits.append(not options["non_blocking"])
-        return self

@@ -169,16 +169,6 @@ def test_each_run_has_a_numbered_folder(folder_case: Case, run: RunInfo) -> None
         assert logger.log_dir == str(run.root_dir / "trainwright_logs" / f"version_{number}")
 
 
-def test_a_run_with_a_name_gets_a_folder_of_that_name_and_never_another_runs(folder_case: Case, tmp_path: Path) -> None:
-    named = RunInfo(tmp_path, "night")
-    versions = []
-    for _ in range(2):
-        logger = write(folder_case, named, range(1, 2))
-        logger.finish("success")
-        versions.append(logger.version)
-    assert versions == ["night", "night_1"]
-
-
 def test_a_resumed_run_continues_the_curves_and_no_step_is_doubled(folder_case: Case, run: RunInfo) -> None:
     first = write(folder_case, run, range(1, 6))
     state = first.state_dict()  # as in a checkpoint at step 5
@@ -204,17 +194,6 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
         second = write(folder_case, run, range(3, 5), version=0, value=2.0)
     second.finish("success")
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-
-
-def test_before_any_trainer_only_rank_0_has_a_true_experiment(
-    folder_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    logger = folder_case.make()
-    logger.experiment.add_text("a", "b")
-    assert not logger.is_started
 
 
 @pytest.mark.parametrize(("make", "package"), [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb")])

@@ -6,7 +6,6 @@ import csv
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,12 +54,3 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path
     second.log_metrics({"a": 0.5}, 3)
     second.finish("success")
     assert rows(second) == [{"step": "1", "a": "0.125"}, {"step": "3", "a": "0.5"}]
-
-
-def test_hyperparameters_are_yaml_as_they_are_nested_and_add_up(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    logger.log_hyperparams({"net": {"sizes": (1, 2)}, "lr": 0.1})
-    logger.log_hyperparams({"lr": 0.2, "seed": 3})
-    logger.finish("success")
-    text = (tmp_path / "trainwright_logs" / "version_0" / "hparams.yaml").read_text()
-    assert yaml.safe_load(text) == {"net": {"sizes": [1, 2]}, "lr": 0.2, "seed": 3}

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from trainwright.loggers.hyperparams import flatten, plain
 
@@ -57,6 +56,3 @@ def test_nesting_becomes_paths() -> None:
         "blocks/1/width": 2,
         "empty": "{}",
     }
-
-
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()

@@ -11,10 +11,8 @@ import pytest
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
-from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
 from trainwright.utilities import rank_zero_only
-
-KINDS = [CSVLogger, JSONLinesLogger, TensorBoardLogger]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "version"), (TensorBoardLogger, "log_dir")])

@@ -66,31 +66,12 @@ def test_logged_on_step_and_epoch_a_metric_has_both_endings_and_its_plain_name_f
     assert epoch.callback == {"loss": 2.0, "loss_epoch": 2.0}
 
 
-def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:
-    buffer = training()
-    buffer.log("a", 1.0, logger=False, prog_bar=True)
-    flushed = buffer.flush_step()
-    assert (flushed.logged, flushed.callback, flushed.prog_bar) == ({}, {"a": 1.0}, {"a": 1.0})
-
-
 def test_several_loaders_have_keys_of_their_own() -> None:
     buffer = evaluating(num_dataloaders=2)
     for index, value in ((0, 1.0), (0, 3.0), (1, 10.0)):
         buffer.dataloader_idx = index
         buffer.log("acc", value)
     assert buffer.flush_epoch().logged == {"acc/dataloader_idx_0": 2.0, "acc/dataloader_idx_1": 10.0}
-
-
-def test_a_key_without_the_loader_s_index_belongs_to_one_loader() -> None:
-    buffer = evaluating(num_dataloaders=2)
-    for index, value in ((0, 1.0), (0, 3.0)):
-        buffer.dataloader_idx = index
-        buffer.log("acc", value, add_dataloader_idx=False)
-    buffer.dataloader_idx = 1
-    with pytest.raises(ConfigurationError, match="dataloaders 0 and 1, whose values would mix"):
-        buffer.log("acc", 3.0, add_dataloader_idx=False)
-    flushed = buffer.flush_epoch()
-    assert (flushed.logged, flushed.loaders) == ({"acc": 2.0}, {"acc": 0})
 
 
 def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> None:
@@ -102,13 +83,6 @@ def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> Non
     buffer.switch("train")
     buffer.log("loss", 3.0, on_step=True, on_epoch=True)
     assert buffer.flush_epoch().logged == {"loss_epoch": 2.0}
-
-
-def test_begin_keeps_a_step_value_that_waits_for_its_flush() -> None:
-    buffer = training()
-    buffer.log("loss", 7.0)
-    buffer.begin("train")
-    assert buffer.flush_step().logged == {"loss": 7.0}
 
 
 def test_peek_shows_waiting_values_and_leaves_them() -> None:
@@ -189,14 +163,6 @@ def test_nan_stays_nan(kind: str, on_device: bool) -> None:
     for value in (1.0, math.nan, 2.0):
         buffer.log("m", torch.tensor(value) if on_device else value, reduce_fx=kind)
     assert math.isnan(buffer.flush_epoch().logged["m"])
-
-
-def test_values_made_in_inference_mode_can_be_aggregated_outside() -> None:
-    buffer = evaluating()
-    with torch.inference_mode():
-        for _ in range(FOLD_EVERY + 3):
-            buffer.log("m", torch.ones(()) * 2)
-    assert buffer.flush_epoch().logged == {"m": 2.0}
 
 
 # Refusals

@@ -61,23 +61,6 @@ def test_begin_starts_a_metric_over_that_an_unfinished_epoch_left() -> None:
     assert buffer.flush_epoch().logged == {"m": 1.0}
 
 
-def test_the_members_of_a_collection_may_be_logged_one_by_one() -> None:
-    # As log_dict does; members of one compute group share their state.
-    buffer = buffer_for("validate")
-    collection = torchmetrics.MetricCollection(
-        [
-            torchmetrics.classification.BinaryPrecision(),
-            torchmetrics.classification.BinaryRecall(),
-        ]
-    )
-    for _ in range(2):
-        for _ in range(3):
-            collection.update(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]))
-            for name, metric in collection.items():
-                buffer.log(name, metric)
-        assert buffer.flush_epoch().logged == {"BinaryPrecision": 0.5, "BinaryRecall": 0.5}
-
-
 def test_one_metric_object_for_two_loaders_is_refused() -> None:
     buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
     metric.update(torch.tensor(1.0))
@@ -107,15 +90,6 @@ def test_one_metric_object_for_training_and_validation_is_refused(sanity_steps: 
     trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=sanity_steps)
     with pytest.raises(ConfigurationError, match=r"in the stages '(train|validate)' and '(train|validate)', so that"):
         trainer.fit(Task(), regression_loader(2), regression_loader(2))
-
-
-def test_one_metric_object_over_all_loaders_is_one_value() -> None:
-    buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
-    for index in (0, 1):
-        buffer.dataloader_idx = index
-        metric.update(torch.tensor(1.0))
-        buffer.log("m", metric, add_dataloader_idx=False)
-    assert buffer.flush_epoch().logged == {"m": 2.0}
 
 
 def test_two_objects_under_one_name_are_refused() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
@@ -61,29 +60,6 @@ def test_a_fit_records_its_start_progress_validations_saves_and_end(tmp_path: Pa
     on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json")
     assert saves[-1]["bytes"] == on_disk
     assert events[-1]["status"] == "success"
-
-
-def test_a_skipped_step_and_an_error_are_recorded(tmp_path: Path) -> None:
-    class Broken(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 2:
-                raise ValueError("no such batch")
-            return self.loss(batch) * (float("nan") if batch_idx == 1 else 1.0)
-
-    with (
-        pytest.warns(TrainwrightWarning, match="it is skipped"),
-        pytest.raises(ValueError, match="no such batch"),
-    ):
-        _trainer(tmp_path, max_epochs=1, on_nonfinite="skip").fit(Broken(), regression_loader(4))
-    events = _events(tmp_path)
-    assert [(event["event"], event.get("type"), event.get("status")) for event in events[-3:]] == [
-        ("skipped", None, None),
-        ("error", "ValueError", None),
-        ("end", None, "failed"),
-    ]
-    skipped = events[-3]
-    assert (skipped["step"], skipped["first_batch"]) == (1, 1)
-    assert "nan" in skipped["reason"].lower()
 
 
 def test_a_resumed_run_continues_the_record(tmp_path: Path) -> None:

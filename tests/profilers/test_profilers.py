@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
-import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +14,7 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.profilers import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
-from trainwright.profilers import profiler as profiler_module
+from trainwright.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 _REGIONS = {
     "run_training_batch",
@@ -76,27 +73,6 @@ def test_training_is_bit_equal(profiler: str, arguments: dict[str, Any], tmp_pat
         trainer = _fit(each, default_root_dir=tmp_path, **arguments)
         weights.append(weights_of(trainer.model))
     assert_equal_weights(*weights)
-
-
-def test_without_a_profiler_a_step_makes_no_call_of_this_package() -> None:
-    called: list[str] = []
-    folder = Path(profiler_module.__file__).parent
-    modules = (*(str(path) for path in folder.glob("*.py")), "trainer/profiling.py")
-
-    class Counts(Callback):
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            sys.setprofile(note if trainer.global_step < 7 else None)
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.endswith(modules):
-            called.append(frame.f_code.co_qualname)
-
-    try:
-        trainer = _fit(None, callbacks=[Counts()])
-    finally:
-        sys.setprofile(None)
-    assert isinstance(trainer.profiler, PassThroughProfiler)
-    assert called == []
 
 
 def test_advanced_writes_the_functions_of_each_action(tmp_path: Path) -> None:
@@ -172,18 +148,6 @@ def test_the_other_stages_have_a_table(stage: str, capsys: pytest.CaptureFixture
 _STEP_OF = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
-@pytest.mark.slow
-def test_the_memory_timeline_and_the_share_of_the_peak_are_written(tmp_path: Path) -> None:
-    trainer = _fit(PyTorchProfiler(tmp_path, memory_timeline=True, with_flops=True, peak_flops=1e8))
-    times, sizes = json.loads((tmp_path / "fit-profile-0-memory.json").read_text())
-    assert len(times) == len(sizes) > 0
-    assert max(max(each) for each in sizes) > 0
-    text = trainer.profiler.summary()
-    flops, share = re.findall(r"(?:FLOPs of a step|the device's peak): ([\d.e+-]+)", text)
-    assert float(flops) > 0
-    assert 0 < float(share) < 100
-
-
 def test_wrong_arguments_name_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown profiler 'simpel'.*'simple'"):
         quiet_trainer(profiler="simpel")
@@ -201,14 +165,3 @@ def test_wrong_arguments_name_the_nearest() -> None:
         PyTorchProfiler(with_flop=True)
     with pytest.raises(ValueError, match="not started"):
         SimpleProfiler().stop("x")
-
-
-def test_an_own_profiler_receives_names() -> None:
-    class Own(Profiler):
-        names: ClassVar[set[str]] = set()
-
-        def start(self, name: str) -> None:
-            self.names.add(name)
-
-    _fit(Own())
-    assert Own.names >= _REGIONS

@@ -205,18 +205,3 @@ class Gan(TaskModule):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]
-
-
-class MeasuredTask(RegressionTask):
-    """Logs a given value per epoch as `val_measure` in validation and as `train_measure` in training."""
-
-    def __init__(self, values: list[float]) -> None:
-        super().__init__()
-        self.values = values
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        self.log("train_measure", self.values[self.current_epoch], on_step=False, on_epoch=True)
-        return self.loss(batch)
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.log("val_measure", self.values[self.current_epoch])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
+from tests.helpers.tasks import RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
@@ -85,15 +85,3 @@ def test_a_group_without_any_loss_is_no_step() -> None:
     assert trainer.global_step == recorder.events.count("on_before_optimizer_step") == 2
     assert recorder.events.count("on_train_batch_end") == 6
     assert trainer.state.batches == 6
-
-
-def test_the_reported_loss_is_the_mean_of_the_micro_batches_that_had_one() -> None:
-    losses: list[float] = []
-
-    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor | None:
-        loss = task.loss(batch)
-        losses.append(loss.item())
-        return None if batch_idx % 2 else loss
-
-    trainer = fitted(StepTask(step), regression_loader(4), max_epochs=1, accumulate_grad_batches=4)
-    assert trainer.last_step.loss.item() == pytest.approx((losses[0] + losses[2]) / 2)

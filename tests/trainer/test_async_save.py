@@ -14,10 +14,9 @@ import pytest
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, read_checkpoint, set_fault_hook, verify
-from trainwright.core.errors import CheckpointError, Preempted, TrainwrightWarning
+from trainwright.core.errors import Preempted, TrainwrightWarning
 
 
 @pytest.fixture(autouse=True)
@@ -80,31 +79,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tm
     assert [found.manifest.step for found in checkpoints] == [1, 2, 3]
     for found, (_, weights) in zip(checkpoints, kept.notes, strict=True):
         assert_equal_weights(dict(read_checkpoint(found.path).model or {}), weights)
-
-
-def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Path) -> None:
-    stood: list[list[int]] = []
-
-    def save(trainer: Any, task: Any, result: Any) -> None:
-        trainer.save_checkpoint(tmp_path / f"mine-{trainer.global_step}")
-        stood.append(_steps_in(tmp_path))
-
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    _fit(2, saver, LambdaCallback(on_train_step_end=save))
-    assert stood == [[1], [1, 1, 2]]
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "ended_at"), [(20, 6), (4, 4)], ids=["at the next save", "at the end of the fit"]
-)
-def test_a_failed_write_is_raised_and_names_the_path(max_steps: int, ended_at: int, tmp_path: Path) -> None:
-    set_fault_hook(FullDisk(1))
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    task = RegressionTask()
-    with pytest.raises(CheckpointError, match=r"epoch=0-step=4 could not be written.*No space left"):
-        _fit(max_steps, saver, task=task)
-    assert task.global_step == ended_at
-    assert _steps_in(tmp_path) == [2]
 
 
 class Fails(RegressionTask):

@@ -18,7 +18,7 @@ from tests.trainer.runs import Untouched, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import move
 from trainwright.trainer.recovery.failure import describe
@@ -191,34 +191,6 @@ def test_a_task_whose_weights_are_elsewhere_is_refused(verb: str) -> None:
 def test_an_argument_that_a_verb_does_not_have_is_told(verb: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         getattr(quiet_trainer(), verb)(**arguments)
-
-
-def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:
-    data = regression_loader(8, 2).dataset
-    with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set, not a loader"):
-        quiet_trainer(max_steps=1).fit(RegressionTask(), data)
-
-
-class _WithoutStep(RegressionTask):
-    validation_step = TaskModule.validation_step
-
-
-@pytest.mark.parametrize(
-    ("task", "data", "limit", "message"),
-    [
-        (_WithoutStep, True, None, "_WithoutStep has no validation_step"),
-        (_WithoutStep, False, None, ""),
-        (RegressionTask, False, None, "there is no data for RegressionTask.validation_step"),
-        (RegressionTask, False, 0, ""),
-    ],
-)
-def test_half_of_a_validation_is_told(
-    task: type[TaskModule], data: bool, limit: int | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loader = regression_loader() if data else None
-    quiet_trainer(max_steps=1, limit_val_batches=limit).fit(task(), regression_loader(), loader)
-    said = capsys.readouterr().out
-    assert message in said if message else "validate" not in said
 
 
 @pytest.mark.parametrize("hook", ["on_validation_end", "on_save_checkpoint", "on_fit_end", "predict_step"])

@@ -91,16 +91,6 @@ def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) ->
     assert [note for _, note in seen.notes] == [9, 10, 11, 12]
 
 
-def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path) -> None:
-    other = RegressionTask(seed=1)
-    other.load_state_dict(read_checkpoint(checkpoint).model or {})
-    expected = quiet_trainer().test(other, regression_loader(8, 2), verbose=False)
-    fresh = RegressionTask(seed=2)
-    found = quiet_trainer().test(fresh, regression_loader(8, 2), ckpt_path=checkpoint, verbose=False)
-    assert found == expected
-    assert found != quiet_trainer().test(RegressionTask(seed=2), regression_loader(8, 2), verbose=False)
-
-
 def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weights_only(tmp_path: Path) -> None:
     trainer, task = quiet_trainer(max_steps=1), RegressionTask()
     trainer.fit(task, regression_loader(2))
@@ -176,13 +166,6 @@ def _weights_of_best(folder: Path, saver: ModelCheckpoint | None) -> dict[str, t
     trainer = quiet_trainer(default_root_dir=folder, callbacks=[saver] if saver else [])
     trainer.test(task, regression_loader(2), ckpt_path="best")
     return weights_of(task)
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_new_trainer_finds_the_best_of_the_run(tmp_path: Path, mode: str) -> None:
-    trainer, _, _ = _fitted(tmp_path, ModelCheckpoint(monitor="val_loss", mode=mode, save_top_k=-1))
-    found = _weights_of_best(tmp_path, ModelCheckpoint(monitor="val_loss", mode=mode))
-    assert_equal_weights(found, _best(trainer.checkpoint_callback))
 
 
 def test_the_best_checkpoint_by_an_unknown_metric_or_without_a_callback_is_an_error(tmp_path: Path) -> None:

@@ -52,23 +52,3 @@ def test_clipping_by_value_leaves_that_largest_element(precision: str) -> None:
 @pytest.mark.parametrize("value", [0, 1e6])
 def test_nothing_is_clipped_without_a_value_or_below_it(value: Any) -> None:
     torch.testing.assert_close(_gradients(gradient_clip_val=value), _gradients(), rtol=0, atol=0)
-
-
-def test_clipping_sees_the_accumulated_gradient_once() -> None:
-    calls: list[tuple[float | None, str | None, torch.Tensor]] = []
-
-    class Task(_Task):
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-        ) -> None:
-            grads = torch.cat([p.grad.reshape(-1).clone() for p in self.parameters() if p.grad is not None])
-            calls.append((gradient_clip_val, gradient_clip_algorithm, grads))
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-    task = Task(lr=0.0)
-    clipped = _gradients(task, 4, gradient_clip_val=0.05, accumulate_grad_batches=4)
-    assert [call[:2] for call in calls] == [(0.05, "norm")]
-    whole = list(next(iter(regression_loader(4, 4))))
-    expected = torch.autograd.grad(task.loss(whole), list(task.parameters()))
-    torch.testing.assert_close(calls[0][2], torch.cat([g.reshape(-1) for g in expected]))
-    torch.testing.assert_close(clipped[0].norm(), torch.tensor(0.05), rtol=1e-4, atol=0)

@@ -18,9 +18,6 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 
-KINDS = ("validation", "test", "predict")
-
-
 VERBS = {"validation": "validate", "test": "test", "predict": "predict"}
 
 

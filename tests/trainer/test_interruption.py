@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,9 +15,8 @@ from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import verify
-from trainwright.core.errors import Preempted, TrainwrightWarning
+from trainwright.core.errors import Preempted
 from trainwright.core.run import Stage
-from trainwright.trainer.recovery import preemption
 
 
 class _Hears(Callback):
@@ -53,10 +49,6 @@ def _interrupt() -> None:
 
 def _press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-def _divide_by_zero() -> float:
-    return 1 / 0
 
 
 class _InterruptedTwice(_FailsAt):
@@ -96,21 +88,6 @@ def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
     assert not trainer.interrupted
 
 
-def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
-    class Clumsy(Callback):
-        def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
-            raise RuntimeError("clumsy")
-
-    hears = _Hears()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[Clumsy(), hears])
-    with (
-        pytest.warns(TrainwrightWarning, match=r"on_exception itself failed: RuntimeError: clumsy"),
-        pytest.raises(ZeroDivisionError),
-    ):
-        trainer.fit(_FailsAt(0, 1, _divide_by_zero), regression_loader(4))
-    assert len(hears.heard) == 1
-
-
 def _terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -144,52 +121,6 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
     assert verify(saved) == []
     with pytest.raises(KeyboardInterrupt):
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
-
-
-@pytest.mark.parametrize("arguments", [{"on_interrupt": "return"}, {}], ids=["by the argument", "at a prompt"])
-def test_ctrl_c_ends_the_stage_without_an_error(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not arguments:
-        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    trainer = fitted(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8), max_epochs=2, **arguments)
-    assert trainer.interrupted
-    assert trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8)) == []
-    assert trainer.interrupted
-
-
-@pytest.fixture
-def requeued(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Let a job of Slurm begin; returns the commands that it is told."""
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(preemption.subprocess, "run", run)
-    for name, value in {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}.items():
-        monkeypatch.setenv(name, value)
-    preemption._ExitHandler.begun = False
-    return commands
-
-
-def _warn() -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-
-
-def test_signal_handlers_of_the_user_are_kept(requeued: list[list[str]]) -> None:
-    heard: list[int] = []
-
-    def own(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    quiet_trainer(devices="auto", preemption_grace=None)
-    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    signal.signal(signal.SIGUSR1, own)
-    quiet_trainer(devices="auto", max_epochs=1).fit(RegressionTask(), regression_loader(2))
-    assert signal.getsignal(signal.SIGUSR1) is own
-    _warn()
-    assert (heard, requeued) == ([signal.SIGUSR1], [])
 
 
 class _SignalsAgain(Callback):

@@ -42,17 +42,6 @@ def test_variables_are_the_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch
     assert (settings.device_type, settings.compile_options) == ("cpu", {"backend": "eager"})
 
 
-def test_the_configuration_of_deepspeed_states_accumulation_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
-    monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    found = _settings()
-    strategy: Any = found.selection.strategy
-    assert (strategy.config.stage, strategy.config.clipping) == (1, 0.5)
-    assert found.selection.settings.precision.name == "bf16-mixed"
-
-
 @pytest.mark.parametrize(
     ("variables", "arguments", "text"),
     [

@@ -62,12 +62,6 @@ def test_several_training_loaders_are_as_long_as_their_mode_says(mode: Any, batc
     assert missing == (48 if mode == "max_size" else 0)
 
 
-def test_a_list_of_training_loaders_cycles_the_shorter_ones() -> None:
-    task = _SumTask()
-    quiet_trainer(max_epochs=1).fit(task, [regression_loader(8), regression_loader(3)])
-    assert task.shapes == [2] * 8
-
-
 class _LoadsByEpoch(RegressionTask):
     """Notes the epoch in which each loader is requested."""
 
@@ -158,19 +152,3 @@ def test_the_length_of_data_is_read_in_each_epoch() -> None:
 def test_a_length_that_differs_between_ranks_is_an_error() -> None:
     with pytest.raises(RankError, match=r"7 samples on rank 0, 8 samples on rank 1"):
         run_distributed(_train_on_changing_data, 2, 7)
-
-
-@pytest.mark.parametrize(
-    ("loaders", "expected"),
-    [
-        ([0, 1], [0, 1]),
-        ({"a": [0, 1], "b": ["c"]}, [[0, 1], ["c"]]),
-        ([iter([0, 1]), iter([2])], [[0, 1], [2]]),
-    ],
-)
-def test_lists_of_values_and_iterators_are_loaders(loaders: Any, expected: list[Any]) -> None:
-    class Returns(RegressionTask):
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return batch
-
-    assert quiet_trainer().predict(Returns(), loaders) == expected

@@ -57,17 +57,6 @@ def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Pat
     assert len(rows) == len(fitted) - 1 + 3
 
 
-def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
-    logger = MemoryLogger()
-    arguments: dict[str, Any] = {"limit_train_batches": 3, "log_every_n_steps": 2, "logger": logger}
-    first = quiet_trainer(max_steps=5, **arguments)
-    first.fit(CountingTask(), regression_loader())
-    saved = first.save_checkpoint(tmp_path / "saved")
-    quiet_trainer(max_steps=11, **arguments).fit(CountingTask(), regression_loader(), ckpt_path=saved)
-    assert logger.steps == sorted(set(logger.steps))
-    assert set(logger.steps) >= {1, 3, 5, 7, 9}
-
-
 def test_a_step_called_by_hand_warns_once_and_a_later_fit_logs() -> None:
     task, batch = RegressionTask(), next(iter(regression_loader(2, 2)))
     with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*values are discarded"):

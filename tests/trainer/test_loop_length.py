@@ -30,17 +30,6 @@ def test_a_fit_ends_at_whichever_bound_comes_first(
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
-def test_max_steps_counts_optimizer_steps_not_batches() -> None:
-    trainer = quiet_trainer(max_steps=42, accumulate_grad_batches=10)
-    tally = Tally()
-    trainer.settings.callbacks.append(tally)
-    trainer.fit(RegressionTask(), regression_loader(32))
-    # 4 steps an epoch, the last of a window of 2: ten epochs give 40, and the eleventh its first two windows.
-    assert trainer.global_step == 42
-    assert trainer.current_epoch == 10
-    assert tally.train_batches == 10 * 32 + 2 * 10
-
-
 class _StopsInItsStep(RegressionTask):
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         self.trainer.should_stop = batch_idx == 4
@@ -143,11 +132,6 @@ def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
     second = run(100, first.save_checkpoint(tmp_path / "left"))
     assert second.state.step == whole.state.step == 12
     assert torch.equal(weights_of(second.task), weights_of(whole.task))
-
-
-def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
-    assert quiet_trainer().max_epochs == 1000
-    assert quiet_trainer(max_steps=3).max_epochs == -1
 
 
 class _SkipsAfterTwo(RegressionTask):

@@ -42,14 +42,6 @@ def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
     assert trainer.state.batches == 4
 
 
-@pytest.mark.parametrize(("bound", "counts"), [({"max_epochs": 1}, (16, 64)), ({"max_steps": 3}, (3, 12))], ids=str)
-def test_the_clock_counts_only_batches_in_which_an_optimizer_stepped(
-    bound: dict[str, int], counts: tuple[int, int]
-) -> None:
-    trainer = fitted(ByHand(4), regression_loader(64), **bound)
-    assert (trainer.global_step, trainer.state.batches) == counts
-
-
 @pytest.mark.parametrize("argument", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
 def test_what_only_automatic_optimization_does_is_refused(argument: dict[str, Any]) -> None:
     trainer = quiet_trainer(max_epochs=1, **argument)
@@ -119,18 +111,6 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
 def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
     quiet_trainer(**{"max_epochs": 2, **arguments}).fit(task, regression_loader(8, 2))
     return weights_of(task)
-
-
-def test_backward_may_be_run_in_the_tasks_own_way() -> None:
-    calls: list[torch.Size] = []
-
-    class Task(RegressionTask):
-        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            calls.append(loss.shape)
-            (2 * loss).backward()
-
-    assert torch.equal(_trained(Task()), _trained(RegressionTask(lr=0.1)))
-    assert calls == [torch.Size([])] * 8
 
 
 class _WarmsUp(RegressionTask):

@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_data, regression_loader
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, batches
 from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.callback import Callback
@@ -194,12 +193,6 @@ def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_p
         )
 
 
-def test_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path) -> None:
-    edit_trainer(run / "checkpoints" / "2", lambda entries: entries.pop("callbacks"))
-    with pytest.raises(CheckpointError, match="no entry 'callbacks'"):
-        resume(run, "last")
-
-
 def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_warning(tmp_path: Path) -> None:
     saved = _saved(tmp_path)
 
@@ -244,25 +237,6 @@ def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: 
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=True)
     with pytest.raises(CheckpointError, match=r"holds weights only.*load_weights_only=True"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        lambda: regression_loader(10, 2, shuffle=True),
-        lambda: regression_loader(8, 2),
-        lambda: DataLoader(regression_data(8), batch_sampler=[[0, 1, 2, 3]] * 4),
-    ],
-    ids=["more samples", "not shuffled", "a sampler of its own"],
-)
-def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: Any, tmp_path: Path) -> None:
-    first = regression_loader(8, 2, shuffle=True)
-    for steps in (3, 4):
-        trainer = fitted(RegressionTask(), first, max_steps=steps)
-        trainer.save_checkpoint(tmp_path / f"step={steps}")
-    with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
-        quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
-    quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
 
 
 def _fit(folder: Path, ckpt_path: Any = None, **arguments: Any) -> str:

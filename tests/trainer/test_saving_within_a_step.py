@@ -101,18 +101,6 @@ def test_a_checkpoint_that_a_hook_writes_goes_on_with_what_was_left_of_its_step(
     assert_equal_weights(weights_of(resumed), weights_of(whole))
 
 
-def test_a_run_that_was_interrupted_in_a_validation_comes_to_the_same_end(tmp_path: Path) -> None:
-    def fail(trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 8 and not trainer.interrupted:
-            raise KeyboardInterrupt
-
-    whole = train(tmp_path, interval=1.0)
-    fails, saver = LambdaCallback(on_validation_batch_end=fail), OnExceptionCheckpoint(tmp_path / "left")
-    train(tmp_path, fails, saver, interval=1.0)
-    resumed = train(tmp_path, interval=1.0, resume=tmp_path / "left" / "on_exception")
-    assert_equal_weights(weights_of(resumed), weights_of(whole))
-
-
 _STEPS = 8
 
 

@@ -15,7 +15,6 @@ from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.lightning_names import INTERNALS
-from trainwright.trainer.run_state import TrainerFn, TrainerStatus
 from trainwright.trainer.trainer import Trainer
 
 BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
@@ -73,15 +72,6 @@ def test_the_run_can_be_read_after_a_fit(trained: tuple[Trainer, Watch, Regressi
     assert (trainer.enable_validation, trainer.num_sanity_val_batches, trainer.val_check_batch) == (True, [1], 4)
 
 
-def test_the_state_says_what_runs_and_how_it_ended(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
-    trainer, watch = trained[:2]
-    assert watch.stages == ["sanity_check", *["train"] * 4, "validate"]
-    assert watch.state == (TrainerFn.FITTING, TrainerStatus.RUNNING, False, 4)
-    assert (trainer.state.fn, trainer.state.stage, trainer.state.status) == ("fit", None, "finished")
-    assert trainer.state.finished
-    assert trainer.state.stopped
-
-
 def test_internals_of_lightning_are_errors_with_a_replacement() -> None:
     trainer = quiet_trainer()
     for name in INTERNALS:
@@ -92,23 +82,6 @@ def test_internals_of_lightning_are_errors_with_a_replacement() -> None:
 def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
         _ = quiet_trainer().globl_step
-
-
-class WithHyperparameters(RegressionTask):
-    def __init__(self, lr: float = 0.05) -> None:
-        super().__init__(lr)
-        self.save_hyperparameters()
-
-
-@pytest.mark.parametrize("wanted", [True, False])
-def test_enable_autolog_hparams_controls_logging_of_hyperparameters(tmp_path: Path, wanted: bool) -> None:
-    logger = CSVLogger(tmp_path)
-    trainer = quiet_trainer(max_steps=1, logger=logger, enable_autolog_hparams=wanted)
-    trainer.fit(WithHyperparameters(), regression_loader(4))
-    assert trainer.enable_autolog_hparams is wanted
-    assert logger.log_dir is not None
-    found = Path(logger.log_dir, "hparams.yaml")
-    assert (found.exists() and "lr" in found.read_text()) is wanted
 
 
 VERBS = ("fit", "validate", "test", "predict")

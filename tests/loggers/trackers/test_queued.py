@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from pathlib import Path
@@ -195,14 +194,6 @@ def test_checkpoints_are_uploaded_as_requested(tmp_path: Path) -> None:
         assert logger.calls[:-1] == [(name, ("last",)) for name in expected]
     with pytest.raises(ConfigurationError, match="expected True, False or 'all'"):
         Stub(log_model="some")  # type: ignore[arg-type]  # it is wrong on purpose
-
-
-def test_a_copy_is_not_started(tmp_path: Path) -> None:
-    logger = _started(Stub(), tmp_path)
-    copy = pickle.loads(pickle.dumps(logger))
-    logger.finish("success")
-    assert not copy.is_started
-    assert copy.version == "first"
 
 
 def test_what_a_backend_lacks_is_a_warning(tmp_path: Path) -> None:
