@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.callbacks.fake_run import FakeTrialSteps
+from tests.callbacks.fake_run import FakeRun, FakeTrialSteps
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import BatchSizeFinder, LearningRateFinder
 from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
-from trainwright.core.run import Trial
 from trainwright.data import DataModule
 from trainwright.trainer.search.tuner import Tuner
 
@@ -161,40 +161,8 @@ def test_a_tuner_beside_a_finder_is_refused(finder: Any, search: str) -> None:
         getattr(Tuner(quiet_trainer(callbacks=finder())), search)(_Hungry())
 
 
-class _Bounded(FakeTrialSteps):
-    """Fits up to a size; notes what was tried."""
-
-    def __init__(self, owner: Any, fits: int, capacity: int | None) -> None:
-        super().__init__()
-        self.owner, self.largest, self.holds = owner, fits, capacity
-        self.tried: list[tuple[int, bool]] = []
-
-    def capacity(self) -> int | None:
-        return self.holds
-
-    def try_out(self, num_steps: int) -> Trial:
-        size = self.owner.batch_size
-        self.tried.append((size, size <= self.largest))
-        return Trial(fits=size <= self.largest, batch_size=size, reason="")
-
-
-class _Run:
-    fast_dev_run = False
-    datamodule = None
-    world_size = 4
-
-    def __init__(self, trials: _Bounded) -> None:
-        self.trials = trials
-
-    def trial_steps(self, **_: Any) -> _Bounded:
-        return self.trials
-
-    def print(self, *_: Any) -> None:
-        pass
-
-
-def test_fewer_samples_than_processes_are_refused() -> None:
-    task = RegressionTask()
-    task.batch_size = 1  # type: ignore[assignment]  # a plain attribute
+def test_fewer_samples_than_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTrialSteps, "capacity", lambda steps: 0)
+    run = FakeRun([], tmp_path, world_size=4)
     with pytest.raises(ConfigurationError, match=r"fewer samples than processes \(4\)"):
-        BatchSizeFinder().scale_batch_size(_Run(_Bounded(task, 1, 0)), task)  # type: ignore[arg-type]
+        BatchSizeFinder().scale_batch_size(run, run.task)  # type: ignore[arg-type]

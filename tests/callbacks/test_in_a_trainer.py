@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.runs import fitted, quiet_trainer
+from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import (
     DeviceStatsMonitor,
     RichProgressBar,
     TQDMProgressBar,
 )
-from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.task import TaskModule
-from trainwright.trainer.trainer import Trainer
-
-
-def fit(task: TaskModule, root: Path, callbacks: list[Callback], *, batches: int = 5, **arguments: Any) -> Trainer:
-    loaders = regression_loader(batches), regression_loader(2)
-    defaults = {"default_root_dir": root, "num_sanity_val_steps": 0, "max_epochs": 1}
-    return fitted(task, *loaders, callbacks=callbacks, **{**defaults, **arguments})
 
 
 def test_device_statistics_without_a_logger_are_an_error() -> None:

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.callbacks.fake_run import FakeRun
-from tests.helpers.runs import fitted
-from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.keep_every import KeepEvery
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.duration import Duration
@@ -77,14 +75,3 @@ def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(
     for step in saves:
         first_of.setdefault(math.floor(step / span), step)
     assert keeping.names == [str(step) for stretch, step in first_of.items() if stretch > 0]
-
-
-def test_under_a_real_trainer_they_are_on_the_disk_also_after_a_resume(tmp_path: Path) -> None:
-    def fit(max_epochs: int, ckpt_path: Any = None) -> list[str]:
-        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, keep_every="1 epoch")
-        fitted(RegressionTask(), regression_loader(4), ckpt_path=ckpt_path, max_epochs=max_epochs, callbacks=saver)
-        return sorted(path.name for path in tmp_path.glob("step=*"))
-
-    assert fit(2) == ["step=4", "step=8"]
-    assert fit(3, "last") == ["step=12", "step=4", "step=8"]
-    assert fit(4, "last") == ["step=12", "step=16", "step=4", "step=8"]

@@ -136,17 +136,6 @@ def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_eve
     assert "LossSpikeDetector" in skipped.reason
 
 
-def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path) -> None:
-    task = Jumps((1, 1))
-    with pytest.warns(TrainwrightWarning, match="Rolled back from step 12 to step 6"):
-        trainer = _fit(task, tmp_path, regression_loader(8), log_every_n_steps=4, max_epochs=3, save_every=6)
-    first, second = trainer.skipped_batches
-    assert (first.epoch, first.first_batch, first.num_batches, first.stop) == (0, 6, None, None)
-    assert (second.epoch, second.first_batch, second.num_batches) == (1, 0, 4)
-    assert task.seen == [(e, i) for e in range(3) for i in range(8)]
-    assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (18, 24, 3)
-
-
 def _two_ranks(root: Path) -> tuple[Any, ...]:
     warnings.simplefilter("ignore")
     task, detector = Jumps((0, 13), rank=1), rolls_back()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from trainwright.callbacks import LearningRateFinder
@@ -147,23 +146,6 @@ def test_a_plot_shows_the_losses_and_the_suggestion() -> None:
     assert axes.lines[1].get_xdata() == [found.suggestion()]
     assert found.plot(ax=axes) is figure
     plt.close(figure)
-
-
-def _on_rank() -> tuple[dict[str, list[float]], float]:
-    task = RegressionTask()
-    found = Tuner(quiet_trainer(devices="auto")).lr_find(task, regression_loader(64, 4))
-    assert found is not None
-    return found.results, task.lr
-
-
-@pytest.mark.distributed
-def test_ranks_find_what_one_process_with_their_batches_finds() -> None:
-    first, second = run_distributed(_on_rank, 2, init=False)
-    assert first == second
-    alone = RegressionTask()
-    found = _find(alone)
-    assert first[0]["loss"] == pytest.approx(found.results["loss"], rel=1e-4)
-    assert first[1] == pytest.approx(alone.lr)
 
 
 class _SavesRate(RegressionTask):

@@ -24,7 +24,7 @@ from tests.checkpoint.cutting import spans, write_in_pieces
 from tests.checkpoint.every_kind import every_kind
 from tests.checkpoint.resealing import reseal, resealed
 from tests.checkpoint.snapshots import files_of, same, write_small
-from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify, write_checkpoint
+from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, write_checkpoint
 from trainwright.core.errors import CheckpointError
 
 _MEMORY_BYTES = 3 * 2**30  # beyond what the process has when it begins
@@ -111,23 +111,6 @@ def _runs(folder: Path) -> list[Path]:
     return runs
 
 
-def damaged(folder: Path) -> Case:
-    """Damage without a new seal: always noticed, and the earlier checkpoint is found."""
-    runs = _runs(folder)
-
-    def case(numbers: random.Random) -> None:
-        run = numbers.choice(runs)
-        file = numbers.choice(files_of(run / "newer"))
-        whole = file.read_bytes()
-        file.write_bytes(_mutated_bytes(whole, numbers))
-        assert noticed(lambda: read_checkpoint(run / "newer")), file
-        assert verify(run / "newer"), file
-        assert newest_valid(run, kind="full") == run / "older", file
-        file.write_bytes(whole)
-
-    return case
-
-
 def forged(folder: Path) -> Case:
     """Changes with a seal that fits: what passes the check can be read, and what does not gives way."""
     runs = _runs(folder)
@@ -155,7 +138,7 @@ def forged(folder: Path) -> Case:
     return case
 
 
-KINDS: dict[str, Callable[[Path], Case]] = {"damaged": damaged, "forged": forged}
+KINDS: dict[str, Callable[[Path], Case]] = {"forged": forged}
 
 
 def _end_on_calls(event: str, arguments: Any) -> None:

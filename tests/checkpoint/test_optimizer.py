@@ -72,13 +72,6 @@ def test_training_goes_on_bit_for_bit_after_a_reload_with_the_parameters_in_any_
     assert same(second.state_dict(), first.state_dict())
 
 
-def groups(module: nn.Module, weights_lr: float, biases_lr: float, *, biases_first: bool) -> list[dict[str, Any]]:
-    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
-    biases = [parameter for parameter in module.parameters() if parameter.dim() == 1]
-    result = [{"params": weights, "lr": weights_lr}, {"params": biases, "lr": biases_lr}]
-    return result[::-1] if biases_first else result
-
-
 def saved() -> dict[str, Any]:
     module = model()
     optimizer = OPTIMIZERS["Adam"](list(module.parameters()))

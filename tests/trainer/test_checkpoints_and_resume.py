@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.snapshots import same
-from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
+from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import DecayingTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -56,13 +56,6 @@ def test_a_resumed_run_writes_the_checkpoints_that_the_whole_run_wrote(tmp_path:
         assert first.trainer["data"] == second.trainer["data"]
         assert_equal_weights(first.model or {}, second.model or {})
         assert same(first.optimizers, second.optimizers)
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint after two of three epochs."""
-    trainer = fitted(RegressionTask(), regression_loader(FOUR_BATCHES, 2), max_epochs=2)
-    return trainer.save_checkpoint(tmp_path / "two")
 
 
 def _fit_with(

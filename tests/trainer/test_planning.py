@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright import DataModule, Trainer
-from trainwright.callbacks.callback import Callback
 from trainwright.trainer.planning.run_plan import Plan
 
 
@@ -81,28 +77,6 @@ def test_a_plan_of_one_process() -> None:
     assert plan.precision["reduction"] == "none"
     assert plan.memory["forecast_bytes"] == 4 * (49 + 2 * 49 + 49 + 2 * 32)  # two temporary copies of the largest
     assert "peak_bytes" not in plan.memory
-
-
-def _shard_sizes() -> tuple[int, int]:
-    """Return the numbers of parameters of rank 0's plan, and of this rank's shards in a fit."""
-    task, found = Blocks(), list[int]()
-
-    class Counts(Callback):
-        def on_train_start(self, trainer: Any, task: Any) -> None:
-            shards = [p.to_local() if isinstance(p, DTensor) else p for p in task.parameters()]
-            found.append(sum(shard.numel() for shard in shards))
-
-    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_steps=1, callbacks=Counts())
-    plan = trainer.plan(task, batches(2))
-    trainer.fit(task, batches(2))
-    return plan.parameters["total_per_device"] or 0, found[0]
-
-
-@pytest.mark.distributed
-def test_the_parameters_of_a_device_are_those_of_a_run() -> None:
-    (planned, on_first), (_, on_second) = run_distributed(_shard_sizes, 2)
-    assert planned == on_first
-    assert on_first + on_second == sum(p.numel() for p in Blocks().parameters())
 
 
 def test_settings_name_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:
