@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 
 from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor, memory_statistics
-from trainwright.core.errors import MissingPackageError
 
 pytest.importorskip("psutil")
 
@@ -41,15 +39,3 @@ def test_an_accelerator_s_memory_is_read(
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**backend))
     assert memory_statistics(torch.device("meta")) == found
-
-
-def test_a_missing_psutil_is_reported_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib.util
-
-    find: Any = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else find(name, *a))
-    monkeypatch.delitem(sys.modules, "psutil", raising=False)
-    run = FakeRun([DeviceStatsMonitor()], tmp_path)
-    with pytest.raises(MissingPackageError, match="pip install psutil"):
-        run.fit(epochs=1, batches=1)
-    assert run.state.step == 0

@@ -59,20 +59,6 @@ def test_it_stops_in_an_epoch_for_a_reason(
     assert callback.stopping_reason is EarlyStoppingReason[reason]
 
 
-def test_without_check_finite_a_nan_only_counts_as_no_improvement(tmp_path: Path) -> None:
-    callback = EarlyStopping("val_loss", check_finite=False)
-    run = fit(callback, tmp_path, [4, 3, NAN, 2, 1])
-    assert (run.stops, callback.best_score) == ([], 1)
-
-
-def test_the_reason_is_said_in_words_to_the_run_and_kept(tmp_path: Path) -> None:
-    callback = EarlyStopping("val_loss", patience=1, verbose=True)
-    run = fit(callback, tmp_path, [4, 5])
-    assert run.stops == [(1, f"EarlyStopping: {callback.stopping_reason_message}")]
-    assert callback.stopping_reason_message == "val_loss did not improve in the last 1 checks; the best was 4."
-    assert run.printed == ["val_loss improved to 4.", callback.stopping_reason_message]
-
-
 def test_when_not_strict_a_missing_metric_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(TrainwrightWarning, match="'val_acc'"):
         run = fit(EarlyStopping("val_acc", strict=False), tmp_path, [1])

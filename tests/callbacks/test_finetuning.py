@@ -105,6 +105,7 @@ def _assert_equal(net: nn.Module, expected: nn.Module) -> None:
     assert_equal_weights(weights_of(net), weights_of(expected))
 
 
+@pytest.mark.slow
 def test_a_backbone_is_trained_as_by_hand_and_a_resume_in_any_epoch_is_exact(tmp_path: Path) -> None:
     net = Net()
     _trainer(tmp_path, BackboneFinetuning(_UNFROZEN_AT)).fit(net, _loader())
@@ -126,14 +127,6 @@ def test_schedules_know_new_groups_and_a_resume_is_exact(schedule: str, tmp_path
     if schedule in ("lambda", "factor"):  # added in epoch 1 and 2 with these rates, which stay
         assert rates[1:] == [0.1 * 0.5 / 10, 0.02]
     _assert_equal(_resumed(tmp_path, 10, Both(), Net(schedule)), net)
-
-
-def test_batch_normalization_rests_while_it_is_frozen(tmp_path: Path) -> None:
-    net = Net()
-    before = net.backbone[1].running_mean.clone()
-    _trainer(tmp_path, Both(), max_epochs=2).fit(net, _loader())
-    assert torch.equal(net.backbone[1].running_mean, before)
-    _assert_equal(_resumed(tmp_path, 6, Both(), Net(), max_epochs=2), net)
 
 
 def _without_statistics() -> Net:  # they differ between processes

@@ -43,14 +43,6 @@ def test_a_jump_is_warned_of_with_its_step_loss_and_bound(tmp_path: Path) -> Non
     assert (detector.num_spikes, detector.last_spike) == (1, 20)
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_is_a_spike_and_no_part_of_the_window(loss: float, tmp_path: Path) -> None:
-    detector = LossSpikeDetector(window=10)
-    with pytest.warns(TrainwrightWarning, match="jumped at step 3"):
-        feed(detector, [*QUIET[:3], loss, *QUIET], tmp_path)
-    assert all(map(math.isfinite, detector.state_dict()["losses"]))
-
-
 @given(
     losses=st.lists(st.floats(0.0, 1e6), min_size=1, max_size=60),
     window=st.integers(4, 20),

@@ -33,15 +33,6 @@ def fit(callback: ModelCheckpoint, root: Path, values: Sequence[float] = (), epo
     return run
 
 
-def test_without_a_monitor_the_latest_is_kept(tmp_path: Path) -> None:
-    callback = ModelCheckpoint()
-    run = fit(callback, tmp_path)
-    assert run.saved_names() == ["epoch=2-step=15"]
-    assert [step for step, _ in run.written] == [5, 10, 15]
-    assert callback.best_model_path == str(tmp_path / "checkpoints" / "epoch=2-step=15")
-    assert callback.best_model_score is None
-
-
 def test_every_n_epochs_skips_the_others(tmp_path: Path) -> None:
     run = fit(ModelCheckpoint(save_top_k=-1, every_n_epochs=2), tmp_path, epochs=5)
     assert [step for step, _ in run.written] == [10, 20]
@@ -79,27 +70,6 @@ def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: p
     run = FakeRun([callback], tmp_path)
     run.fit(epochs=1, batches=9, on_step=lambda run: now.__setitem__(0, now[0] + 4))
     assert [step for step, _ in run.written] == [3, 6, 9]
-
-
-def test_two_callbacks_in_one_folder_do_not_take_the_same_name(tmp_path: Path) -> None:
-    by_loss = ModelCheckpoint(monitor="val_loss")
-    latest = ModelCheckpoint()
-    run = FakeRun([by_loss, latest], tmp_path, has_validation=True)
-    run.fit(epochs=2, batches=2, on_validation=log("val_loss", [1.0, 2.0]))
-    assert by_loss.best_model_path != latest.best_model_path
-    assert run.saved_names() == sorted(Path(callback.best_model_path).name for callback in (by_loss, latest))
-
-
-@pytest.mark.parametrize("how", ["fast_dev_run", "sanity_checking", "stage"])
-def test_nothing_is_saved_outside_of_real_training(tmp_path: Path, how: str) -> None:
-    callback = ModelCheckpoint(save_last=True)
-    run = FakeRun([callback], tmp_path, has_validation=True)
-    run.fit(epochs=0, batches=1)
-    run.state.step = 1
-    setattr(run, how, {"fast_dev_run": 1, "sanity_checking": True, "stage": "validate"}[how])
-    callback.on_validation_end(run, run.task)  # type: ignore[arg-type]
-    run.step_end()
-    assert run.written == []
 
 
 def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def _by_hand(*, ticket: bool) -> RegressionTask:
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ticket", [False, True])
 def test_it_prunes_as_by_hand_and_a_resume_is_exact(ticket: bool, tmp_path: Path) -> None:
     def callback() -> ModelPruning:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.callbacks.fake_run import FakeRun
-from trainwright.callbacks.model_summary import ModelSummary, readable, summarize
+from trainwright.callbacks.model_summary import ModelSummary, summarize
 from trainwright.core.task import TaskModule
 
 
@@ -72,11 +72,3 @@ def test_in_a_terminal_it_is_a_drawn_table(tmp_path: Path, monkeypatch: pytest.M
     run.fit(epochs=1, batches=1)
     assert "┃" in run.printed[0]
     assert "layer" in run.printed[0]
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1.0 K"), (999_960, "1.0 M"), (7_000_000_000, "7.0 B"), (2 * 10**15, "2,000.0 T")],
-)
-def test_counts_are_written_with_a_unit(number: int, text: str) -> None:
-    assert readable(number) == text

@@ -77,14 +77,6 @@ def test_it_is_drawn_at_most_once_in_refresh_rate_batches(tmp_path: Path, now: l
     assert [call[2] for call in bar.calls if call[0] == "draw"] == [4, 8, 9]
 
 
-def test_a_resumed_epoch_begins_where_it_stood(tmp_path: Path) -> None:
-    bar = Recording()
-    run = FakeRun([bar], tmp_path)
-    run.state.batch_in_epoch = 3
-    run.fit(epochs=1, batches=5)
-    assert bar.calls[0] == ("open", "train", "Epoch 0", 5, 3)
-
-
 @pytest.mark.parametrize("how", ["rank", "barebones", "refresh_rate", "disable"])
 def test_nothing_is_shown_when_it_is_off_or_not_the_main_process(tmp_path: Path, how: str) -> None:
     bar = Recording(refresh_rate=0 if how == "refresh_rate" else 1)

@@ -102,6 +102,7 @@ def test_batch_normalization_is_measured_anew_on_the_mean_over_the_training_data
     assert "train_loss" in trainer.callback_metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "stop"), [(Scheduled, {"max_steps": 6}), (Scheduled, {"max_epochs": 4}), (Normed, {"max_steps": 14})]
 )

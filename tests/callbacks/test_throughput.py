@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.callbacks.fake_run import FakeRun, Task
-from trainwright.callbacks import DeviceStatsMonitor, LearningRateMonitor, Throughput
-from trainwright.callbacks.callback import Callback
+from trainwright.callbacks import Throughput
 
 
 class Tokens(Task):
@@ -59,16 +57,3 @@ def test_given_flops_become_a_utilization_of_all_devices(
     run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
     assert run.logged[0][1]["throughput/flops_per_s"] == 100.0
     assert run.logged[0][1]["throughput/mfu"] == 0.5
-
-
-def skip_odd_groups(run: FakeRun) -> None:
-    if run.state.batches % 2:
-        run.state.step -= 1
-
-
-@pytest.mark.parametrize("callback", [DeviceStatsMonitor(), LearningRateMonitor("step"), Throughput()])
-def test_a_skipped_group_is_not_logged(tmp_path: Path, callback: Callback) -> None:
-    run = FakeRun([callback], tmp_path)
-    run.optimizers = [torch.optim.SGD(run.task.parameters(), lr=1.0)]
-    run.fit(epochs=1, batches=6, on_step=skip_odd_groups)
-    assert [step for step, _ in run.logged] == [1, 2, 3]

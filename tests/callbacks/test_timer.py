@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.fake_run import FakeRun, Peers
+from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.timer import Timer
 from trainwright.core.errors import ConfigurationError
 
@@ -42,12 +42,6 @@ def test_it_stops_after_the_step_in_which_time_is_up(tmp_path: Path, clock: Cloc
     assert run.printed == ["Timer: the 5 s of training are over."]
 
 
-def test_by_epoch_it_waits_for_the_end_of_the_epoch(tmp_path: Path, clock: Clock) -> None:
-    run = FakeRun([Timer({"seconds": 5}, interval="epoch", verbose=False)], tmp_path)
-    run.fit(epochs=5, batches=4, on_step=clock.tick)
-    assert (run.state.step, run.printed) == (4, [])
-
-
 def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tmp_path: Path, clock: Clock) -> None:
     first = Timer({"seconds": 10})
     FakeRun([first], tmp_path).fit(epochs=1, batches=3, on_step=clock.tick)
@@ -63,15 +57,3 @@ def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tm
 def test_an_unknown_stage_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'validate'"):
         Timer().time_elapsed("validation")
-
-
-def test_all_ranks_stop_at_the_step_that_rank_zero_says_with_few_words(tmp_path: Path, clock: Clock) -> None:
-    peers = Peers()
-    stopped = []
-    for rank, step_s in ((0, 1.0), (1, 3.0)):
-        clock.step_s = step_s
-        run = FakeRun([Timer({"seconds": 500})], tmp_path, rank=rank, world_size=2, peers=peers)
-        run.fit(epochs=1, batches=2000, on_step=clock.tick)
-        stopped.append(run.state.step)
-    assert stopped == [500, 500]
-    assert len(peers.said) < 20

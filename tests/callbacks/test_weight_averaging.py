@@ -119,6 +119,7 @@ def test_a_checkpoint_holds_the_average_as_its_model_and_the_current_weights_bes
     assert_equal_weights(weights_of(loaded), saved.model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -52,13 +52,6 @@ def test_a_dtype_is_for_floating_point_numbers_wider_than_a_byte(name: str, dtyp
         assert same(loaded[key], STATE[key])
 
 
-def test_a_dtype_that_the_format_cannot_say_is_an_error(tmp_path: Path) -> None:
-    source = _checkpoint(tmp_path, {"c": torch.ones(2, dtype=torch.complex128)})
-    with pytest.raises(CheckpointError, match=r"'c' is torch\.complex128"):
-        export_weights(source, tmp_path / "out.safetensors")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
-
-
 @pytest.mark.parametrize("layout", ["single", "sharded"])
 def test_nothing_is_replaced_and_nothing_is_left_of_a_failure(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

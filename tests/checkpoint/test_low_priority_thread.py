@@ -5,18 +5,16 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from trainwright.checkpoint.disk import low_priority_file, low_priority_thread
+from trainwright.checkpoint.disk import low_priority_file
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
 from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile
-from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread, leaves_cores
+from trainwright.checkpoint.disk.low_priority_thread import LowPriorityThread
 from trainwright.checkpoint.format.manifests import hash_file
 
 
@@ -25,38 +23,6 @@ def quiet() -> Iterator[LowPriorityThread]:
     quiet = LowPriorityThread()
     yield quiet
     quiet.end()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of single threads, as Linux has them")
-def test_the_thread_has_the_lowest_priority_and_its_owner_keeps_its_own(quiet: LowPriorityThread) -> None:
-    found: list[tuple[int, int]] = []
-
-    def look() -> None:
-        found.append((os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
-
-    look()
-    quiet.start()
-    quiet.put(look)
-    quiet.finish()
-    assert found[1] == (os.SCHED_IDLE, 19)
-    look()
-    assert found[2] == found[0] != found[1]
-
-
-@pytest.mark.parametrize(
-    ("device", "cores", "threads", "processes", "expected"),
-    [
-        ("cpu", 2, 1, 1, True),
-        ("cpu", 2, 1, 2, False),
-        ("cuda", 2, 2, 2, True),
-    ],
-)
-def test_training_leaves_cores_where_its_threads_are_fewer(
-    monkeypatch: pytest.MonkeyPatch, device: str, cores: int, threads: int, processes: int, expected: bool
-) -> None:
-    monkeypatch.setattr(low_priority_thread, "usable_cores", lambda: cores)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    assert leaves_cores(torch.device(device), processes) is expected
 
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
@@ -58,6 +57,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
     return writes
 
 
+@pytest.mark.slow
 def test_what_was_uploaded_comes_back_the_same(url: str, tmp_path: Path) -> None:
     local = write_small(tmp_path / "run", 3)
     there = upload_checkpoint(local, url)
@@ -87,15 +87,6 @@ def test_wherever_an_upload_breaks_no_checkpoint_is_there_and_the_next_one_succe
     index.upload(local)
     assert [item.manifest.step for item in find_remote(memory)] == [1]
     assert [path.endswith("manifest.json") for path in writes.paths[1:]] == [False] * 8 + [True]
-
-
-def test_a_service_that_loses_bytes_is_found_out_before_the_manifest(
-    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(MemoryFile, "write", lambda file, data: io.BytesIO.write(file, data[:-1]))
-    with pytest.raises(CheckpointError, match=r"arrived with \d+ bytes, expected \d+"):
-        upload_checkpoint(write_small(tmp_path / "run", 1), memory)
-    assert find_remote(memory) == []
 
 
 @pytest.mark.parametrize("change", ["other", "short", "gone"])

@@ -105,6 +105,7 @@ class Breaks(Callback):
         self.steps = trainer.global_step
 
 
+@pytest.mark.slow
 def test_an_upload_that_fails_is_an_error_of_the_run_and_the_earlier_ones_stay(memory: str, tmp_path: Path) -> None:
     url = f"{memory}/run"
     with pytest.MonkeyPatch.context() as monkeypatch:

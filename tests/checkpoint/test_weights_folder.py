@@ -50,19 +50,6 @@ def number_of(state: Mapping[str, torch.Tensor]) -> int:
     return number
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_folder_holds_the_new_model_and_nothing_of_the_former_one(change: str, tmp_path: Path) -> None:
-    before, after = CHANGES[change]
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"an adapter")
-    if before is not None:
-        write(tmp_path, 1, before)
-    written = write(tmp_path, 2, after)
-    assert number_of(read_checkpoint(tmp_path)) == 2
-    assert names_in(tmp_path) == sorted(["adapter_model.safetensors", "config.json", *(path.name for path in written)])
-    assert (tmp_path / "adapter_model.safetensors").read_bytes() == b"an adapter"
-
-
 @pytest.mark.parametrize("change", ["nothing to shards", "one file to shards", "shards to shards of the same names"])
 def test_a_write_that_fails_at_any_point_leaves_a_whole_model(change: str, tmp_path: Path) -> None:
     before, after = CHANGES[change]

@@ -59,6 +59,7 @@ class Interrupted(BaseException):
     """Stands for KeyboardInterrupt, which pytest would take for its own."""
 
 
+@pytest.mark.slow
 def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_nothing_hidden(tmp_path: Path) -> None:
     for count in range(1000):
         folder = tmp_path / str(count)
@@ -105,17 +106,6 @@ def test_clean_stale_deletes_only_what_is_ours(tmp_path: Path) -> None:
     assert sorted(gone) == sorted([*ours, temporary])
     assert sorted(tmp_path.iterdir()) == sorted([whole, *foreign, plain, link])
     assert verify(whole) == []
-
-
-def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Path) -> None:
-    path = write_small(tmp_path, 7, "last")
-    aside = hidden(path, "old")
-    path.rename(aside)
-    assert newest_valid(tmp_path) == aside
-    assert read_checkpoint(path).state["step"] == 7
-    clean_stale(tmp_path)
-    assert os.listdir(tmp_path) == ["last"]
-    assert verify(path) == []
 
 
 def test_replacing_a_small_file_keeps_the_old_bytes_on_an_error(tmp_path: Path) -> None:

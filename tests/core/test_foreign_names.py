@@ -63,20 +63,12 @@ def test_a_lightning_module_is_an_error_with_the_import_to_change(made: type) ->
             "`from lightning.pytorch.loggers import CSVLogger` to `from trainwright.loggers import CSVLogger`",
         ),
         (
-            lambda: fit(RegressionTask(), logger=[CSVLogger()]),
-            "`from lightning.pytorch.loggers import CSVLogger` to `from trainwright.loggers import CSVLogger`",
-        ),
-        (
             lambda: fit(RegressionTask(), strategy=DDPStrategy()),
             "`from lightning.pytorch.strategies import DDPStrategy` to `from trainwright.strategies import "
             "DDPStrategy`",
         ),
         (
             lambda: fit(RegressionTask(), LightningDataModule()),
-            "`from lightning.pytorch import LightningDataModule` to `from trainwright import DataModule`",
-        ),
-        (
-            lambda: quiet_trainer().fit(RegressionTask(), datamodule=LightningDataModule()),
             "`from lightning.pytorch import LightningDataModule` to `from trainwright import DataModule`",
         ),
     ],

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors, move
 
@@ -56,15 +55,6 @@ def test_mapping_the_identity_changes_nothing_and_makes_new_containers(tree: Any
     mapped = map_tensors(lambda tensor: tensor, tree)
     assert plain(mapped) == plain(tree)
     assert [id(tensor) for tensor in iterate_tensors(mapped)] == [id(tensor) for tensor in iterate_tensors(tree)]
-
-
-def test_an_object_with_a_to_method_is_one_leaf_and_moves_itself() -> None:
-    packed = pack_sequence([torch.ones(2), torch.zeros(1)])
-    assert map_tensors(lambda tensor: tensor + 1, packed) is packed
-    assert isinstance(move(packed, META), PackedSequence)
-    for nested in (move(packed, META), move({"x": [packed]}, META)["x"][0]):
-        assert nested.data.device.type == "meta"
-        assert nested.batch_sizes.device.type == "cpu"  # where torch wants them, whatever the device
 
 
 def test_moving_changes_the_dtype_of_floating_point_tensors_only() -> None:

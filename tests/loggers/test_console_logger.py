@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import pytest
-
 from trainwright.loggers import ConsoleLogger, RunInfo
 
 
@@ -20,11 +18,3 @@ def test_a_call_is_one_line(tmp_path: Path) -> None:
     assert out.getvalue() == (
         "hyper-parameters | net/width 8\nstep 120 | loss 0.1235 | lr 1e-05\nstep 120 | sample\\x1b[2J: hello\n"
     )
-
-
-def test_it_prints_to_the_standard_output_of_the_moment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    logger = ConsoleLogger(precision=2)
-    logger.start(RunInfo(tmp_path))
-    logger.log_metrics({"loss": 0.123456}, 1)
-    logger.finish("success")
-    assert capsys.readouterr().out == "step 1 | loss 0.12\n"

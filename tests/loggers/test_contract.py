@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.loggers.wandb_file import read_run
-from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import (
     ConsoleLogger,
     CSVLogger,
@@ -194,18 +194,6 @@ def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_aga
         second = write(folder_case, run, range(3, 5), version=0, value=2.0)
     second.finish("success")
     assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
-
-
-@pytest.mark.parametrize(("make", "package"), [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb")])
-def test_a_missing_package_is_named_with_its_install_line_at_the_start(
-    make: Any, package: str, run: RunInfo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    true = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == package else true(name, *rest))
-    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
-        make().start(run)
 
 
 @pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "a\0b", "..\\up"])

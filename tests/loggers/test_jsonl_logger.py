@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +28,6 @@ def strict(line: str) -> Any:
 def lines(logger: JSONLinesLogger) -> list[Any]:
     assert logger.log_dir is not None
     return [strict(line) for line in Path(logger.log_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_line_holds_step_time_and_metrics(tmp_path: Path) -> None:
-    logger = started(tmp_path)
-    before = time.time()
-    logger.log_metrics({"a": 1.0, "b": 2.0}, 7)
-    logger.finish("success")
-    (line,) = lines(logger)
-    assert before <= line.pop("time") <= time.time()
-    assert line == {"step": 7, "a": 1.0, "b": 2.0}
 
 
 def test_a_line_cut_off_by_a_crash_is_removed_before_the_next(tmp_path: Path) -> None:

@@ -95,26 +95,6 @@ def test_a_mean_over_ranks_is_the_mean_over_all_samples(values: list[list[tuple[
     assert [rank["m"] for rank in found] == [pytest.approx(expected, rel=1e-9, abs=1e-6)] * len(values)
 
 
-@pytest.mark.parametrize("logs", [True, False])
-def test_each_flush_exchanges_exactly_once(logs: bool) -> None:
-    rounds: list[dict[str, Any]] = []
-
-    def exchange(payload: dict[str, Any]) -> list[dict[str, Any]]:
-        rounds.append(payload)
-        return [payload]
-
-    buffer = MetricBuffer()
-    buffer.begin("train")
-    buffer.in_step = True
-    if logs:
-        buffer.log("m", 1.0, on_step=True, on_epoch=True, sync_dist=True)
-    assert rounds == []
-    buffer.flush_step(exchange)
-    assert len(rounds) == 1
-    buffer.flush_epoch(exchange)
-    assert len(rounds) == 2
-
-
 def test_rank_zero_only_gives_every_rank_the_value_of_rank_0() -> None:
     assert epochs(3, lambda buffer, rank: buffer.log("m", float(rank + 7), rank_zero_only=True)) == [{"m": 7.0}] * 3
 

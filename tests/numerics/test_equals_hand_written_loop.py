@@ -49,6 +49,7 @@ def _single(case: Case) -> tuple[Trace, Trace, StepRecorder]:
     return by_hand, *_train(case, make_loader(case, 77, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [_of_all(case) for case in ALL_CASES], ids=str)
 def test_losses_learning_rates_norms_and_weights_are_those_of_a_loop_by_hand_bit_for_bit(case: Case) -> None:
     by_hand, trained, _ = _single(case)

@@ -87,6 +87,7 @@ def _own_calls(num_steps: int) -> int:
     return num
 
 
+@pytest.mark.slow
 def test_a_step_s_calls_and_operations() -> None:
     assert 0 < _per_step(_own_calls) <= PYTHON_CALLS
     assert 0 < _per_step(_operations) <= OPERATIONS

@@ -51,20 +51,6 @@ def test_simple_counts_hooks_steps_and_waits() -> None:
     assert 0 <= own < total
 
 
-def test_the_summary_is_printed_and_also_after_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    class Fails(RegressionTask):
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            if batch_idx == 3:
-                raise RuntimeError("fails")
-            return super().training_step(batch, batch_idx)
-
-    _fit("simple")
-    assert "run_training_batch" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match="fails"):
-        _fit("simple", Fails())
-    assert "run_training_batch" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
 def test_training_is_bit_equal(profiler: str, arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from trainwright.trainer.checkpoints.capture import capture
 from trainwright.trainer.trainer import Trainer
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.usefixtures("_in_a_folder_of_its_own"),
     pytest.mark.requires("torch>=2.13", reason="torch 2.9 crashes when Python collects tensors of this stand-in"),
 ]

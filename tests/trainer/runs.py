@@ -169,39 +169,3 @@ class ByHand(RegressionTask):
             optimizer = self.optimizers()
             optimizer.step()
             optimizer.zero_grad()
-
-
-class Gan(TaskModule):
-    """A generator and a discriminator that train in turn; `trainable` notes which of them required gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.trainable: list[tuple[bool, bool]] = []
-
-    def _note(self) -> None:
-        self.trainable.append((self.generator.weight.requires_grad, self.discriminator.weight.requires_grad))
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        for_generator, for_discriminator = self.optimizers()
-        self.toggle_optimizer(for_generator)
-        self._note()
-        self.manual_backward(nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean())
-        assert self.discriminator.weight.grad is None or not self.discriminator.weight.grad.any()
-        for_generator.step()
-        for_generator.zero_grad()
-        self.untoggle_optimizer(for_generator)
-        with self.toggled_optimizer(for_discriminator):
-            self._note()
-            fake = self.discriminator(self.generator(batch[0]).detach())
-            real = self.discriminator(batch[0])
-            self.manual_backward(nn.functional.softplus(fake).mean() + nn.functional.softplus(-real).mean())
-            for_discriminator.step()
-            for_discriminator.zero_grad()
-        self._note()
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]

@@ -119,6 +119,7 @@ def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_writt
     assert saver.best_model_path == str(tmp_path / "step=4")
 
 
+@pytest.mark.slow
 def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_earlier_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

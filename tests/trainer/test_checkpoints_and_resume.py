@@ -34,6 +34,7 @@ class ScriptedTask(RegressionTask):
         self.log("val_loss", next(self.values))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_writes_the_checkpoints_that_the_whole_run_wrote(tmp_path: Path) -> None:
     def run(folder: Path, ckpt_path: Path | None = None) -> StepRecorder:
         recorder = StepRecorder()

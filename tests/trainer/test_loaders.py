@@ -78,6 +78,7 @@ class _LoadsByEpoch(RegressionTask):
         return regression_loader(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("every", "validate_every"), [(0, 1), (2, 2)])
 def test_a_resumed_run_requests_loaders_with_the_epoch_of_the_uninterrupted_one(
     every: int, validate_every: int, tmp_path: Path

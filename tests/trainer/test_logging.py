@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,21 +39,6 @@ def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs() -> N
     assert [(step, row["epoch"]) for step, row in logger.rows] == [(4, 1), (9, 2), (10, 2)]
     assert logger.values("count") == {4: 4.0, 9: 9.0, 10: 10.0}
     assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
-
-
-def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Path) -> None:
-    logger = CSVLogger(tmp_path)
-    trainer = quiet_trainer(max_epochs=1, logger=logger, log_every_n_steps=2)
-    task, loader = RegressionTask(), regression_loader(4)
-    trainer.fit(task, loader, loader)
-    fitted = logger.metrics_file.read_text().splitlines()
-    trainer.validate(task, loader)
-    trainer.test(task, loader)
-    trainer.test(task, loader)
-    rows = list(csv.DictReader(logger.metrics_file.read_text().splitlines()))
-    assert [row["step"] for row in rows if row["val_loss"]] == ["3", "4"]
-    assert [row["step"] for row in rows if row["test_loss"]] == ["4", "4"]
-    assert len(rows) == len(fitted) - 1 + 3
 
 
 def test_a_step_called_by_hand_warns_once_and_a_later_fit_logs() -> None:

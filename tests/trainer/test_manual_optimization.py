@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
-from tests.trainer.runs import ByHand, Gan, fitted, quiet_trainer, weights_of
+from tests.trainer.runs import ByHand, fitted, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TaskError
 
 
@@ -29,17 +29,6 @@ def test_a_scaled_loss_is_unscaled_before_a_step_by_hand() -> None:
     quiet_trainer(max_epochs=2, precision="16-mixed").fit(by_hand, regression_loader(16, 2))
     quiet_trainer(max_epochs=2, precision="16-mixed").fit(automatic, regression_loader(16, 2))
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
-
-
-def test_two_optimizers_take_turns_and_a_batch_is_one_step() -> None:
-    task = Gan()
-    before = weights_of(task.generator), weights_of(task.discriminator)
-    trainer = fitted(task, regression_loader(4), max_epochs=1)
-    assert task.trainable == [(True, False), (False, True), (True, True)] * 4
-    assert not torch.equal(weights_of(task.generator), before[0])
-    assert not torch.equal(weights_of(task.discriminator), before[1])
-    assert trainer.global_step == 4
-    assert trainer.state.batches == 4
 
 
 @pytest.mark.parametrize("argument", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
@@ -96,8 +85,10 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
 
     def body(task: Any, batch: Any) -> None:
         first, second = task.optimizers()
-        with first.toggle_model():
-            assert required(task) == [True, True, False, False]
+        for toggled in (first.toggle_model(), task.toggled_optimizer(first)):
+            with toggled:
+                assert required(task) == [True, True, False, False]
+            assert required(task) == [True] * 4
         with contextlib.suppress(ZeroDivisionError), second.toggle_model(sync_grad=False):
             assert required(task) == [False, False, True, True]
             assert task.trainer.strategy.step._holds_back

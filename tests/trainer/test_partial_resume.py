@@ -112,16 +112,6 @@ class AdamTask(DecayingTask):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="the state of SGD, and this optimizer is Adam"):
-        resume(run, "last", AdamTask())
-    with pytest.warns(TrainwrightWarning) as caught:
-        assert resume(run, "last", AdamTask(), allow_missing=["optimizer", "schedulers"])[0] == 13
-    texts = " ".join(str(warning.message) for warning in caught)
-    assert "Adam starts from scratch" in texts
-    assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,6 +123,16 @@ def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) ->
 def test_a_wish_that_cannot_be_is_a_configuration_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer().fit(RegressionTask(), loader(), **arguments)
+
+
+def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="the state of SGD, and this optimizer is Adam"):
+        resume(run, "last", AdamTask())
+    with pytest.warns(TrainwrightWarning) as caught:
+        assert resume(run, "last", AdamTask(), allow_missing=["optimizer", "schedulers"])[0] == 13
+    texts = " ".join(str(warning.message) for warning in caught)
+    assert "Adam starts from scratch" in texts
+    assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
 
 
 class Counting(Callback):

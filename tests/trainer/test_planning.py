@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
@@ -23,29 +21,6 @@ class _Late(RegressionTask):
     def configure_model(self) -> None:
         self.net = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 1))
         self.net[0].bias.requires_grad_(False)
-
-
-class _Documents(DataModule):
-    """20 documents of 3 tokens, which `setup` creates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-        self.documents: list[dict[str, torch.Tensor]] = []
-
-    def prepare_data(self) -> None:
-        self.called.append("prepare_data")
-
-    def setup(self, stage: str) -> None:
-        assert self.trainer is not None
-        self.called.append(f"setup {stage}")
-        self.documents = [{"input_ids": torch.arange(3)} for _ in range(20)]
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(self.documents, batch_size=2)  # type: ignore[arg-type]  # a list is a map-style data set
-
-    def teardown(self, stage: str) -> None:
-        self.called.append(f"teardown {stage}")
 
 
 def _source(plan: Plan, name: str) -> tuple[Any, str]:
@@ -101,17 +76,6 @@ def test_a_model_of_configure_model_is_built_as_a_copy() -> None:
     assert plan.parameters["total_per_device"] == 4 * 4 + 4 + 7 + 1  # the largest chunks of 7, 7, 1 and 1 rows
     assert plan.memory["forecast_bytes"] is None
     assert "forecast_bytes: memory is not estimated for models with frozen parameters" in plan.notes
-
-
-def test_a_data_module_that_is_set_up_is_counted() -> None:
-    data = _Documents()
-    trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=3, accumulate_grad_batches=2)
-    plan = trainer.plan(RegressionTask(), datamodule=data, setup_data=True)
-    assert data.called == ["prepare_data", "setup fit", "teardown fit"]
-    assert data.trainer is None
-    assert (plan.data["batches_per_epoch"], plan.data["samples_per_epoch"]) == (5, 20)
-    assert (plan.data["steps_per_epoch"], plan.data["total_steps"], plan.data["tokens_per_step"]) == (3, 9, 24)
-    assert not any(note.startswith("data:") for note in plan.notes)
 
 
 class _NeedsValues(RegressionTask):

@@ -79,11 +79,6 @@ def test_internals_of_lightning_are_errors_with_a_replacement() -> None:
             getattr(trainer, name)
 
 
-def test_the_error_for_a_misspelt_attribute_names_the_nearest() -> None:
-    with pytest.raises(AttributeError, match=r"'Trainer' has no attribute 'globl_step'. Did you mean 'global_step'\?"):
-        _ = quiet_trainer().globl_step
-
-
 VERBS = ("fit", "validate", "test", "predict")
 
 

@@ -119,20 +119,6 @@ def test_a_full_queue_drops_new_calls_and_the_end_counts_them(tmp_path: Path) ->
     assert [call[0] for call in logger.calls[:-1]] == [0, 1, 2]
 
 
-def test_an_error_is_raised_by_the_next_call_and_a_start_tries_again(tmp_path: Path) -> None:
-    logger = _started(Stub(fails=True), tmp_path)
-    logger.log_metrics({"loss": 0.0}, 0)
-    time.sleep(0.2)
-    for _ in range(2):
-        with pytest.raises(OSError, match="the server is away"):
-            logger.log_metrics({"loss": 0.0}, 1)
-    logger.fails = False
-    _started(logger, tmp_path)
-    logger.log_metrics({"loss": 0.0}, 2)
-    logger.finish("success")
-    assert logger.calls == ["interrupted", (2, {"loss": 0.0}), "success"]
-
-
 class Away(Stub):
     """A backend that answers when the event is set."""
 
