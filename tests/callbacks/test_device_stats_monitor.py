@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from tests.callbacks.fake_run import FakeRun
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor, memory_statistics
+from trainwright.core.errors import ConfigurationError
 
 pytest.importorskip("psutil")
 
@@ -39,3 +42,8 @@ def test_an_accelerator_s_memory_is_read(
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**backend))
     assert memory_statistics(torch.device("meta")) == found
+
+
+def test_without_a_logger_it_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="DeviceStatsMonitor has nothing to log to"):
+        quiet_trainer(max_epochs=1, callbacks=DeviceStatsMonitor()).fit(RegressionTask(), regression_loader(4))

@@ -18,7 +18,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 DRAWN = [TQDMProgressBar, RichProgressBar]
 
@@ -161,3 +161,12 @@ def test_a_fit_trains_on_where_standard_output_cannot_be_written(
             trainer.fit(RegressionTask(), regression_loader(4))
     assert trainer.global_step == 8
     assert len([each for each in warned if "Standard output" in str(each.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), [(TQDMProgressBar, "init_train_tqdm"), (RichProgressBar, "configure_columns")]
+)
+def test_overriding_an_unused_method_is_an_error(base: Any, name: str) -> None:
+    bar = type("Bar", (base,), {name: lambda self, *args: None})
+    with pytest.raises(ConfigurationError, match=f"{name} is never called"):
+        bar()

@@ -39,10 +39,6 @@ INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCA
 
 _GOLDEN: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "nothing": ({}, {"launcher": "none", "world_size": 1, "rank": 0, "evidence": ()}),
-    "a shell with other variables": (
-        {"HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "4"},
-        {"launcher": "none", "world_size": 1},
-    ),
     "torchrun on two nodes": (
         TORCHRUN,
         {
