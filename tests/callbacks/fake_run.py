@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,14 +34,6 @@ class Task(TaskModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return self(batch).square().mean()
-
-
-class Peers:
-    """What rank 0 broadcast to the other ranks of a test, in order."""
-
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-        self.heard = 0
 
 
 class FakeTrialSteps:
@@ -88,7 +79,6 @@ class FakeRun:
         *,
         rank: int = 0,
         world_size: int = 1,
-        peers: Peers | None = None,
         **attributes: Any,
     ) -> None:
         self.state = TrainState()
@@ -123,7 +113,6 @@ class FakeRun:
         self.world_size = world_size
         self.is_global_zero = rank == 0
         self.device = torch.device("cpu")
-        self.peers = peers or Peers()
         self.batches_per_group = 1
         self.strategy: Any = None
         # What was asked for
@@ -161,11 +150,7 @@ class FakeRun:
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         assert self.world_size > 1, "one process has nobody to talk to"
-        if self.is_global_zero:
-            self.peers.said.append(copy.deepcopy(value))
-            return value
-        self.peers.heard += 1
-        return self.peers.said[self.peers.heard - 1]
+        return value
 
     def at_step_end(self, action: Callable[[], None]) -> None:
         self._actions.append(action)
@@ -268,12 +253,7 @@ class FakeRun:
         folder = request.folder or self.checkpoint_dir
         (folder / request.name).mkdir(parents=True, exist_ok=True)
         for name in request.remove:
-            path = folder / name
-            path.unlink() if path.is_symlink() else path.rmdir()
-        if request.link is not None:
-            link = folder / request.link
-            link.unlink(missing_ok=True)
-            link.symlink_to(request.name)
+            (folder / name).rmdir()
 
     def _step(self, on_step: Callable[[FakeRun], None] | None) -> None:
         group = Group([torch.zeros(2, 4)] * self.batches_per_group, self.state.batch_in_epoch)

@@ -45,7 +45,7 @@ class SlowData(torch.utils.data.Dataset[Any]):
 
 def _train(part: str) -> tuple[list[str], list[dict[str, float]]]:
     detector = SlowRankDetector(every_n_steps=8)
-    trainer = quiet_trainer(devices="auto", strategy="ddp", max_steps=9, callbacks=detector)
+    trainer = quiet_trainer(devices="auto", strategy="ddp", max_steps=17, callbacks=detector)
     loader = torch.utils.data.DataLoader(SlowData()) if part == "data" else regression_loader()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -83,7 +83,7 @@ CASES = {
 }
 
 
-MARKS = {"wandb": [pytest.mark.distributed, pytest.mark.slow, pytest.mark.requires("wandb", "its own format")]}
+MARKS = {"wandb": [pytest.mark.engines, pytest.mark.requires("wandb", "its own format")]}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])

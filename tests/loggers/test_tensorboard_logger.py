@@ -104,13 +104,3 @@ def test_hyperparameters_are_a_flat_table_and_nested_yaml(tmp_path: Path) -> Non
     assert logger.log_dir is not None
     text = Path(logger.log_dir, "hparams.yaml").read_text()
     assert yaml.safe_load(text)["net"] == {"act": "relu", "sizes": [1, 2]}
-
-
-def test_a_resumed_run_writes_the_default_metric_no_second_time(tmp_path: Path) -> None:
-    for step in (1, 2):
-        logger = started(tmp_path)
-        logger.log_hyperparams({"lr": 0.5})
-        logger.log_metrics({"loss": 1.0}, step)
-        events = events_of(logger)
-    assert len(events.Scalars("hp_metric")) == 1
-    assert [event.step for event in events.Scalars("loss")] == [1, 2]

@@ -26,13 +26,6 @@ def test_public_names_and_signatures_are_those_of_the_list() -> None:
     assert (new, gone) == ({}, {}), "run python -m tests.pinned.public_names, and tell users in CHANGELOG.md"
 
 
-def test_the_list_sees_arguments_and_members() -> None:
-    trainer = json.loads(FILE.read_text())["trainwright.Trainer"]
-    assert "max_epochs" in trainer["()"]
-    assert "ckpt_path" in trainer["fit"]
-    assert trainer["callback_metrics"] == "property"
-
-
 @pytest.mark.parametrize("name", arguments_page.pages())
 def test_the_pages_of_arguments_are_those_of_the_docstrings(name: str) -> None:
     assert (arguments_page.FOLDER / name).read_text() == arguments_page.pages()[name], (

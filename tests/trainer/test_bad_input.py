@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, fitted, quiet_trainer
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -122,12 +121,6 @@ def _of_another_model(task: RegressionTask) -> Any:
 def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
-
-
-@pytest.mark.parametrize(("name", "meant"), [("on_train_begin", "on_train_start"), ("on_exeption", "on_exception")])
-def test_a_callback_with_a_misspelt_hook_is_refused(name: str, meant: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"Task.{name} is never called: the hook is named '{meant}'"):
-        quiet_trainer(callbacks=_with(name, Callback))
 
 
 def _all_dropped() -> DataLoader[Any]:

@@ -14,31 +14,10 @@ import torch
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.loggers.test_contract import csv_points, jsonl_points, tensorboard_points
-from tests.trainer.runs import MemoryLogger
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.metric_value import MetricValue
 from trainwright.loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
-
-
-class CountingTask(RegressionTask):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        self.log("count", float(self.count))
-        self.count += 1
-        return self.loss(batch)
-
-
-def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs() -> None:
-    logger = MemoryLogger()
-    trainer = quiet_trainer(max_steps=11, limit_train_batches=4, log_every_n_steps=5, logger=logger)
-    trainer.fit(CountingTask(), regression_loader())
-    assert [(step, row["epoch"]) for step, row in logger.rows] == [(4, 1), (9, 2), (10, 2)]
-    assert logger.values("count") == {4: 4.0, 9: 9.0, 10: 10.0}
-    assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
 
 
 def test_a_step_called_by_hand_warns_once_and_a_later_fit_logs() -> None:
