@@ -1,4 +1,4 @@
-"""What every ready-made callback keeps: its state is JSON and round-trips, it pickles, it fits into a run."""
+"""What every ready-made callback keeps: it pickles, its state is JSON, it fits into a run."""
 
 from __future__ import annotations
 

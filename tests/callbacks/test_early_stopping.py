@@ -1,4 +1,4 @@
-"""EarlyStopping: when it stops, why, and that all ranks stop together."""
+"""EarlyStopping: when it stops, and why."""
 
 from __future__ import annotations
 
@@ -95,3 +95,9 @@ def test_it_stops_at_the_first_run_of_values_without_a_new_best(values: list[flo
     best = [min(values[: i + 1]) for i in range(len(values))]
     expected = next((i for i in range(patience, len(values)) if best[i] == best[i - patience]), None)
     assert stopped == expected
+
+
+def test_without_check_finite_a_nan_only_counts_as_no_improvement(tmp_path: Path) -> None:
+    callback = EarlyStopping("val_loss", check_finite=False)
+    run = fit(callback, tmp_path, [4, 3, NAN, 2, 1])
+    assert (run.stops, callback.best_score) == ([], 1)

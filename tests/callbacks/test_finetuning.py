@@ -1,4 +1,4 @@
-"""Freezing and unfreezing, against a hand-written loop, on one process, replicas and shards, with a resume."""
+"""Freezing and unfreezing, against a hand-written loop, on one process and on two, with a resume."""
 
 from __future__ import annotations
 

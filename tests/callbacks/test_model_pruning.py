@@ -1,4 +1,4 @@
-"""Pruning, against torch's own functions in a hand-written loop, with exact resumes and on two ranks."""
+"""Pruning, against torch's own functions in a hand-written loop, with exact resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ModelSummary: counts, sizes, FLOPs, and that looking changes nothing."""
+"""ModelSummary: counts, sizes and FLOPs."""
 
 from __future__ import annotations
 

@@ -170,3 +170,12 @@ def test_overriding_an_unused_method_is_an_error(base: Any, name: str) -> None:
     bar = type("Bar", (base,), {name: lambda self, *args: None})
     with pytest.raises(ConfigurationError, match=f"{name} is never called"):
         bar()
+
+
+@pytest.mark.parametrize(("leave", "kept"), [(False, [False, True]), (True, [True, True])])
+def test_the_bar_of_an_epoch_that_is_not_the_last_stays_if_wished(
+    tmp_path: Path, leave: bool, kept: list[bool]
+) -> None:
+    bar = Recording(leave=leave)
+    FakeRun([bar], tmp_path).fit(epochs=2, batches=1)
+    assert [call[2] for call in bar.calls if call[0] == "close"] == kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,15 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"12345678")
     with pytest.raises(CheckpointError, match="cannot be loaded into _Task"):
         load_quantized_model(_Task(), path)
+
+
+def test_without_convert_the_task_stays_in_float_and_can_be_trained_further(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    callback = _callback(convert=False, path=path)
+    task = _fit(callback)
+    assert type(task.net[3]) is nn.Linear
+    assert not task.net[3]._forward_pre_hooks
+    assert list(task.state_dict()) == list(_Task().state_dict())
+    by_hand = quantize_model(copy.deepcopy(task), skip="net.0")
+    torch.testing.assert_close(_outputs(load_quantized_model(_Task(), path)), _outputs(by_hand), rtol=0, atol=0)
+    _fit(callback, task=task)

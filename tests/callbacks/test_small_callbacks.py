@@ -1,4 +1,4 @@
-"""GarbageCollection, GradientAccumulationScheduler and LambdaCallback."""
+"""GarbageCollection and GradientAccumulationScheduler."""
 
 from __future__ import annotations
 

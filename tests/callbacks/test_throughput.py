@@ -1,4 +1,4 @@
-"""Throughput: rates over a window without pauses, given or counted FLOPs, and no second log of a skipped step."""
+"""Throughput: rates over a window, given or counted FLOPs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.callbacks.fake_run import FakeRun, Task
 from trainwright.callbacks import Throughput
@@ -57,3 +58,17 @@ def test_given_flops_become_a_utilization_of_all_devices(
     run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
     assert run.logged[0][1]["throughput/flops_per_s"] == 100.0
     assert run.logged[0][1]["throughput/mfu"] == 0.5
+
+
+def test_the_first_step_s_flops_are_counted_forward_and_backward(tmp_path: Path) -> None:
+    callback = Throughput(measure_flops=True, peak_flops=1e9)
+    run = FakeRun([callback], tmp_path, world_size=2)
+    x = torch.ones(8, 4, requires_grad=True)
+
+    def step(run: FakeRun) -> None:
+        run.task(x).sum().backward()
+
+    run.fit(epochs=1, batches=3, on_step=step)
+    forward = 2 * 8 * 4 * 2  # multiply and add, batch 8, 4 → 2
+    assert callback.flops_per_step == 3 * forward * 2  # gradients of input and weight; two ranks
+    assert "throughput/mfu" in run.logged[-1][1]

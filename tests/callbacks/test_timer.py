@@ -1,4 +1,4 @@
-"""Timer and the clock that ranks agree on."""
+"""Timer: when it stops, and what it counts."""
 
 from __future__ import annotations
 

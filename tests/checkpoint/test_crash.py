@@ -1,4 +1,4 @@
-"""Processes that are killed, and machines that lose power, at every single point of a write or a deletion."""
+"""Processes that are killed, and machines that lose power, in the middle of a write or a deletion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work beside the training: in order, at the lowest priority, by whoever waits for it, and past the page cache."""
+"""Files that a thread of low priority writes past the page cache."""
 
 from __future__ import annotations
 

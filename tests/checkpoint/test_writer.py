@@ -1,4 +1,4 @@
-"""The writer: all of a checkpoint or none of it, hashed as it is written, synced in the right order."""
+"""The writer: all of a checkpoint or none of it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.core.host.memory import (
     find_executable_batch_size,
     is_out_of_memory,
+    release_memory,
 )
 
 HOST = RuntimeError(
@@ -80,3 +82,12 @@ def test_nothing_fits() -> None:
         train()
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_released_objects_are_none_and_gone() -> None:
+    a, b = torch.ones(3), torch.ones(4)
+    references = [weakref.ref(a), weakref.ref(b)]
+    a, b = release_memory(a, b)
+    assert a is None
+    assert b is None
+    assert [reference() for reference in references] == [None, None]

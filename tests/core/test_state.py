@@ -1,4 +1,4 @@
-"""The one clock: what closing an epoch changes, and how it travels through a checkpoint."""
+"""The one clock travels through a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CSV file: columns that come late, rows that are cut off, when it is written."""
+"""The CSV file: columns that come late, rows that are cut off."""
 
 from __future__ import annotations
 

@@ -221,3 +221,10 @@ def test_rows_of_an_evaluation_are_exchanged_once() -> None:
     rows._synced, rows._steps = {(0, 0): {}}, {(0, 0): 0}
     assert rows.combine([rows.payload()]) == {0: {}}
     assert rows.payload() == {}
+
+
+def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:
+    buffer = training()
+    buffer.log("a", 1.0, logger=False, prog_bar=True)
+    flushed = buffer.flush_step()
+    assert (flushed.logged, flushed.callback, flushed.prog_bar) == ({}, {"a": 1.0}, {"a": 1.0})

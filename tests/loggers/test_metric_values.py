@@ -1,4 +1,4 @@
-"""The buffer over several ranks: one exchange a flush, the union of keys, one number for each."""
+"""The buffer over several ranks: one number for each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Trainer's steps on a stand-in for an accelerator: what reads the device, and what lies on the wrong one."""
+"""A Trainer's steps on a stand-in for an accelerator: what reads the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous saves in a run: training goes on meanwhile, nothing is lost or hidden, and every rank hears."""
+"""Asynchronous saves in a run: training goes on meanwhile, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C, signals and errors before and in a fit: who hears of them, what is kept, what the user sees."""
+"""Ctrl-C, signals and errors before and in a fit: who hears of them, and what is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data of a stage: limits, loaders without length, several loaders, reloads, overfitting, and results by loader."""
+"""Data of a stage: limits, loaders without length, several loaders, reloads, overfitting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When loggers are called and with what, what callbacks read and log, and how processes put values together."""
+"""What loggers get of evaluations, and what callbacks read and log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training and evaluation modes of modules, gradients in evaluation, and tasks among the modules of a task."""
+"""Training and evaluation modes of modules, and gradients in evaluation."""
 
 from __future__ import annotations
 
@@ -66,3 +66,11 @@ def test_evaluation_records_no_gradients_with_and_without_inference_mode(
     getattr(trainer, stage)(RegressionTask(), regression_loader(2))
     assert [modes for _, modes in recorder.notes] == [(False, inference_mode)] * 2
     assert torch.is_grad_enabled()
+
+
+def test_freezing_and_unfreezing_return_the_task() -> None:
+    task = RegressionTask()
+    assert task.freeze() is task
+    assert not task.training
+    assert task.unfreeze() is task
+    assert all(parameter.requires_grad for parameter in task.parameters())

@@ -70,3 +70,14 @@ def test_a_compiled_run_trains_like_a_plain_one_and_keeps_the_users_names() -> N
     assert list(trainer.strategy.state.model_state()) == list(compiled.state_dict())
     torch.testing.assert_close(weights_of(compiled), weights_of(plain))
     assert trainer.callback_metrics["val_loss"] == pytest.approx(other.callback_metrics["val_loss"])
+
+
+def test_anomaly_detection_names_the_operation_behind_a_nan() -> None:
+    with (
+        pytest.warns(UserWarning, match=r"Error detected in MulBackward0"),
+        pytest.raises(RuntimeError, match=r"returned nan values"),
+    ):
+        quiet_trainer(max_epochs=1, detect_anomaly=True).fit(
+            StepTask(lambda task, batch, idx: torch.sqrt(0 * task.loss(batch))), regression_loader(2)
+        )
+    assert not torch.is_anomaly_enabled()

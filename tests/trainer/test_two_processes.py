@@ -1,4 +1,4 @@
-"""The Trainer on two processes: those that it starts itself, optimization by hand, several evaluations of the loss."""
+"""The Trainer on two processes: those that it starts itself, and those of a launcher."""
 
 from __future__ import annotations
 
