@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.loggers.hyperparams import flatten, plain
+from trainwright.loggers.hyperparams import plain
 
 
 class Colour(enum.Enum):
@@ -45,14 +45,3 @@ class Net:
 )
 def test_values_become_plain(value: Any, expected: Any) -> None:
     assert plain(value) == expected
-
-
-def test_nesting_becomes_paths() -> None:
-    params = {"opt": {"lr": 0.1, "betas": [0.9, 0.99]}, "blocks": [{"width": 1}, {"width": 2}], "empty": {}}
-    assert flatten(params) == {
-        "opt/lr": 0.1,
-        "opt/betas": "[0.9, 0.99]",
-        "blocks/0/width": 1,
-        "blocks/1/width": 2,
-        "empty": "{}",
-    }

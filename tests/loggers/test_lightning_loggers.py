@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.loggers import CSVLogger, Logger, TensorBoardLogger
 from trainwright.utilities import rank_zero_only
-
-
-@pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "version"), (TensorBoardLogger, "log_dir")])
-def test_version_and_log_dir_are_known_before_a_fit(kind: Any, name: str, tmp_path: Path) -> None:
-    logger = kind(tmp_path)
-    assert getattr(logger, name) is not None
-    assert pickle.loads(pickle.dumps(logger)).version == 0
-    assert kind(tmp_path).version == 1  # nobody else gets the same
 
 
 class OfLightning(Logger):
