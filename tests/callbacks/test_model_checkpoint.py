@@ -159,3 +159,8 @@ def test_what_stays_are_the_k_best_scores_and_others_leave_once(
     assert not set(gone) & set(top.scores)
     comparable = [(math.inf if mode == "min" else -math.inf) if math.isnan(score) else score for score in scores]
     assert sorted(top.scores.values()) == sorted(sorted(comparable, reverse=mode == "max")[:k])
+
+
+def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
+    with pytest.raises(ConfigurationError, match=r"val_loss=0\.123 cannot be written as 'd'.*\{val_loss:\.2f\}"):
+        ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)

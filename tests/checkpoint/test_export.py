@@ -68,3 +68,10 @@ def test_nothing_is_replaced_and_nothing_is_left_of_a_failure(
     with pytest.raises(OSError, match="no space left"):
         export_weights(source, tmp_path / "out", layout=layout)  # type: ignore[arg-type]
     assert {entry.name for entry in tmp_path.iterdir()} == {"ckpt", "taken"}
+
+
+def test_a_dtype_that_the_format_cannot_say_is_an_error(tmp_path: Path) -> None:
+    source = _checkpoint(tmp_path, {"c": torch.ones(2, dtype=torch.complex128)})
+    with pytest.raises(CheckpointError, match=r"'c' is torch\.complex128"):
+        export_weights(source, tmp_path / "out.safetensors")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]

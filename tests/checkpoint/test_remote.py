@@ -177,3 +177,12 @@ def test_a_service_that_accepts_and_never_answers_is_an_error(monkeypatch: pytes
         with pytest.raises(CheckpointError, match=r"could not .*run.*did not answer within 0\.2 s\. Check the network"):
             find_remote("s3://bucket/run", storage_options={"endpoint_url": address, "key": "k", "secret": "s"})
         assert time.monotonic() - began < 10
+
+
+def test_a_checkpoint_that_is_damaged_on_the_disk_gets_no_manifest(memory: str, tmp_path: Path) -> None:
+    local = write_small(tmp_path / "run", 1)
+    data = (local / "trainer.json").read_bytes()
+    (local / "trainer.json").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=r"trainer\.json has changed"):
+        upload_checkpoint(local, memory)
+    assert find_remote(memory) == []

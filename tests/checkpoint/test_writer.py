@@ -121,3 +121,14 @@ def test_replacing_a_small_file_keeps_the_old_bytes_on_an_error(tmp_path: Path) 
         replace_file(file, b"new")
     assert file.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Path) -> None:
+    path = write_small(tmp_path, 7, "last")
+    aside = hidden(path, "old")
+    path.rename(aside)
+    assert newest_valid(tmp_path) == aside
+    assert read_checkpoint(path).state["step"] == 7
+    clean_stale(tmp_path)
+    assert os.listdir(tmp_path) == ["last"]
+    assert verify(path) == []

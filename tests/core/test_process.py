@@ -116,3 +116,8 @@ def test_a_missing_master_addr_is_an_error() -> None:
     check_address(detect("auto", place))  # one machine
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
         check_address(detect("auto", {**place, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}))
+
+
+def test_a_variable_that_is_no_number_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE='many'"):
+        detect("auto", {**TORCHRUN, "WORLD_SIZE": "many"})

@@ -107,14 +107,6 @@ def test_a_state_that_comes_too_late_is_reported(fake: SimpleNamespace, tmp_path
         logger.load_state_dict({"id": "abc"})
 
 
-@pytest.mark.parametrize(("status", "code"), [("success", 0), ("failed", 1), ("interrupted", 255)])
-def test_the_status_is_the_exit_code(fake: SimpleNamespace, tmp_path: Path, status: Any, code: int) -> None:
-    logger = WandbLogger(save_dir=tmp_path)
-    logger.start(RunInfo(tmp_path))
-    logger.finish(status)
-    assert fake.runs[0].exit_code == code
-
-
 def test_a_run_that_others_opened_is_used_and_left_open(fake: SimpleNamespace, tmp_path: Path) -> None:
     fake.run = FakeRun(id="theirs")
     logger = WandbLogger(save_dir=tmp_path)

@@ -17,7 +17,7 @@ from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, fitted, quiet_trainer
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import move
 from trainwright.trainer.recovery.failure import describe
@@ -272,3 +272,9 @@ def test_a_folder_that_no_path_can_name_is_refused_before_the_first_step(name: s
     with pytest.raises(ConfigurationError, match="is not a folder's name"):
         trainer.fit(RegressionTask(), regression_loader(1))
     assert trainer.global_step == 0
+
+
+def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:
+    data = regression_loader(8, 2).dataset
+    with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set, not a loader"):
+        quiet_trainer(max_steps=1).fit(RegressionTask(), data)

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, fitted, quiet_trainer, weights_of
-from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_data, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, batches
 from tests.trainer.runs import DecayingTask, WiderTask
 from trainwright.callbacks.callback import Callback
@@ -285,3 +286,22 @@ def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
     for ckpt_path in ("last", manifest.parent):
         with pytest.raises(CheckpointError, match="format_version=99 is newer"):
             resume(run, ckpt_path, on_damaged="fall_back")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: regression_loader(10, 2, shuffle=True),
+        lambda: regression_loader(8, 2),
+        lambda: DataLoader(regression_data(8), batch_sampler=[[0, 1, 2, 3]] * 4),
+    ],
+    ids=["more samples", "not shuffled", "a sampler of its own"],
+)
+def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: Any, tmp_path: Path) -> None:
+    first = regression_loader(8, 2, shuffle=True)
+    for steps in (3, 4):
+        trainer = fitted(RegressionTask(), first, max_steps=steps)
+        trainer.save_checkpoint(tmp_path / f"step={steps}")
+    with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
+        quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
+    quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
