@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import trainwright as L
 from tests.helpers.distributed import RankError, run_distributed
 from tests.ported.data import Blocks, characters
-from trainwright.callbacks import LearningRateMonitor, ModelCheckpoint
+from trainwright.callbacks import ModelCheckpoint
 
 BLOCK, BATCH = 64, 12
 
@@ -145,16 +145,6 @@ def train(folder: Path, iterations: int, *, dropout: float = 0.0, ckpt_path: str
     return trainer, model
 
 
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.timeout(1200)  # a minute on a machine with nothing beside
-@pytest.mark.parametrize("settings", [{}, {"devices": 2, "strategy": "ddp"}, {"devices": 2, "strategy": "fsdp"}])
-def test_three_hundred_iterations_reach_the_loss(settings: dict[str, Any], tmp_path: Path) -> None:
-    trainer, _ = train(tmp_path, 300, callbacks=[LearningRateMonitor("step")], **settings)
-    assert trainer.global_step == 300
-    assert trainer.callback_metrics["val/loss"] <= 2.25
-
-
 class Batches(L.Callback):
     """Keeps what the model is trained on."""
 
@@ -224,12 +214,6 @@ def train_with_checkpoints(folder: Path, killed: bool, ckpt_path: str | None = N
     return train(folder, 24, dropout=0.1, callbacks=[saver, *[Kill(17)] * killed], ckpt_path=ckpt_path)
 
 
-def train_long_with_checkpoints(folder: Path, killed: bool, ckpt_path: str | None = None) -> Any:
-    """Train for three hundred iterations, saving after every sixtieth."""
-    saver = ModelCheckpoint(every_n_train_steps=60, save_last=True)
-    return train(folder, 300, callbacks=[saver, *[Kill(170)] * killed], ckpt_path=ckpt_path)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.exhaustive
@@ -241,13 +225,3 @@ def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path: Path) -> 
     assert again.state.step == 24
     assert again.callback_metrics["val/loss"] == trainer.callback_metrics["val/loss"]
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-def test_a_killed_run_reaches_the_loss_too(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"SIGKILL|-9"):
-        run_distributed(train_long_with_checkpoints, 1, tmp_path, True, init=False, timeout=300)
-    trainer, _ = train_long_with_checkpoints(tmp_path, False, "last")
-    assert trainer.global_step == 300
-    assert trainer.callback_metrics["val/loss"] <= 2.25

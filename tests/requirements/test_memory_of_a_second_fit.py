@@ -37,7 +37,7 @@ print(json.dumps(medians))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="counts page faults of glibc's allocator")
 def test_later_fits_fault_no_pages_of_gradients_in_again() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
