@@ -28,34 +28,6 @@ def _loader(num: int = 8, **options: Any) -> Any:
     return DataLoader(TensorDataset(torch.ones(num, 4)), **options)
 
 
-def _micro_batches(accelerator: Accelerator, net: Any, optimizer: Any, loader: Any) -> int:
-    for (x,) in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(net(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-    return int(optimizer.num_steps)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:this process has an Accelerator:trainwright.core.errors.TrainwrightWarning")
-def test_a_notebook_s_cell_may_be_run_twice() -> None:
-    net: Any = _net()
-    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
-    loader: Any = _loader()
-    for precision in ("bf16", "no"):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision=precision)
-        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-        assert _micro_batches(accelerator, net, optimizer, loader) == 2
-        kept = accelerator._prepared
-        assert [len(kept.models), len(kept.optimizers), len(kept.dataloaders)] == [1, 1, 1]
-    assert type(net) is nn.Linear  # of the second one, without autocast
-    accelerator.free_memory()
-    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    assert _micro_batches(accelerator, net, optimizer, loader) == 2
-    assert len(accelerator._prepared.optimizers) == 1
-
-
 class Scores(nn.Module):
     """A model with a loss of its own."""
 
@@ -92,29 +64,6 @@ def test_a_method_that_runs_past_the_replica_is_an_error() -> None:
     assert run_distributed(_pass_by, 2, init=False) == [["AcceleratedModel", ""]] * 2
 
 
-def _adversaries(precision: str) -> list[float]:
-    """Return the norms that two optimizers of one loop clip, with accumulation."""
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
-    nets = [_net(), _net()]
-    made = accelerator.prepare(*nets, *[torch.optim.SGD(net.parameters(), lr=0.1) for net in nets], _loader(8))
-    if precision == "fp16":
-        accelerator._scale.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)  # type: ignore[union-attr]
-    norms = []
-    for (x,) in made[-1]:
-        with accelerator.accumulate(*made[:2]):
-            for net, optimizer in zip(made[:2], made[2:4], strict=True):
-                accelerator.backward(net(x).square().sum())
-                if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 1.0)))
-                optimizer.step()
-                optimizer.zero_grad()
-    return norms
-
-
-def test_two_optimizers_with_accumulation_have_one_scale_in_a_group() -> None:
-    assert _adversaries("fp16") == pytest.approx(_adversaries("no"), rel=0.02)
-
-
 def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_construction() -> None:
     def order(seed: int) -> list[Any]:
         accelerator = Accelerator(cpu=True)
@@ -142,20 +91,6 @@ def test_an_iterable_is_gone_through_where_batches_are_skipped(tmp_path: Path) -
     with pytest.warns(TrainwrightWarning, match=r"skip_first_batches\(loader, 3\)"):
         again.load_state(tmp_path / "state")
     assert [int(batch) for batch in again.skip_first_batches(loader, 3)] == [3, 4, 5]
-
-
-def _losses_by_rank(num: int, size: int) -> list[float]:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(torch.arange(float(num)), batch_size=size))  # type: ignore[arg-type]
-    return [v for x in loader for v in accelerator.gather_for_metrics(x.mean().repeat(size)).tolist()]
-
-
-@pytest.mark.distributed
-def test_repeated_losses_are_trimmed_on_every_rank() -> None:
-    for num in (11, 13):
-        for losses in run_distributed(_losses_by_rank, 2, num, 4):
-            assert len(losses) == num
-            assert sum(losses) / num == pytest.approx((num - 1) / 2)
 
 
 def test_a_step_without_any_item_is_warned_of_once() -> None:

@@ -151,15 +151,6 @@ def test_weights_beside_an_index_or_a_configuration_of_others_are_weighed(
     assert _run(capsys, str(tmp_path / name if name == _INDEX else tmp_path))["elements"] == 32
 
 
-def test_activations_are_what_a_backward_needs() -> None:
-    model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
-    inputs = torch.randn(8, 100)
-    # The first layer keeps its input, the sigmoid its result, which is the second layer's input.
-    assert sum(count_stage_bytes(lambda: model(inputs), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
-    model.to("meta")
-    assert sum(count_stage_bytes(lambda: model(inputs.to("meta")), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
-
-
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32", "--devices", "2")
     assert facts["peaks_float32_adam"]["fsdp"] > 0
@@ -218,19 +209,6 @@ def create_model(name, pretrained=True):
 def list_models():
     return ["resnet50"]
 """
-
-
-@of_transformers
-def test_the_guide_s_options_are_taken_and_choose_the_rows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, dtypes in (
-        (["--library_name", "transformers"], ["float32", "bfloat16", "float16", "float8", "int8", "int4"]),
-        (["--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
-        (["--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
-    ):
-        assert main(["estimate-memory", str(llama.parent), *options]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-        assert "Largest Layer" in rows[0]
-        assert [row.split("|")[1].strip() for row in rows[2:]] == dtypes
 
 
 @of_transformers

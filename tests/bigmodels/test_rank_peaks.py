@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from tests.bigmodels.nets import of_transformers
-from tests.helpers.distributed import run_distributed
 from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.runs import quiet_trainer
 from trainwright import TaskModule
@@ -19,7 +17,6 @@ from trainwright.bigmodels.maps.estimates import count_stage_bytes
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
     ZeroBuckets,
-    model_of_one_rank,
     pipeline_peak,
     rank_peaks,
     shape_of,
@@ -29,8 +26,6 @@ from trainwright.bigmodels.maps.rank_peaks import (
 )
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main
-from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
 
 _SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
@@ -156,41 +151,6 @@ def test_an_offloaded_step_needs_what_was_estimated_of_the_device(name: str, sha
     assert _estimated(name, "offload", shape) == pytest.approx(measure.bytes.peak, rel=0.1)
 
 
-_IN_A_STEP = 4  # micro-batches of a pipeline
-
-
-def _measured_on_rank(way: str) -> list[int]:
-    warnings.simplefilter("ignore")
-    strategy: Any = {"cp": FSDPStrategy(cp=2), "pp": MegatronStrategy(pp=2, weights_after_stage="none")}.get(way, way)
-    # The command assumes a GPU, on which Adam updates all parameters at once, but not under tensor parallelism.
-    settings: dict[str, Any] = {
-        "foreach": way != "tp" or None,
-        "named": way == "cp",
-        "accumulate_grad_batches": _IN_A_STEP if way == "pp" else 1,
-    }
-    return [_measured("llama", strategy, shape, **settings) for shape in (_SMALL, _LARGE)]
-
-
-@of_transformers
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "tp", "pp", "cp", *(f"deepspeed_stage_{stage}" for stage in (1, 2, 3))])
-def test_each_of_two_ranks_needs_what_the_command_says(
-    way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks = run_distributed(_measured_on_rank, 2, way, init=False, timeout=240)
-    model = _model("llama")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
-    wanted = []
-    capsys.readouterr()  # of the ranks
-    for batch, tokens in (_SMALL, _LARGE):
-        arguments = ["--batch-size", str(batch), "--sequence-length", str(tokens), "--devices", "2", "--json"]
-        assert main(["estimate", str(tmp_path), *arguments, "--num-micro-batches", str(_IN_A_STEP)]) == 0
-        wanted.append(json.loads(capsys.readouterr().out)["peaks_float32_adam"][way])
-    assert wanted == pytest.approx([max(peaks) for peaks in zip(*ranks, strict=True)], rel=0.1)
-
-
 _SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), unit=1440, outside=3090, uses=2)
 _BUCKETS = ZeroBuckets(reduce=800, persistent=50, prefetch=600, reuse=900, live=1000)
 
@@ -219,17 +179,6 @@ def test_peaks_of_a_split_model_are_those_that_agreed_with_measured_ones() -> No
         for num, kept, foreach in ((1, [50_000, 9], False), (4, [50_000, 9], False), (4, [9, 9], True))
     ]
     assert piped == [151_020, 230_960, 148_600]
-
-
-@of_transformers
-def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
-    assert model_of_one_rank(torch.nn.Sequential(torch.nn.Linear(4, 4)), 2) is None
-    llama = _model("llama")
-    assert model_of_one_rank(llama, 3) is None  # it has four heads
-    half = model_of_one_rank(llama, 2)
-    assert half is not None
-    norms = sum(p.numel() for name, p in llama.named_parameters() if "norm" in name)
-    assert training_shape(half).elements == (training_shape(llama).elements + norms) // 2
 
 
 def test_a_shape_knows_blocks_from_what_is_around_them() -> None:

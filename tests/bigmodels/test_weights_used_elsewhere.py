@@ -15,15 +15,12 @@ from torch import nn
 
 from trainwright import (
     ConfigurationError,
-    TaskModule,
     cpu_offload,
     disk_offload,
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
-    remove_hook_from_submodules,
 )
-from trainwright.strategies.units import find_units
 
 TOKENS = torch.tensor([[1, 4, 2], [0, 5, 5]])
 
@@ -83,33 +80,6 @@ def test_it_comes_with_the_module_that_uses_it_on_request(tmp_path: Path) -> Non
     wanted = model(TOKENS)
     disk_offload(model, tmp_path, execution_device="cpu", preload_module_classes=["TiedByHand"])
     assert torch.equal(model(TOKENS), wanted)
-
-
-@pytest.mark.parametrize("way", OF_MODELS)
-def test_torchs_attention_needs_no_request(way: str, tmp_path: Path) -> None:
-    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True).eval()
-    source, target = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
-    wanted = model(source, target)
-    model = OFFLOADS[way](model, tmp_path)
-    for _ in range(2):
-        assert torch.equal(model(source, target), wanted)
-    assert model.encoder.layers[0].self_attn.out_proj.weight.is_meta
-
-
-def test_what_is_left_afterwards_are_ordinary_tensors(tmp_path: Path) -> None:
-    model = from_file(TiedByHand(), tmp_path)
-    assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
-    remove_hook_from_submodules(model)
-    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-
-
-def test_no_unit_is_made_of_a_layer_that_is_never_called() -> None:
-    task = TaskModule()
-    task.attention, task.last = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
-    for options in ((nn.Linear, None), (None, 60)):
-        units = find_units(task, *options)
-        assert task.attention.out_proj not in units
-        assert task.last in units
 
 
 INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))

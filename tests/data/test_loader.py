@@ -14,7 +14,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
-    TensorDataset,
 )
 
 from tests.data.sources import Numbers, NumberStream, flat, ids, on_ranks, prepared
@@ -47,21 +46,6 @@ def test_the_users_loader_is_not_changed() -> None:
     assert type(loader.sampler) is RandomSampler
 
 
-class Doubling(DataLoader[Any]):
-    """A sub-class with a constructor of its own and its own way to iterate."""
-
-    def __init__(self, factor: int, dataset: Dataset[Any]) -> None:
-        super().__init__(dataset, batch_size=3, collate_fn=torch.stack)
-        self.factor = factor
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return (batch * self.factor for batch in super().__iter__())
-
-
-def test_a_sub_class_keeps_its_type_and_its_own_ways() -> None:
-    assert ids(prepared(Doubling(2, Numbers(6)), world=2, rank=1).iterate()) == [[6, 8, 10]]
-
-
 def test_the_fast_path_hands_out_the_loaders_own_iterator() -> None:
     loader = prepared(DataLoader(Numbers(6), batch_size=3))
     assert type(loader.iterate()) is type(iter(DataLoader(Numbers(6))))
@@ -73,17 +57,6 @@ def test_drop_last_drops_only_the_short_batch() -> None:
     loaders = [prepared(DataLoader(Numbers(11), 2, drop_last=True), rank=r, world=2, lockstep=False) for r in range(2)]
     assert [ids(loader.iterate()) for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]]]
     assert [loader.num_batches for loader in loaders] == [3, 3]
-
-
-def test_a_loader_without_batching_is_dealt_by_index() -> None:
-    loader = DataLoader(Numbers(5), batch_size=None)
-    assert [flat(prepared(loader, rank=r, world=2, lockstep=False).iterate()) for r in range(2)] == [[0, 2, 4], [1, 3]]
-
-
-def test_a_users_sampler_is_kept_and_its_batches_are_dealt() -> None:
-    loader = DataLoader(Numbers(20), batch_size=2, sampler=[9, 8, 7, 6, 5, 4])
-    dealt = [ids(prepared(loader, rank=r, world=2, lockstep=False).iterate()) for r in range(2)]
-    assert dealt == [[[9, 8], [5, 4]], [[7, 6]]]
 
 
 def test_a_users_random_sampler_visits_each_sample_once_over_ranks() -> None:
@@ -104,11 +77,6 @@ def test_a_users_distributed_sampler_is_left_alone_and_hears_of_each_epoch() -> 
         assert ids(prepared(dataloader(rank), epoch=3, rank=rank, world=2).iterate()) == ids(alone)
 
 
-def test_without_use_distributed_sampler_each_rank_reads_everything_it_has() -> None:
-    loader = prepared(DataLoader(Numbers(6), batch_size=2), rank=1, world=2, use_distributed_sampler=False)
-    assert ids(loader.iterate()) == [[0, 1], [2, 3], [4, 5]]
-
-
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluation_is_dealt_in_the_datas_order(stage: str) -> None:
     dealt = [ids(prepared(DataLoader(Numbers(6), 2), stage=stage, rank=r, world=2).iterate()) for r in range(2)]
@@ -123,11 +91,6 @@ def test_a_shuffled_evaluation_loader_is_not_shuffled_on_several_ranks() -> None
 
 def test_shuffle_false_overrides_the_loader() -> None:
     assert flat(prepared(DataLoader(Numbers(9), 3, shuffle=True), shuffle=False).iterate()) == list(range(9))
-
-
-def test_a_list_of_batches_is_dealt_by_index() -> None:
-    dealt = [list(prepared(list("abcde"), rank=r, world=2, lockstep=False).iterate()) for r in range(2)]
-    assert dealt == [["a", "c", "e"], ["b", "d"]]
 
 
 def test_an_empty_loader_is_refused_by_name() -> None:
@@ -180,28 +143,6 @@ def test_a_stream_that_cannot_seek_refuses_to_begin_in_the_middle() -> None:
         prepared(iter([1, 2])).iterate(1)
 
 
-def test_other_numbers_of_ranks_go_on_where_the_first_stopped() -> None:
-    def run(world: int, place: dict[str, int] | None, rounds: int | None) -> tuple[list[int], dict[str, int]]:
-        loaders = [
-            prepare_loader(DataLoader(Numbers(100), 3, True), LoaderOptions(rank=r, world=world)) for r in range(world)
-        ]
-        first = place["batch"] if place else 0
-        seen: list[int] = []
-        for loader in loaders:
-            loader.set_epoch(0, place)
-        stop = loaders[0].num_batches if rounds is None else first + rounds
-        batches = [ids(loader.iterate(first)) for loader in loaders]
-        for i in range(first, stop or 0):
-            for loader, own in zip(loaders, batches, strict=True):
-                seen += own[i - first] if loader.has_batch(i) else []
-        return seen, loaders[0].position(stop or 0)
-
-    four, place = run(4, None, 3)
-    two, place = run(2, place, 4)
-    three, _ = run(3, place, None)
-    assert four + two + three == ShuffledOrder(100, 0, 0).slice(0, 100).tolist()
-
-
 class Remembering:
     """An iterable of batches that keeps its own place."""
 
@@ -220,16 +161,6 @@ class Remembering:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
-
-
-def test_a_loader_with_a_state_continues_from_it() -> None:
-    loader = prepared(Remembering(6))
-    running = loader.iterate()
-    seen = [next(running) for _ in range(4)]
-    resumed = prepared(Remembering(6))
-    assert resumed.stateful
-    resumed.load_state_dict(loader.state_dict())
-    assert seen + list(resumed.iterate(4)) == [0, 1, 2, 3, 4, 5]
 
 
 # Uneven ranks
@@ -321,13 +252,6 @@ def test_augmentation_in_workers_does_not_depend_on_their_number_or_on_a_resume(
     assert torch.equal(augmented(rank=1, world=2), whole.reshape(6, 4, 4)[1::2].reshape(-1, 4))
 
 
-def test_augmentation_is_the_same_when_other_ranks_take_over() -> None:
-    whole = augmented().reshape(6, 4, 4)
-    loader = prepare_loader(DataLoader(Augmented(), 4, shuffle=True, num_workers=1), LoaderOptions(rank=1, world=2))
-    loader.set_epoch(1, {"batch": 5, "samples": 8})
-    assert torch.equal(torch.stack(list(loader.iterate(5))), whole[[3, 5]])
-
-
 def test_ranks_with_loaders_of_their_own_augment_differently() -> None:
     first, second = (augmented(rank=rank, world=2, use_distributed_sampler=False) for rank in range(2))
     assert torch.equal(first[:, 0], second[:, 0])
@@ -351,12 +275,6 @@ def test_workers_of_a_stream_are_seeded_by_seed_epoch_and_rank() -> None:
     assert drawn(1) == drawn(1)
     different = [drawn(0), drawn(1), drawn(1, seed=5), drawn(1, rank=1, world=2)]
     assert len({tuple(numbers) for numbers in different}) == 4
-
-
-def test_beginning_an_epoch_draws_nothing_from_the_global_generator() -> None:
-    before = torch.get_rng_state()
-    list(prepared(DataLoader(TensorDataset(torch.arange(6)), 2, shuffle=True)).iterate(1))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_persistent_workers_serve_every_epoch_in_its_own_order() -> None:
