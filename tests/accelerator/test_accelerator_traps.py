@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.rng import seed_everything
 
 
 def _net() -> nn.Linear:
@@ -62,15 +61,6 @@ def _pass_by() -> list[str]:
 @pytest.mark.distributed
 def test_a_method_that_runs_past_the_replica_is_an_error() -> None:
     assert run_distributed(_pass_by, 2, init=False) == [["AcceleratedModel", ""]] * 2
-
-
-def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_construction() -> None:
-    def order(seed: int) -> list[Any]:
-        accelerator = Accelerator(cpu=True)
-        seed_everything(seed)
-        return [batch.tolist() for batch in accelerator.prepare(DataLoader(torch.arange(20), shuffle=True))]  # type: ignore[arg-type]
-
-    assert order(1) == order(1) != order(2)
 
 
 class Stream(IterableDataset[int]):
@@ -147,19 +137,6 @@ def test_a_state_is_not_saved_with_gradients_of_a_group_that_was_left(tmp_path: 
     assert optimizer.num_steps == 1
     optimizer.zero_grad()
     accelerator.save_state(tmp_path / "state")
-
-
-def test_a_loop_may_skip_some_micro_batches() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net, loader = accelerator.prepare(_net(), _loader(batch_size=2))
-    steps: list[bool] = []
-    for index, batch in enumerate(loader):
-        if index % 2:
-            with accelerator.accumulate(net):
-                accelerator.backward(net(batch[0]).mean())
-                steps.append(accelerator.sync_gradients)
-        del batch
-    assert steps == [True, True]
 
 
 def _read_ahead(loader: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset
 
 from tests.accelerator.tiny_llama import (
     GROUP,
@@ -237,110 +235,4 @@ def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -
 # transformers' Trainer: options that use other parts of accelerate
 
 
-class _Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The sentences, without a length."""
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return (Sentences()[index] for index in range(48))
-
-
-_EXTRAS: dict[str, dict[str, Any]] = {
-    "auto_find_batch_size": {"auto_find_batch_size": True},
-    "bf16": {"bf16": True},
-    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True, "split_batches": False}},
-    "even_batches": {"accelerator_config": {"even_batches": False, "use_seedable_sampler": False}},
-    "stream": {"max_steps": STEPS},
-    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
-}
-
-
-def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
-    """Train with options of transformers' Trainer, and predict."""
-    import trainwright
-
-    trainwright.as_accelerate()
-    from transformers import Trainer, TrainingArguments
-
-    class Watched(Trainer if kind == "stream" else in_order(Trainer)):  # type: ignore[misc]  # it has no types
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if kind == "auto_find_batch_size" and self._train_batch_size > GROUP:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    # A smaller batch is 0.9 of it, then 0.9 of that.
-    size = 23 if kind == "auto_find_batch_size" else GROUP // dist.get_world_size()
-    options = {"save_strategy": "no", "num_train_epochs": 2, **_EXTRAS[kind]}
-    if kind == "best model":
-        options["save_strategy"] = "steps"
-    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
-    arguments = TrainingArguments(**arguments_of(folder, **sizes, **options))
-    data: Any = _Stream() if kind == "stream" else Sentences()
-    trainer = Watched(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
-    trainer.train()
-    if kind == "best model":
-        assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{trainer.state.best_global_step}")
-    found = trainer.predict(Sentences())
-    return {
-        "losses": losses_of(trainer),
-        "predictions": torch.from_numpy(found.predictions),
-        "size": trainer._train_batch_size,
-    }
-
-
-_ON_TWO = ("dispatch_batches", "even_batches", "stream", "best model")
-
-
-@pytest.mark.parametrize("kind", _EXTRAS)
-def test_options_of_transformers_trainer(kind: str, tmp_path: Path) -> None:
-    found, *_ = run_distributed(_train_with_extras, 2 if kind in _ON_TWO else 1, tmp_path, kind, timeout=60)
-    model = language_model()
-    losses = train_by_hand(model)
-    if kind == "auto_find_batch_size":
-        assert found["size"] <= GROUP
-        assert len(found["losses"]) == 2 * -(-48 // found["size"])
-        return
-    tolerance = 2e-2 if kind == "bf16" else 1e-5
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=tolerance, atol=tolerance)
-    with torch.no_grad():
-        wanted = model(torch.stack([Sentences()[index]["input_ids"] for index in range(48)])).logits
-    torch.testing.assert_close(found["predictions"], wanted, rtol=tolerance, atol=tolerance)
-
-
 # diffusers: models that move to the device one after another
-
-
-def _generate_images(kind: str) -> list[bool]:
-    """Run a pipeline with offloaded models; returns whether each result is that of the plain pipeline."""
-    import trainwright
-
-    trainwright.as_accelerate()
-    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
-    from diffusers.utils import logging
-
-    logging.disable_progress_bar()
-
-    def pipeline() -> Any:
-        torch.manual_seed(0)
-        unet = UNet2DModel(
-            sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=4,
-            block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        )  # fmt: skip
-        return DDPMPipeline(unet, DDPMScheduler(num_train_timesteps=10))
-
-    def images(run: Any) -> torch.Tensor:
-        options = {"num_inference_steps": 3, "output_type": "np", "generator": torch.Generator().manual_seed(1)}
-        return torch.from_numpy(run(**options).images)
-
-    plain, offloaded = pipeline(), pipeline()
-    getattr(offloaded, f"enable_{kind}_cpu_offload")(device="cpu")
-    wanted = images(plain)
-    same = [torch.equal(images(offloaded), wanted), torch.equal(images(offloaded), wanted)]
-    offloaded.remove_all_hooks()
-    return [*same, torch.equal(images(offloaded), wanted)]
-
-
-@pytest.mark.parametrize("kind", ["model", "sequential"])
-def test_diffusers_offloads_models(kind: str) -> None:
-    found, *_ = run_distributed(_generate_images, 1, kind, timeout=60)
-    assert found == [True, True, True]

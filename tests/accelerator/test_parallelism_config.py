@@ -117,7 +117,7 @@ def _trained(
     [
         ({"dp_replicate_size": 2}, True, False, {"dp_replicate": 2, "dp_shard": 1}, (1, 0, 0)),
         ({"dp_shard_size": 2}, True, True, {"dp_shard": 2}, (0, 1, 0)),
-        ({"tp_size": 2}, False, True, {"tp": 2}, (0, 0, 1)),
+        pytest.param({"tp_size": 2}, False, True, {"tp": 2}, (0, 0, 1), marks=pytest.mark.exhaustive),
     ],
 )
 def test_processes_are_arranged_along_the_axes(

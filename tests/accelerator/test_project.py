@@ -140,6 +140,7 @@ class _SavedStates(RuleBasedStateMachine):
         self.accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_states_are_never_overwritten_or_deleted_too_early() -> None:
-    limits = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    limits = settings(max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(_SavedStates, settings=limits)

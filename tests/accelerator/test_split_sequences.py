@@ -57,7 +57,7 @@ def _train(sizes: dict[str, int] | None, rows: slice = slice(None)) -> dict[str,
     "sizes",
     [
         {"sp_size": 2},
-        pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

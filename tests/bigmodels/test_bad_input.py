@@ -26,7 +26,6 @@ from tests.bigmodels.nets import (
     files_end_at,
     make_net,
     plain_state,
-    save_sharded,
     tree_of,
 )
 from trainwright import (
@@ -176,18 +175,6 @@ def test_values_of_the_model_s_own_that_would_have_to_be_written_ask_for_a_folde
         net.blocks[0][0].bias += 1  # what the checkpoint would write over
     with refused(net, safetensors.parent, ConfigurationError, r"'blocks\.1\.0\.weight'.*Pass offload_folder"):
         load_checkpoint_and_dispatch(net, safetensors, {"": "cpu", "blocks": "disk"})
-
-
-@pytest.mark.parametrize("is_pickled", [False, True], ids=["safetensors", "bin"])
-def test_a_second_shard_that_is_cut_or_gone_leaves_the_first_unused(is_pickled: bool, tmp_path: Path) -> None:
-    folder = save_sharded(tmp_path / "c", STATE, pickled=is_pickled)
-    shard = next(folder.glob("model-00002*"))
-    shard.write_bytes(shard.read_bytes()[:-200])
-    net = empty_net()
-    for _ in range(2):
-        with refused(net, tmp_path, CheckpointError, shard.name):
-            load_checkpoint_and_dispatch(net, folder, MIXED, offload_folder=tmp_path / "o")
-        shard.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("layout", ["plain", "of transformers"])

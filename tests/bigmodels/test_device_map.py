@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -144,13 +143,6 @@ def test_a_block_is_divided_unless_its_class_is_named() -> None:
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
 
 
-def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
-    model = layers(100, 5, 5, 100)
-    assert infer_auto_device_map(model, {0: 450, "cpu": 1000}) == {"": "cpu"}
-    found = infer_auto_device_map(model, {0: 450, "cpu": 1000}, fallback_allocation=True)
-    assert found == {"0": "cpu", "1": 0, "2": "cpu", "3": "cpu"}
-
-
 def test_an_accelerator_too_small_for_the_largest_layer_is_left_out_with_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="nothing is placed on {0: 50 B}.* needs 100 B"):
         assert infer_auto_device_map(layers(25, 25), {0: 50, "cpu": 500}) == {"": "cpu"}
@@ -211,12 +203,6 @@ def test_with_what_is_missing_all_lies_on_accelerators() -> None:
     assert missing is not None
     assert set(infer_auto_device_map(TiedModel(), {0: 250, 1: 100 + missing, "cpu": 1000}).values()) == {0, 1}
     assert "cpu" in infer_auto_device_map(TiedModel(), {0: 250, 1: 99 + missing, "cpu": 1000}).values()
-
-
-def _random_model(rng: random.Random, depth: int) -> nn.Module:
-    if depth == 0 or rng.random() < 0.3:
-        return layer(rng.randint(1, 40))
-    return nn.Sequential(*(_random_model(rng, depth - 1) for _ in range(rng.randint(1, 4))))
 
 
 class _BlockWithMask(nn.Module):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, tree_of
-from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
+from trainwright.bigmodels.dispatch.dispatch import disk_offload, dispatch_model
 from trainwright.bigmodels.weights.weights_map import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -86,34 +84,6 @@ def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
 
 
 STATE = make_net().state_dict()
-
-Spread = Callable[[nn.Module, Mapping[str, torch.Tensor], Path], nn.Module]
-
-
-def _to(places: dict[str, str], *, force_hooks: bool = False) -> Spread:
-    return lambda net, state, folder: dispatch_model(
-        net, places, state_dict=state, offload_dir=folder, force_hooks=force_hooks
-    )
-
-
-WAYS: dict[str, Spread] = {
-    "cpu_offload": lambda net, state, folder: cpu_offload(net, "cpu", state_dict=state),
-    "cpu_offload with buffers": lambda net, state, folder: cpu_offload(net, "cpu", True, state_dict=state),
-    "one device": _to({"": "cpu"}),
-    "one device with hooks": _to({"": "cpu"}, force_hooks=True),
-    "mixed": _to(MIXED),
-    "disk": _to(ALL_DISK),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("left_out", [None, "head.weight", "embed.weight"])
-def test_an_empty_model_takes_what_stays_at_hand_from_the_state_dict_too(
-    way: str, left_out: str | None, tmp_path: Path
-) -> None:
-    state = {name: tensor for name, tensor in STATE.items() if name != left_out}  # as files of safetensors have it
-    net = WAYS[way](empty_net(), state, tmp_path)
-    assert torch.equal(net(TOKENS), EXPECTED)
 
 
 def test_buffers_that_stay_at_hand_come_from_the_folder(tmp_path: Path) -> None:

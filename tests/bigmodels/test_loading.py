@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,19 +69,6 @@ def test_every_form_of_checkpoint_runs_from_every_place(form: str, tmp_path: Pat
         assert net.embed.weight is net.head.weight or net.head.weight.is_meta
 
 
-def test_weights_with_values_are_written_over_in_place(tmp_path: Path) -> None:
-    net = make_net()
-    before = dict(net.named_parameters())
-    addresses = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-    load_checkpoint_in_model(net, _single(tmp_path / "c"))
-    assert torch.equal(net(TOKENS), EXPECTED)
-    assert all(dict(net.named_parameters())[name] is parameter for name, parameter in before.items())
-    assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == addresses
-
-
 @pytest.mark.parametrize("places", [None, MIXED], ids=["no map", "mixed"])
 def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_from_it_are_used(
     places: dict[str, str] | None, tmp_path: Path
@@ -125,9 +111,6 @@ def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path)
         save_file(given, tmp_path / "m.safetensors")
         with pytest.raises(CheckpointError, match="extra" if name == "unexpected" else "blocks.0.0.bias"):
             load_checkpoint_in_model(net, tmp_path / "m.safetensors", strict=True)
-
-
-Bad = namedtuple("Bad", "state message")
 
 
 def test_a_file_that_is_cut_while_it_is_in_use_is_an_error_and_not_a_crash(tmp_path: Path) -> None:

@@ -67,8 +67,7 @@ SPREAD: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK], ids=["no map", "cpu", "disk"])
+@pytest.mark.parametrize(("places", "suffix"), [(None, "bin"), ({"": "cpu"}, "safetensors"), (ALL_DISK, "bin")])
 @pytest.mark.parametrize("kind", SPREAD)
 @torch.no_grad()
 def test_a_model_that_is_spread_runs_with_the_weights_that_are_loaded_into_it(

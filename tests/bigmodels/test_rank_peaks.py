@@ -26,7 +26,6 @@ from trainwright.bigmodels.maps.rank_peaks import (
 )
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main
-from trainwright.strategies.offload.training import OffloadStrategy
 
 _SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
 _MODELS = pytest.mark.parametrize(("name", "shape"), [("llama", _SMALL), ("llama", _LARGE), ("t5", _LARGE)])
@@ -120,35 +119,6 @@ def _estimated(name: str, strategy: str, shape: tuple[int, int]) -> int:
 @_MODELS
 def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
     assert _estimated(name, "single", shape) == pytest.approx(_measured(name, "single", shape), rel=0.1)
-
-
-class MeasureOnDevice(Callback):
-    """Counts what a step brings to the device, which is the host here: without what is at home."""
-
-    def __init__(self) -> None:
-        self.bytes = LiveBytes()
-
-    def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
-        if trainer.global_step == 0:  # gradients have no home yet
-            return
-        units = trainer.strategy.weight_stream.all_units
-        homes = [home for unit in units for home in (*unit._host_values, *unit._gradients) if home is not None]
-        self.bytes.left_out |= {home.untyped_storage()._cdata for home in homes}
-        self.bytes.watched = [there.untyped_storage() for unit in units for _, there in unit.flats]
-        self.bytes.__enter__()  # type: ignore[no-untyped-call]  # likewise
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        if trainer.global_step > 0:
-            self.bytes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
-
-
-@of_transformers
-@_MODELS
-def test_an_offloaded_step_needs_what_was_estimated_of_the_device(name: str, shape: tuple[int, int]) -> None:
-    measure = MeasureOnDevice()
-    trainer = quiet_trainer(strategy=OffloadStrategy(stream=True), max_steps=3, callbacks=[measure])
-    trainer.fit(Task(name), [_tokens(shape)] * 8)
-    assert _estimated(name, "offload", shape) == pytest.approx(measure.bytes.peak, rel=0.1)
 
 
 _SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), unit=1440, outside=3090, uses=2)

@@ -114,23 +114,3 @@ def test_without_budgets_there_is_the_free_memory() -> None:
     assert list(found)[-1] == "cpu"
     assert 2**20 < found["cpu"] <= 2 * available_host_memory_bytes()
     assert all(size > 0 for size in found.values())
-
-
-class Embeds(nn.Module):
-    """Floating weights beside counters, as the embeddings of BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(10, 4)
-        self.register_buffer("positions", torch.arange(512))
-
-
-class Tiny(nn.Module):
-    """A model with little beside its embeddings."""
-
-    _no_split_modules = ("Embeds",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeds = Embeds()
-        self.out = nn.Linear(4, 2)

@@ -6,7 +6,6 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -62,17 +61,6 @@ def test_a_weight_that_is_used_while_it_is_away_is_named(way: str, tmp_path: Pat
     for _ in range(2):  # not at the first forward alone
         with torch.no_grad(), pytest.raises(ConfigurationError, match=r"'weight' of Embedding is offloaded.*preload"):
             model(TOKENS)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [lambda weight: weight.to(torch.float32).mT, lambda weight: torch.cat(weight.chunk(2), 0).T * 2.0],
-    ids=["a view", "a copy"],
-)
-def test_so_is_what_was_made_of_it(use: Any) -> None:
-    model = cpu_offload(TiedByHand(use), execution_device="cpu")
-    with pytest.raises(ConfigurationError, match="'weight' of Embedding is offloaded"):
-        model(TOKENS)
 
 
 def test_it_comes_with_the_module_that_uses_it_on_request(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.data.sources import Numbers, NumberStream, on_ranks, prepared
+from tests.data.sources import Numbers, on_ranks, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
 from trainwright.data import iterate_groups, resolve_limit
@@ -106,31 +104,6 @@ def test_a_limit_on_a_loader_without_length_needs_no_batch_ahead() -> None:
     groups = list(iterate_groups(prepared(Source()), accumulate=2, limit=5))
     assert [group.is_last for group in groups] == [False, False, True]
     assert fetched == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("source", ["sized", "unsized"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_batch_lives_longer_than_until_the_next_group_is_asked_for(source: str, accumulate: int) -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
-    before_fetch: list[int] = []
-
-    class Watched(NumberStream):
-        def __iter__(self) -> Iterator[Any]:
-            for i in range(8):
-                if i % accumulate == 0:
-                    before_fetch.append(sum(ref() is not None for ref in alive))
-                batch = torch.tensor([i])
-                alive.append(weakref.ref(batch))
-                yield batch
-                del batch
-
-    loader = prepared(DataLoader(Watched(8), batch_size=None))
-    if source == "sized":
-        loader._counts, loader._fewest = [8], 8
-    for group in iterate_groups(loader, accumulate=accumulate):
-        del group
-    # Without a length one batch is fetched ahead, while the group before it is still the loop's.
-    assert max(before_fetch) <= (0 if source == "sized" else accumulate)
 
 
 def test_a_loader_shorter_than_it_says_ends_with_a_warning_on_one_rank() -> None:

@@ -336,7 +336,7 @@ def word_lengths(text: str) -> list[int]:
     return [len(word) for word in text.split()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_function_in_the_current_folder_is_a_tokenizer_and_its_errors_end_all_processes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def words(text):\n    return text.split()\ndef one(text):\n    return [1]\n")
     (tmp_path / "a.txt").write_text("a b\n\nc\n", encoding="utf-8")

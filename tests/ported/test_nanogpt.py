@@ -181,18 +181,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, dict[str, to
     return trainer.callback_metrics["val/loss"].item(), model.state_dict()
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.exhaustive
-def test_two_ranks_do_what_one_process_does(tmp_path: Path, strategy: str, alone: Any) -> None:
-    trainer, model = train(tmp_path, 20, devices=2, strategy=strategy)
-    loss, weights = alone
-    assert trainer.global_step == 20
-    assert trainer.callback_metrics["val/loss"] == pytest.approx(loss, abs=1e-4)
-    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=2e-3)
-
-
 class Kill(L.Callback):
     """Ends its process as a machine that fails does.
 

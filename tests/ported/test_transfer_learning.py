@@ -128,13 +128,6 @@ def test_a_frozen_backbone_stays_and_an_unfrozen_one_learns(tmp_path: Path, pret
     assert trainer.callback_metrics["val_acc"] >= 0.85
 
 
-def test_it_continues_where_it_was_stopped_while_frozen(tmp_path: Path, pretrained: Path) -> None:
-    _, expected, _ = fine_tune(tmp_path / "uninterrupted", pretrained, 6)
-    fine_tune(tmp_path / "stopped", pretrained, 3)
-    _, model, _ = fine_tune(tmp_path / "stopped", pretrained, 6, ckpt_path="last")
-    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=0, atol=0)
-
-
 def test_it_continues_over_the_epoch_in_which_the_backbone_is_unfrozen(tmp_path: Path, pretrained: Path) -> None:
     _, expected, _ = fine_tune(tmp_path / "uninterrupted", pretrained, 10)
     fine_tune(tmp_path / "stopped", pretrained, 8)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import pickle
 import random
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -211,33 +209,6 @@ def test_a_run_with_a_search_equals_one_that_knew_the_size(tmp_path: Path) -> No
     known, expected = _losses(tmp_path, [], 8)
     assert found == known
     assert_equal_weights(weights, expected)
-
-
-def test_what_a_trial_made_is_gone_before_the_next() -> None:
-    made: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
-
-    class Task(_Busy):
-        trial = 0
-
-        def on_train_start(self) -> None:
-            gc.collect()
-            alive.append(sum(reference() is not None for reference in made))
-
-        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-            made.append(weakref.ref(batch[0]))
-            hidden = self(batch[0])
-            made.append(weakref.ref(hidden))
-            self.kept = [hidden]
-            self._maybe_run_out("forward", batch)
-            loss = super().training_step(batch, batch_idx)
-            made.append(weakref.ref(loss))
-            return loss
-
-    Tuner(quiet_trainer()).scale_batch_size(Task(11), mode="binsearch")
-    assert len(alive) > 5
-    assert set(alive) == {0}
-    assert sum(reference() is not None for reference in made) == 0
 
 
 def test_a_loss_scale_is_as_before() -> None:

@@ -101,17 +101,3 @@ def test_the_trainers_own_processes_end_with_the_traceback_of_the_one_that_faile
     # Nothing but the notes of an error in a step, whose lines say what it was about, stands after it.
     after = raised.rstrip().rpartition("ArithmeticError: seven is odd")[2]
     assert without_traceback or not after or after.startswith("\nin FailingTask."), raised
-
-
-@pytest.mark.exhaustive
-def test_under_torchrun_both_nodes_end(tmp_path: Path) -> None:
-    kind, strategy = "kill", "ddp"
-    port = _free_port()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    commands = [
-        [*torchrun, "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
-        for node in range(2)
-    ]
-    script = [str(_SCRIPT), kind, str(tmp_path), "auto", strategy]
-    codes, text, taken_s = _run([([*command, *script], {}) for command in commands], tmp_path)
-    _check(kind, codes, text, taken_s, tmp_path)

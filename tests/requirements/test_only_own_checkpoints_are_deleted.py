@@ -50,14 +50,6 @@ class At(Callback):
             self.action()
 
 
-def test_a_second_run_in_the_folder_leaves_those_of_the_first(tmp_path: Path) -> None:
-    fit(tmp_path, 3)
-    fit(tmp_path, 5)
-    assert saved(tmp_path) == ["step=3", "step=5"]
-    fit(tmp_path, 3)  # the same name again: neither replaced nor deleted
-    assert saved(tmp_path) == ["step=3", "step=3-v1", "step=5"]
-
-
 def test_two_processes_that_resume_one_run_give_their_last_checkpoints_names_of_their_own(tmp_path: Path) -> None:
     saver: dict[str, Any] = {"save_last": True, "save_top_k": -1}
     fit(tmp_path, 2, **saver)
@@ -92,19 +84,6 @@ def test_a_folder_that_is_moved_away_while_the_run_goes_on_keeps_all_that_it_hol
         fit(old, 6, extra=[At(3, lambda: shutil.move(old, new))])
     assert saved(new) == ["step=3"]
     assert saved(old) == ["step=6"]
-
-
-def test_a_foreign_checkpoint_that_took_the_place_of_an_own_one_stays(tmp_path: Path) -> None:
-    fit(tmp_path / "other", 2)
-    run = tmp_path / "run"
-
-    def exchange() -> None:
-        shutil.rmtree(run / "step=3")
-        shutil.copytree(tmp_path / "other" / "step=2", run / "step=3")
-
-    with pytest.warns(TrainwrightWarning, match="no longer the checkpoint that this run wrote"):
-        fit(run, 5, extra=[At(3, exchange)])
-    assert saved(run) == ["step=3", "step=5"]
 
 
 def test_a_link_is_never_followed_to_delete_what_it_leads_to(tmp_path: Path) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
-from trainwright.processes import process_group
 
 pytestmark = pytest.mark.distributed
 
@@ -34,19 +28,6 @@ class _OwnNumbers(RegressionTask):
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Log this rank's value of the epoch."""
         self.log("measure", self.values[self.global_rank][self.current_epoch], sync_dist=False)
-
-
-def _stop(values: list[list[float]]) -> tuple[int, int, int]:
-    stopping = EarlyStopping("measure", patience=1)
-    trainer = quiet_trainer(devices="auto", max_epochs=len(values[0]), num_sanity_val_steps=0, callbacks=stopping)
-    trainer.fit(_OwnNumbers(values), regression_loader(8), regression_loader(4))
-    return trainer.current_epoch, trainer.global_step, stopping.stopped_epoch
-
-
-def test_all_ranks_stop_in_the_epoch_in_which_rank_0_would() -> None:
-    diverging, falling = [5.0, 4.0, 10.0, 10.0, 10.0], [5.0, 4.0, 3.0, 2.0, 1.0]
-    first, second = run_distributed(_stop, 2, [diverging, falling], init=False)
-    assert first == second == (3, 12, 2)
 
 
 def _save(folder: Path, values: list[list[float]]) -> tuple[str, float | None, list[str]]:
@@ -95,22 +76,6 @@ class _SkewedClock(RegressionTask):
         self.trainer.state.seconds = (batch_idx + 1) * (1.0 if self.global_rank == 0 else 100.0)
 
 
-class _Slow(RegressionTask):
-    """Takes five milliseconds a step and notes when it was validated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[int] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let time pass."""
-        time.sleep(0.005)
-
-    def on_validation_start(self) -> None:
-        """Note the step."""
-        self.validated.append(self.global_step)
-
-
 def _run_out_of_time() -> int:
     trainer = quiet_trainer(devices="auto", max_time="10 s")
     trainer.fit(_SkewedClock(), regression_loader(200))
@@ -120,19 +85,6 @@ def _run_out_of_time() -> int:
 def test_ranks_whose_clocks_differ_run_out_of_time_at_the_same_step() -> None:
     first, second = run_distributed(_run_out_of_time, 2, init=False)
     assert first == second == 10
-
-
-def _ragged() -> list[int]:
-    task = _Slow()
-    rows = [[torch.ones(size, 4), torch.zeros(size, 1)] for size in (1, 7, 2, 6, 1, 7, 3, 5, 1, 7, 2, 6)]
-    trainer = quiet_trainer(devices="auto", max_epochs=1, val_check_interval="15 samples", num_sanity_val_steps=0)
-    trainer.fit(task, [tuple(row) for row in rows], regression_loader(4))
-    return task.validated
-
-
-def test_ranks_with_batches_of_different_sizes_validate_at_the_same_steps() -> None:
-    first, second = run_distributed(_ragged, 2, init=False)
-    assert first == second == [2, 4, 6]  # 8 samples a step over both ranks
 
 
 def _other_lengths() -> str:
@@ -147,31 +99,3 @@ def test_a_data_set_whose_length_differs_by_rank_is_refused_on_every_rank() -> N
         assert "10 batches and 20 samples on rank 0" in text
         assert "15 batches and 30 samples on rank 1" in text
         assert "use_distributed_sampler=False" in text
-
-
-class _Alone(RegressionTask):
-    """Rank 0 makes a collective call for which rank 1 is late."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Make the call."""
-        if self.global_rank == 1:
-            time.sleep(0.5)
-        self.trainer.save_checkpoint(self.path)
-
-
-def _call_alone(path: Path) -> str:
-    process_group._LATE_S = 0.1
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        quiet_trainer(devices="auto", max_steps=1).fit(_Alone(path), regression_loader(4))
-    return said.getvalue()
-
-
-def test_a_collective_call_of_one_rank_alone_is_named(tmp_path: Path) -> None:
-    first, second = run_distributed(_call_alone, 2, tmp_path / "saved", init=False)
-    assert "rank 0 waits in save_checkpoint() for rank 1" in first
-    assert "Call it on every rank" in first
-    assert "save_checkpoint" not in second

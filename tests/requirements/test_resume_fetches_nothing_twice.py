@@ -16,7 +16,7 @@ from tests.helpers.tasks import RegressionTask
 from tests.requirements.resumable import BATCH, NoisyBatches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
-from trainwright.data import LoaderOptions, ShuffledOrder, prepare_loader
+from trainwright.data import ShuffledOrder
 from trainwright.trainer.trainer import Trainer
 
 _BATCH_SIZE, _START = 512, 10**6
@@ -34,20 +34,6 @@ class Virtual(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.fetched.append(index)
         return torch.tensor(index)
-
-
-@pytest.mark.parametrize(("world", "shuffle"), [(1, False), (2, True)])
-def test_a_loader_begins_at_batch_a_million_at_once(world: int, shuffle: bool) -> None:
-    data = Virtual()
-    source = DataLoader(data, _BATCH_SIZE, shuffle=shuffle)
-    loader = prepare_loader(source, LoaderOptions(rank=world - 1, world=world))
-    began = time.perf_counter()
-    loader.set_epoch(3, {"batch": _START, "samples": _START * _BATCH_SIZE * world})
-    first = next(loader.iterate(_START))
-    assert time.perf_counter() - began < 1.0
-    place = (_START + 1) * _BATCH_SIZE * world - _BATCH_SIZE
-    order = ShuffledOrder(10**12, 0, 3).slice(place, place + _BATCH_SIZE).tolist()
-    assert first.tolist() == data.fetched == (order if shuffle else list(range(place, place + _BATCH_SIZE)))
 
 
 class _FarAlong(Callback):

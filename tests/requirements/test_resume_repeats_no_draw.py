@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from tests.requirements.resumable import (
     train,
 )
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.errors import ConfigurationError
 from trainwright.data import LoaderOptions, prepare_loader
 
 _N = 8
@@ -79,13 +78,6 @@ def test_saving_never_changes_a_generator(tmp_path: Path) -> None:
     assert saving.seen == silent.seen
 
 
-def test_a_missing_state_of_the_generators_is_an_error_that_names_it(tmp_path: Path) -> None:
-    train(make_loader("plain", _N, 0), tmp_path)
-    shutil.rmtree(tmp_path / "step=3" / "rng")
-    with pytest.raises(CheckpointError, match="the part 'rng' is missing"):
-        train(make_loader("plain", _N, 0), tmp_path / "resumed", tmp_path / "step=3")
-
-
 # Draws that depend on the sample alone
 
 
@@ -126,24 +118,6 @@ def test_draws_are_a_function_of_seed_epoch_and_sample(tmp_path: Path) -> None:
         resumed = _draws(workers, tmp_path / f"resumed-{workers}", tmp_path / "alone" / "step=3").of
         assert resumed == {sample: alone[sample] for sample in resumed}
         assert len(resumed) == 2 + _N
-
-
-def test_the_model_draws_what_it_would_draw_without_data(tmp_path: Path) -> None:
-    class Silent(NoisySamples):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.ones(4).double()
-
-    class Loud(NoisySamples):
-        def __getitem__(self, index: int) -> torch.Tensor:
-            noisy(index)
-            return torch.ones(4).double()
-
-    losses = [
-        train(DataLoader(data, 2), tmp_path / type(data).__name__, per_sample_rng=True).losses
-        for data in (Silent(_N), Loud(_N))
-    ]
-    without = train(DataLoader(Silent(_N), 2), tmp_path / "without").losses
-    assert losses == [without, without]
 
 
 def _batches(loader: Any, **settings: Any) -> torch.Tensor:
