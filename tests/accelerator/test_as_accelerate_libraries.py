@@ -170,14 +170,6 @@ def _ragged() -> list[list[int]]:
     return [Sentences()[index]["input_ids"].tolist()[: (9, 10, 13)[index % 3]] for index in range(48)]
 
 
-def _blocks(packed: bool) -> list[list[int]]:
-    """Return the sentences, or packed: blocks of 8 tokens across sentences."""
-    if not packed:
-        return _ragged()
-    tokens = [token for sentence in _ragged() for token in sentence]
-    return [tokens[start : start + 8] for start in range(0, len(tokens), 8)]
-
-
 def _loss_of_blocks(model: Any, blocks: list[list[int]]) -> torch.Tensor:
     """Return the mean loss over all tokens but the first of each block."""
     rows = [torch.tensor(block) for block in blocks]
@@ -188,7 +180,7 @@ def _loss_of_blocks(model: Any, blocks: list[list[int]]) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
-def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -> list[dict[str, float]]:
+def _fine_tune(folder: Path, resume: str | None, adapters: bool) -> list[dict[str, float]]:
     """Train with trl's SFTTrainer; returns what it has logged in each step."""
     import trainwright
 
@@ -200,8 +192,7 @@ def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -
 
     disable_caching()
     words = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
-    packing = {"max_length": 8 if packed else 16, "packing": packed, "packing_strategy": "wrapped"}
-    arguments = SFTConfig(**arguments_of(folder, max_steps=STEPS, bf16=False, **packing))
+    arguments = SFTConfig(**arguments_of(folder, max_steps=STEPS, bf16=False, max_length=16))
     trainer = in_order(SFTTrainer)(
         model=_adapted(folder) if adapters else language_model(),
         args=arguments,
@@ -214,19 +205,19 @@ def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -
     return [{name: entry[name] for name in names} for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("sentences", 1), ("sentences", 2), ("packed", 2), ("adapters", 2)])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("sentences", 1), ("sentences", 2), ("adapters", 2)])
 def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -> None:
-    packed, adapters = kind == "packed", kind == "adapters"
-    model, blocks = _adapted(tmp_path) if adapters else language_model(), _blocks(packed)
+    adapters = kind == "adapters"
+    model, blocks = _adapted(tmp_path) if adapters else language_model(), _ragged()
     groups = [blocks[start : start + GROUP] for start in range(0, len(blocks), GROUP)]
     steps = [groups[step % len(groups)] for step in range(STEPS)]
     losses = train_by_hand(model, lambda step: _loss_of_blocks(model, steps[step]))
-    found, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, packed, None, adapters, timeout=90)
+    found, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, None, adapters, timeout=90)
     measured = torch.tensor([entry["loss"] for entry in found])
     torch.testing.assert_close(measured, torch.tensor(losses), rtol=1e-5, atol=1e-5)
     assert found[-1]["num_tokens"] == sum(len(block) for step in steps for block in step)
     resume = str(tmp_path / "checkpoint-4")
-    again, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, packed, resume, adapters, timeout=90)
+    again, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, resume, adapters, timeout=90)
     assert again[:4] == found[:4]
     for name in ("loss", "grad_norm"):
         assert [entry[name] for entry in again[4:]] == [entry[name] for entry in found[4:]]

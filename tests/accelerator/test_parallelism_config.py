@@ -48,15 +48,6 @@ def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expec
         assert vars(found).get(name) == vars(expected).get(name) or name == "tp"
 
 
-def test_experts_are_divided_within_the_shards_of_a_replica() -> None:
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, ep_size=2)
-    assert config.total_size == 8
-    assert config.active_mesh_dims == ["dp_replicate", "dp_shard"]
-    strategy = config.arranged(FSDPStrategy(), 8)
-    assert isinstance(strategy, FSDPStrategy)
-    assert (strategy.ep, strategy.device_mesh) == (2, (2, 4))
-
-
 def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "3")
     config = ParallelismConfig(dp_replicate_size=2, tp_size=4)

@@ -100,18 +100,6 @@ def test_an_fsdp_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyPatch
     assert pickle.loads(pickle.dumps(plugin)) == plugin
 
 
-_AUTO = {
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": "auto",
-        "stage3_gather_16bit_weights_on_model_save": "auto",
-        "offload_optimizer": {"device": "auto"},
-    },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-}
 _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     "defaults": ({}, {}, {"zero_stage": 2}),
     "variables": (
@@ -129,31 +117,6 @@ _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
             "gradient_clipping": 1.5,
             "offload_param_device": "cpu",
             "transformer_moe_cls_names": "Experts",
-        },
-    ),
-    "auto values": (
-        {"hf_ds_config": _AUTO, "gradient_accumulation_steps": 5},
-        {
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-        },
-        {
-            "hf_ds_config": {
-                "bf16": {"enabled": "auto"},
-                "zero_optimization": {
-                    "stage": 3,
-                    "stage3_gather_16bit_weights_on_model_save": True,
-                    "offload_optimizer": {"device": "nvme"},
-                },
-                "gradient_clipping": 1.0,
-                "train_batch_size": "auto",
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": 5,
-            },
-            "zero_stage": 3,
-            "offload_optimizer_device": "nvme",
         },
     ),
 }

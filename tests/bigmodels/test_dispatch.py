@@ -35,6 +35,13 @@ def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
     assert "_hf_hook" in vars(dispatch_model(make_net(), {"": "cpu"}, force_hooks=True))
 
 
+def test_a_model_is_dispatched_by_a_word() -> None:
+    net = dispatch_model(make_net(), "auto")
+    place = 0 if torch.accelerator.is_available() else "cpu"
+    assert set(net.hf_device_map.values()) == {place}
+    assert torch.equal(net(TOKENS).cpu(), EXPECTED)
+
+
 def test_weights_that_are_nowhere_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"embed\.weight"):
         dispatch_model(empty_net(), MIXED)

@@ -74,14 +74,10 @@ _LATENT = {
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _WIDE,
     "mistral": {**_WIDE, "sliding_window": 5},
-    "gemma2": {**_WIDE, "head_dim": 16, "sliding_window": 5},
     "deepseek_v3": {**_WIDE, **_LATENT, "num_key_value_heads": 4},
     "falcon": {**_TEXT, "multi_query": True, "new_decoder_architecture": False},
-    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "multi_query": True},
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 50},
-    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "t5": {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
-    "bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "decoder_attention_heads": 4},
 }
 
 

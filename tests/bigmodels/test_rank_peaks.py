@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from tests.bigmodels.nets import of_transformers
-from tests.helpers.live_bytes import LiveBytes
-from tests.helpers.runs import quiet_trainer
 from trainwright import TaskModule
-from trainwright.bigmodels.maps.estimates import count_stage_bytes
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
     ZeroBuckets,
@@ -22,13 +19,10 @@ from trainwright.bigmodels.maps.rank_peaks import (
     shape_of,
     split_peak,
     stage_shapes,
-    training_shape,
 )
-from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main
 
 _SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
-_MODELS = pytest.mark.parametrize(("name", "shape"), [("llama", _SMALL), ("llama", _LARGE), ("t5", _LARGE)])
 
 
 def _model(name: str) -> Any:
@@ -67,58 +61,6 @@ class Task(TaskModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), foreach=self.foreach)
-
-
-class Measure(Callback):
-    """Counts from the second step on, when Adam has its states."""
-
-    def __init__(self) -> None:
-        self.bytes = LiveBytes()
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        if trainer.global_step == 1:
-            if trainer.world_size > 1:  # this process is a rank that has nothing else
-                self.bytes.see_all()
-            for state in trainer.optimizers[0].state.values():
-                for value in state.values():
-                    self.bytes.see(value)
-            for parameter in task.parameters():
-                self.bytes.see(parameter)
-            self.bytes.__enter__()  # type: ignore[no-untyped-call]  # likewise
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        self.bytes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
-
-
-def _tokens(shape: tuple[int, int]) -> torch.Tensor:
-    return torch.randint(0, 1000, shape, generator=torch.Generator().manual_seed(1))
-
-
-def _measured(
-    name: str,
-    strategy: Any,
-    shape: tuple[int, int],
-    *,
-    named: bool = False,
-    foreach: bool | None = None,
-    **options: Any,
-) -> int:
-    measure, tokens = Measure(), _tokens(shape)
-    trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure], **options)
-    trainer.fit(Task(name, foreach=foreach), [{"input_ids": tokens, "labels": tokens} if named else tokens] * 8)
-    return measure.bytes.peak
-
-
-def _estimated(name: str, strategy: str, shape: tuple[int, int]) -> int:
-    model, tokens = _model(name), _tokens(shape)
-    kept = sum(count_stage_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, model, [])[0])
-    return rank_peaks(training_shape(model), world_size=1, activation_bytes=kept)[strategy]
-
-
-@of_transformers
-@_MODELS
-def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
-    assert _estimated(name, "single", shape) == pytest.approx(_measured(name, "single", shape), rel=0.1)
 
 
 _SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), unit=1440, outside=3090, uses=2)

@@ -75,23 +75,11 @@ def _on_disk(tmp_path: Path, device_map: Any, dtype: torch.dtype | None = None) 
 
 
 OFFLOADED: dict[str, Callable[[Path], nn.Module]] = {
-    "cpu_offload": lambda path: cpu_offload(make_net(), execution_device="cpu"),
     "cpu_offload with buffers": lambda path: cpu_offload(make_net(), execution_device="cpu", offload_buffers=True),
-    "cpu_offload of whole blocks": lambda path: cpu_offload(
-        make_net(), execution_device="cpu", preload_module_classes=["Sequential"]
-    ),
     "a mixed map of a checkpoint": lambda path: _on_disk(path, MIXED),
     "all on disk": lambda path: _on_disk(path, ALL_DISK),
-    "all of a pickle on disk": lambda path: load_checkpoint_and_dispatch(
-        empty_net(), _pickled(path), device_map=ALL_DISK, offload_folder=path / "off"
-    ),
     "forced hooks": lambda path: dispatch_model(make_net(), {"": "cpu"}, force_hooks=True),
 }
-
-
-def _pickled(tmp_path: Path) -> Path:
-    torch.save(PLAIN, tmp_path / "weights.bin")
-    return tmp_path / "weights.bin"
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])

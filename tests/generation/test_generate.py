@@ -83,14 +83,6 @@ def test_beams_of_any_model_are_those_of_transformers(eos_token: int, length_pen
     assert torch.equal(generate(Logits(model), _PROMPTS, _MASK, max_new_tokens=8, **options), expected)
 
 
-@needs_transformers
-def test_each_new_token_is_computed_alone_though_training_needs_no_cache() -> None:
-    model, lengths = make_model("llama", use_cache=False), list[int]()
-    model.model.layers[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
-    generate(model, _PROMPTS, _MASK, max_new_tokens=4, eos_token=99, pad_token=0)
-    assert lengths == [4, 1, 1, 1]
-
-
 def test_any_causal_model_continues_prompts() -> None:
     model = Plain()
     found = generate(model, _PROMPTS, _MASK, max_new_tokens=5)

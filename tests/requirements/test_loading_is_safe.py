@@ -63,13 +63,6 @@ def _header(checkpoint: Path, length: int | None = None, **entries: Any) -> None
     file.write_bytes(struct.pack("<Q", size) + header + bytes(64))
 
 
-def _twice(checkpoint: Path) -> None:
-    entry = '{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}'
-    header = f'{{"weight": {entry}, "bias": {entry}, "weight": {entry}}}'.encode()
-    file = checkpoint / "model" / "model-00001-of-00001.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(48))
-
-
 def _index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     file = checkpoint / "model" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
@@ -113,19 +106,12 @@ def _state(value: Any) -> Callable[[Path], None]:
 CRAFTED: dict[str, Callable[[Path], None]] = {
     "a pickle as weights": _pickle_weights,
     "a header longer than the file": lambda c: _header(c, 2**62, weight=_tensor("F32", [2, 3], 24)),
-    "a header of the longest length": lambda c: _header(c, 2**64 - 1, weight=_tensor("F32", [2, 3], 24)),
     "a tensor larger than the file": lambda c: _header(c, weight=_tensor("F32", [2**38], 2**40), bias={}),
-    "a shape that overflows": lambda c: _header(c, weight=_tensor("F32", [2**40, 2**40], 24)),
     "a tensor before the file": lambda c: _header(c, weight={"dtype": "F32", "shape": [6], "data_offsets": [-24, 0]}),
-    "a tensor twice": _twice,
     "a shard above the folder": lambda c: _point_outside(c, "../../secret.safetensors"),
-    "a shard at an absolute path": lambda c: _point_outside(c, str(c.parent.resolve() / "secret.safetensors")),
-    "a tied name without a tensor": lambda c: _index(c, lambda i: i["metadata"]["trainwright"]["tied"].update(a="b")),
     "a dtype that is none": lambda c: _index(c, lambda i: i["metadata"]["trainwright"]["dtypes"].update(weight="os")),
     "an array larger than memory": _state({"a": {"$": "ndarray", "dtype": "<f8", "shape": [2**40]}}),
-    "an array of objects": _state({"a": {"$": "ndarray", "dtype": "O", "shape": [0]}}),
     "an unknown type": _state({"a": {"$": "os.system", "v": "touch executed"}}),
-    "a deep nest": lambda c: (c / "trainer.json").write_text("[" * 10**6) and None,
     "a tree of 2 GB": lambda c: _huge_file(c / "trainer.json"),
 }
 

@@ -276,28 +276,6 @@ def test_a_process_that_hangs_outside_of_python_ends_after_the_grace(tmp_path: P
 # Launchers
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_torchrun_restarts_a_failed_run_and_it_goes_on_by_itself(tmp_path: Path) -> None:
-    fails = "self.trainer.global_step == 8 and not self.trainer.resumed"
-    weights: list[Any] = []
-    for name, condition in (("whole", "False"), ("restarted", fails)):
-        folder = tmp_path / name
-        folder.mkdir()
-        script = _script(folder, steps=12, fails=condition)
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-             "--max-restarts=1", str(script), str(folder)],
-            capture_output=True, text=True, timeout=200, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert f"resumed at {name == 'restarted'} ended at 12" in done.stdout
-        weights.append(torch.load(folder / "weights.pt"))
-    assert torch.equal(*weights)
-
-
 _SLURM = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
 
 

@@ -100,12 +100,6 @@ def test_a_stream_without_a_state_is_refused_before_training_starts(tmp_path: Pa
         assert said in message
 
 
-def test_a_stream_without_a_state_goes_on_at_an_epochs_start(tmp_path: Path) -> None:
-    whole = train(DataLoader(Forgetful(), BATCH), tmp_path)
-    resumed = train(DataLoader(Forgetful(), BATCH), tmp_path / "resumed", tmp_path / "step=5")
-    assert resumed.losses == whole.losses[5:]
-
-
 def test_a_state_that_the_checkpoint_lacks_is_an_error_that_says_so(tmp_path: Path) -> None:
     train(DataLoader(Forgetful(), BATCH), tmp_path)
     with pytest.raises(ConfigurationError, match="its state is not in the checkpoint"):
