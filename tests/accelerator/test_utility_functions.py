@@ -262,7 +262,10 @@ def test_uncaught_errors_are_shown_by_rich_on_request(
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "True")
     monkeypatch.setenv("TERM", "dumb")
     Accelerator(cpu=True)
-    sys.excepthook(ValueError, ValueError("shown"), None)
+    try:
+        raise ValueError("shown")
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
     said = capsys.readouterr().err
     assert "ValueError: shown" in said
     assert "Traceback (most recent call last) ─" in said

@@ -1,4 +1,4 @@
-"""What a rank needs at most is what real steps have in memory, for three models of transformers."""
+"""What a rank needs at most: pinned numbers that agreed with real steps, and what the command says of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.bigmodels.nets import of_transformers
-from trainwright import TaskModule
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
     ZeroBuckets,
@@ -22,45 +21,17 @@ from trainwright.bigmodels.maps.rank_peaks import (
 )
 from trainwright.cli.main import main
 
-_SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
 
-
-def _model(name: str) -> Any:
+def _save_config(name: str, folder: Path) -> None:
     import transformers as kit
 
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        if name == "llama":
-            return kit.LlamaForCausalLM(
-                kit.LlamaConfig(
-                    hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
-                    vocab_size=1000, use_cache=False,
-                )
-            )  # fmt: skip
-        return kit.T5ForConditionalGeneration(
-            kit.T5Config(
-                d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4, vocab_size=1000, decoder_start_token_id=0
-            )
-        )
-
-
-class Task(TaskModule):
-    """Trains one of the models with Adam."""
-
-    def __init__(self, name: str, *, foreach: bool | None = None) -> None:
-        super().__init__()
-        self.model, self.foreach = _model(name), foreach
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs = batch if isinstance(batch, dict) else {"input_ids": batch, "labels": batch}
-        loss: torch.Tensor = self.model(**inputs).loss
-        return loss
-
-    def shard_units(self) -> Any:
-        return [m for m in self.model.modules() if type(m).__name__ in ("LlamaDecoderLayer", "T5Block")]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), foreach=self.foreach)
+    if name == "llama":
+        sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+        config = kit.LlamaConfig(**sizes, vocab_size=1000, use_cache=False, architectures=["LlamaForCausalLM"])
+    else:
+        sizes = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 3, "num_heads": 4, "vocab_size": 1000}
+        config = kit.T5Config(**sizes, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"])
+    config.save_pretrained(folder)
 
 
 _SHAPE = TrainingShape(sizes=(3000, *[500, 900, 40] * 3, 90), unit=1440, outside=3090, uses=2)
@@ -100,7 +71,7 @@ def test_a_shape_knows_blocks_from_what_is_around_them() -> None:
 
 @of_transformers
 def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _model("llama").config.save_pretrained(tmp_path)
+    _save_config("llama", tmp_path)
     arguments = ["estimate", str(tmp_path), "--batch-size", "1", "--sequence-length", "16", "--devices", "2"]
     assert main([*arguments, "--device-memory", "16MB", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -117,8 +88,8 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @of_transformers
 def test_the_command_leaves_out_what_a_model_does_not_allow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _model("llama").config.save_pretrained(tmp_path / "llama")
-    _model("t5").config.save_pretrained(tmp_path / "t5")
+    for name in ("llama", "t5"):
+        _save_config(name, tmp_path / name)
 
     def rows(name: str, *arguments: str) -> set[str]:
         capsys.readouterr()

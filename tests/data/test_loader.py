@@ -126,26 +126,6 @@ def test_a_stream_that_cannot_seek_refuses_to_begin_in_the_middle() -> None:
         prepared(iter([1, 2])).iterate(1)
 
 
-class Remembering:
-    """An iterable of batches that keeps its own place."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.place = 0
-
-    def __iter__(self) -> Iterator[int]:
-        start, self.place = self.place, 0
-        for i in range(start, self.n):
-            self.place = i + 1
-            yield i
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 # Uneven ranks
 
 

@@ -1,4 +1,4 @@
-"""A small GPT on characters: configured as nanoGPT's is for a CPU, alone, on two ranks, sharded, and after a kill."""
+"""A small GPT on characters, configured as nanoGPT's is for a CPU: alone, and after a kill."""
 
 from __future__ import annotations
 
@@ -22,68 +22,30 @@ from trainwright.callbacks import ModelCheckpoint
 BLOCK, BATCH = 64, 12
 
 
-class SelfAttention(nn.Module):
-    """Causal attention of several heads."""
-
-    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
-        super().__init__()
-        self.n_head, self.dropout = n_head, dropout
-        self.qkv, self.out = nn.Linear(n_embd, 3 * n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mix each position of x, shape (batch, time, channels), with those before it."""
-        batch, time, width = x.shape
-        heads = self.qkv(x).view(batch, time, 3, self.n_head, width // self.n_head).permute(2, 0, 3, 1, 4)
-        p = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=p)
-        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
-
-
-class Block(nn.Module):
-    """Attention and a perceptron, each beside a shortcut."""
-
-    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(n_embd, bias=False), nn.LayerNorm(n_embd, bias=False)
-        self.attention = SelfAttention(n_embd, n_head, dropout)
-        self.mlp = nn.Sequential(
-            nn.Linear(n_embd, 4 * n_embd, bias=False),
-            nn.GELU(),
-            nn.Linear(4 * n_embd, n_embd, bias=False),
-            nn.Dropout(dropout),
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what has the shape of x."""
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class GPT(L.TaskModule):
     """A decoder whose input and output embeddings are one."""
 
     def __init__(
-        self, vocab_size: int, iterations: int, n_layer: int = 4, n_embd: int = 128, n_head: int = 4,
-        dropout: float = 0.0, learning_rate: float = 3e-3, weight_decay: float = 0.1, warmup: int = 90,
-    ) -> None:  # fmt: skip
+        self, vocab_size: int, iterations: int, dropout: float = 0.0, learning_rate: float = 3e-3, warmup: int = 90
+    ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.token, self.position = nn.Embedding(vocab_size, n_embd), nn.Embedding(BLOCK, n_embd)
-        self.blocks = nn.ModuleList([Block(n_embd, n_head, dropout) for _ in range(n_layer)])
-        self.norm = nn.LayerNorm(n_embd, bias=False)
-        self.head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.token, self.position = nn.Embedding(vocab_size, 64), nn.Embedding(BLOCK, 64)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, dropout, "gelu", batch_first=True, norm_first=True) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Linear(64, vocab_size, bias=False)
         self.head.weight = self.token.weight
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                std = 0.03 if name.startswith("blocks") else 0.02
-                into_shortcut = name.endswith(("attention.out.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=std / math.sqrt(2 * n_layer) if into_shortcut else std)
+        nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits of the next token at each position."""
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        time = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(time)
+        x = self.token(tokens) + self.position(torch.arange(time))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         return self.head(self.norm(x))
 
     def loss(self, batch: Any) -> torch.Tensor:
@@ -106,7 +68,7 @@ class GPT(L.TaskModule):
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]
         groups = [
-            {"params": matrices, "weight_decay": self.hparams.weight_decay},
+            {"params": matrices, "weight_decay": 0.1},
             {"params": vectors, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.99))
