@@ -36,12 +36,10 @@ _TOKENS = torch.arange(24).view(2, 12) % WORDS
 
 # transformers: from_pretrained(device_map=…)
 
-_LAYERS = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
 _MAPS: dict[str, dict[str, Any]] = {
     "auto": {"device_map": "auto"},
     "everything on the disk": {"device_map": {"": "disk"}},
     "max_memory, with buffers": {"device_map": "sequential", "max_memory": {"cpu": "45KB"}, "offload_buffers": True},
-    "a parameter without a place": {"device_map": _LAYERS | {"lm_head": "cpu"}},
 }
 
 
@@ -54,15 +52,8 @@ def _from_pretrained(folder: Path, kind: str) -> tuple[set[str], list[bool]]:
 
     language_model(tie_word_embeddings=False).save_pretrained(folder / "model")
     plain = LlamaForCausalLM.from_pretrained(folder / "model").eval()
-    kind_of_model: Any = LlamaForCausalLM
-    if kind == "a parameter without a place":
-
-        class WithoutPlace(LlamaForCausalLM):  # type: ignore[misc]  # it has no types
-            _no_placement_params = ("model.embed_tokens.weight",)
-
-        kind_of_model = WithoutPlace
     options = {"offload_folder": str(folder / "offloaded"), **_MAPS[kind]}
-    model = kind_of_model.from_pretrained(folder / "model", **options).eval()
+    model = LlamaForCausalLM.from_pretrained(folder / "model", **options).eval()
     with torch.no_grad():
         same = [torch.equal(model(_TOKENS).logits, plain(_TOKENS).logits)]
         settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -77,7 +68,7 @@ def _from_pretrained(folder: Path, kind: str) -> tuple[set[str], list[bool]]:
 def test_transformers_loads_with_a_device_map(kind: str, tmp_path: Path) -> None:
     (places, same), *_ = run_distributed(_from_pretrained, 1, tmp_path, kind, timeout=60)
     assert same == [True, True, True]
-    on_disk = "disk" in kind or kind.startswith(("max_memory", "a parameter"))
+    on_disk = "disk" in kind or kind.startswith("max_memory")
     assert ("disk" in places) == on_disk
 
 

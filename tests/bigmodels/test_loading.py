@@ -41,15 +41,9 @@ def _bin(folder: Path) -> Path:
 
 FORMS: dict[str, Callable[[Path], Path]] = {
     "one file": _single,
-    "its path": lambda folder: _single(folder) / "model.safetensors",
     "shards": lambda folder: save_sharded(folder, STATE),
     "their index": lambda folder: save_sharded(folder, STATE) / "model.safetensors.index.json",
     "bin": _bin,
-    "bin of torch before 1.6": lambda folder: (
-        _made(
-            folder, "pytorch_model.bin", lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False)
-        ).parent
-    ),
     "bin and a plain index": lambda folder: save_sharded(folder, STATE, plain=True, pickled=True),
     "nested in a pt file": lambda folder: _made(
         folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import StepRecorder, quiet_trainer
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data
 from trainwright.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from trainwright.core.rng import seed_everything
@@ -190,25 +190,6 @@ def test_everything_is_as_before_a_search_in_the_middle_of_a_fit(find: Any, plac
     trainer.fit(task)
     assert compares.compared == 1
     assert events.events.count("on_train_batch_end") == 16 + -(-48 // task.batch_size)
-
-
-def _losses(tmp_path: Path, callbacks: list[Any], batch_size: int, **arguments: Any) -> tuple[Any, Any]:
-    seed_everything(5)
-    recorder = StepRecorder()
-    task = _Busy(11)
-    task.batch_size = batch_size
-    trainer = quiet_trainer(
-        max_epochs=2, callbacks=[*callbacks, recorder], default_root_dir=tmp_path, seed=3, **arguments
-    )
-    trainer.fit(task)
-    return recorder.losses, weights_of(task)
-
-
-def test_a_run_with_a_search_equals_one_that_knew_the_size(tmp_path: Path) -> None:
-    found, weights = _losses(tmp_path, [BatchSizeFinder()], 3)
-    known, expected = _losses(tmp_path, [], 8)
-    assert found == known
-    assert_equal_weights(weights, expected)
 
 
 def test_a_loss_scale_is_as_before() -> None:

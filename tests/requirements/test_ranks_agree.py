@@ -11,7 +11,6 @@ import pytest
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
 
@@ -42,30 +41,6 @@ def test_all_ranks_keep_and_prefer_the_same_checkpoints(tmp_path: Path) -> None:
     first, second = run_distributed(_save, 2, tmp_path, [[3.0, 1.0, 2.0, 4.0], [1.0, 4.0, 3.0, 2.0]], init=False)
     assert first == second == ("epoch=1", 1.0, ["epoch=1", "epoch=2"])
     assert sorted(path.name for path in tmp_path.glob("epoch=*")) == ["epoch=1", "epoch=2"]
-
-
-class _OneRankWishes(Callback):
-    """One rank alone asks for the end, in its third batch."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == self.rank and batch_idx == 2:
-            trainer.should_stop = True
-
-
-def _wish(rank: int) -> tuple[int, int]:
-    trainer = quiet_trainer(devices="auto", max_epochs=5, callbacks=_OneRankWishes(rank))
-    trainer.fit(RegressionTask(), regression_loader(64), regression_loader(4))
-    return trainer.current_epoch, trainer.global_step
-
-
-def test_a_wish_of_one_rank_stops_all_of_them_at_the_same_step() -> None:
-    first, second = run_distributed(_wish, 2, 1, init=False)
-    assert first == second
-    assert first[0] == 1
-    assert 3 <= first[1] <= 20  # soon, not at the epoch's end
 
 
 class _SkewedClock(RegressionTask):

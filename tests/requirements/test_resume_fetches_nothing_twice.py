@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask
-from tests.requirements.resumable import BATCH, NoisyBatches, train
+from tests.requirements.resumable import BATCH, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import ShuffledOrder
@@ -98,9 +98,3 @@ def test_a_stream_without_a_state_is_refused_before_training_starts(tmp_path: Pa
     message = str(caught.value)
     for said in ("train_dataloader cannot begin at batch 3", "state_dict and load_state_dict", "StatefulDataLoader"):
         assert said in message
-
-
-def test_a_state_that_the_checkpoint_lacks_is_an_error_that_says_so(tmp_path: Path) -> None:
-    train(DataLoader(Forgetful(), BATCH), tmp_path)
-    with pytest.raises(ConfigurationError, match="its state is not in the checkpoint"):
-        train(NoisyBatches(20), tmp_path / "resumed", tmp_path / "step=3")
