@@ -22,7 +22,7 @@ from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import TrainwrightWarning
 
-STEPS = 40
+STEPS = 20
 
 
 def _train(folder: str, signals: dict[tuple[int, int], int], load: bool) -> dict[str, Any]:
