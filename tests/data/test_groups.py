@@ -23,7 +23,7 @@ def groups_of(n: int, size: int, world: int, accumulate: int, **more: Any) -> li
 
 
 @given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
     n: int, size: int, world: int, accumulate: int
 ) -> None:
@@ -34,7 +34,7 @@ def test_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
 
 
 @given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
     n: int, size: int, world: int, accumulate: int
 ) -> None:
@@ -54,6 +54,7 @@ def test_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
 
 
 @given(n=st.integers(1, 20), accumulate=ACCUMULATE, limit=st.none() | st.integers(1, 25), start=st.integers(0, 4))
+@settings(max_examples=50)
 def test_a_loader_without_length_gives_the_groups_of_one_with(
     n: int, accumulate: int, limit: int | None, start: int
 ) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.data.order import KeyedPermutation, ShuffledOrder, derive_key, epoch_key, mix64
@@ -34,11 +34,13 @@ def reference(n: int, key: int, place: int) -> int:
 
 
 @given(n=st.integers(0, 5000), key=KEYS)
+@settings(max_examples=50)
 def test_a_permutation_is_a_bijection(n: int, key: int) -> None:
     assert sorted(KeyedPermutation(n, key).slice(0, n).tolist()) == list(range(n))
 
 
 @given(n=st.integers(1, 2**50), key=KEYS, data=st.data())
+@settings(max_examples=50)
 def test_it_is_the_documented_cipher(n: int, key: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, n - 1))
     assert KeyedPermutation(n, key)[place] == reference(n, key, place)
@@ -52,6 +54,7 @@ def test_its_values_never_change() -> None:
 
 
 @given(n=st.integers(1, 3000), key=KEYS, data=st.data())
+@settings(max_examples=50)
 def test_a_slice_is_the_same_however_it_is_cut(n: int, key: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, n))
     permutation = KeyedPermutation(n, key)

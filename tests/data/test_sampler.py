@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
@@ -41,6 +41,7 @@ def by_round(ranks: list[list[list[int]]]) -> list[list[int]]:
 
 
 @given(**SIZES)
+@settings(max_examples=50)
 def test_the_global_order_does_not_depend_on_the_world_size(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -50,6 +51,7 @@ def test_the_global_order_does_not_depend_on_the_world_size(
 
 
 @given(**SIZES)
+@settings(max_examples=50)
 def test_the_arithmetic_of_rounds_is_what_iterating_gives(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -65,6 +67,7 @@ def test_the_arithmetic_of_rounds_is_what_iterating_gives(
 
 
 @given(start=st.integers(0, 60), **SIZES)
+@settings(max_examples=50)
 def test_starting_at_any_batch_gives_the_rest_of_the_list(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int, start: int
 ) -> None:
@@ -81,6 +84,7 @@ def test_starting_at_any_batch_gives_the_rest_of_the_list(
     rounds=st.lists(st.integers(0, 6), min_size=4, max_size=4),
     shuffle=st.booleans(),
 )
+@settings(max_examples=50)
 def test_ranks_that_change_in_number_visit_each_sample_once_in_the_same_order(
     n: int, size: int, worlds: list[int], rounds: list[int], shuffle: bool
 ) -> None:
@@ -128,6 +132,7 @@ def test_a_users_batches_are_dealt_as_they_are(world: int) -> None:
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 7), world=st.integers(1, 4), drop_last=st.booleans())
+@settings(max_examples=50)
 def test_samples_are_counted_for_torchs_own_batch_sampler(n: int, size: int, world: int, drop_last: bool) -> None:
     def shard(rank: int) -> BatchShard:
         return BatchShard(BatchSampler(SequentialSampler(range(n)), size, drop_last), rank=rank, world=world)
