@@ -15,6 +15,8 @@ from tests.helpers.distributed import RankError, run_distributed
 from trainwright import Accelerator, DataLoaderConfiguration, ShardedIterable
 from trainwright.core.errors import ConfigurationError, WorkerError
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 Batches = list[list[int]]
 
 
