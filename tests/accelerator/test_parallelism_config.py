@@ -103,6 +103,7 @@ def _trained(
 
 
 @pytest.mark.distributed
+@pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize(
     ("sizes", "sharded", "variables", "lengths", "ranks"),
     [
@@ -117,7 +118,7 @@ def test_processes_are_arranged_along_the_axes(
     env = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
     env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | ({"ACCELERATE_USE_FSDP": "true"} if sharded else {})
     found = run_distributed(_trained, 2, sizes, sharded, variables, env=env if variables else None)
-    expected, *_ = run_distributed(_trained, 1, {}, False, False)
+    expected = _trained({}, False, False)
     for value, wanted in zip(found[0][0], expected[0], strict=True):
         torch.testing.assert_close(value, wanted)
     assert found[1][1:3] == (lengths, ranks)
