@@ -124,35 +124,6 @@ def test_fp16_leaves_out_steps_that_overflow_and_their_schedule_too() -> None:
     assert net.weight.tolist() == [0.25, 0.25]
 
 
-def test_a_step_between_groups_waits_and_so_do_gradients() -> None:
-    net = Overflows()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    ours, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    due = []
-    for _ in range(4):  # over no loader of ours: counted
-        with accelerator.accumulate(ours):
-            accelerator.backward(ours(0.25))
-            optimizer.step()
-            optimizer.zero_grad()
-            due.append((accelerator.sync_gradients, float(net.weight[0].detach())))
-    assert due == [(False, 1.0), (True, 0.75), (False, 0.75), (True, 0.5)]
-
-
-def test_every_pass_has_an_order_of_its_own_which_the_epoch_and_the_seed_give() -> None:
-    def orders(seed: int) -> list[list[int]]:
-        loader = Accelerator(cpu=True, seed=seed).prepare(DataLoader(torch.arange(20), batch_size=4, shuffle=True))  # type: ignore[arg-type]
-        found = [torch.cat(list(loader)).tolist() for _ in range(2)]
-        loader.set_epoch(0)
-        return [*found, torch.cat(list(loader)).tolist()]
-
-    first, second, again = orders(3)
-    assert sorted(first) == sorted(second) == list(range(20))
-    assert first != second
-    assert again == first
-    assert orders(3) == [first, second, again]
-    assert orders(4)[0] != first
-
-
 def test_a_pass_may_begin_in_its_middle_without_fetching_what_was_before() -> None:
     fetched: list[int] = []
 

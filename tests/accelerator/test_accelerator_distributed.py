@@ -67,7 +67,13 @@ class Exchanges(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fetches_first"), [("ddp", False), ("ddp", True), ("fsdp", True), ("deepspeed_stage_2", True)]
+    ("strategy", "fetches_first"),
+    [
+        ("ddp", True),
+        pytest.param("ddp", False, marks=pytest.mark.exhaustive),
+        ("fsdp", True),
+        pytest.param("deepspeed_stage_2", True, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_rank_that_has_run_out_of_data_adds_nothing(strategy: str, fetches_first: bool) -> None:
     data, net = _data(7), _net()

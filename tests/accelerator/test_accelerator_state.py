@@ -110,49 +110,6 @@ def test_a_loaded_loop_goes_on_to_the_last_bit(save_at: int, precision: str, tmp
     assert len(again.data.fetched) == 3 * 22 - (save_at // 6 * 22 + save_at % 6 * 4)
 
 
-class DrawingTally(Tally):
-    """An object whose state cannot be saved or loaded without random numbers, such as one that makes a layer anew."""
-
-    def state_dict(self) -> dict[str, Any]:
-        torch.rand(3)
-        return super().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        torch.rand(5)
-        super().load_state_dict(state)
-
-
-def test_several_models_and_an_object_that_draws_random_numbers_go_on(tmp_path: Path) -> None:
-    def loop() -> Loop:
-        made = Loop(num_models=2)
-        made.accelerator.register_for_checkpointing(DrawingTally())
-        return made
-
-    wanted = loop().run(save_at=4, folder=tmp_path / "state")
-    again = loop()
-    again.accelerator.load_state(tmp_path / "state")
-    assert torch.equal(again.run(), wanted)
-
-
-def test_a_script_that_skips_batches_itself_stands_at_the_same_place(tmp_path: Path) -> None:
-    whole = Loop()
-    whole.run(save_at=2, folder=tmp_path / "state")
-    again = Loop()
-    again.accelerator.load_state(tmp_path / "state")
-    rest = again.accelerator.skip_first_batches(again.loader, 4)
-    for i, _ in enumerate(rest):
-        if i == 1:  # the last of a group
-            again.accelerator.save_state(tmp_path / "later")
-    for _ in again.loader:
-        pass
-    assert again.data.fetched == whole.data.fetched[8:44]
-    last = Loop()
-    last.accelerator.load_state(tmp_path / "later")
-    for _ in last.loader:
-        pass
-    assert last.data.fetched == whole.data.fetched[12:22]
-
-
 def test_what_cannot_be_saved_or_loaded_is_an_error(tmp_path: Path) -> None:
     loop = Loop()
     for _ in loop.loader:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import tqdm.auto
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.rng import seed_everything
 
 
 def _net() -> nn.Linear:
@@ -26,34 +22,6 @@ def _net() -> nn.Linear:
 
 def _loader(num: int = 8, **options: Any) -> Any:
     return DataLoader(TensorDataset(torch.ones(num, 4)), **options)
-
-
-def _micro_batches(accelerator: Accelerator, net: Any, optimizer: Any, loader: Any) -> int:
-    for (x,) in loader:
-        with accelerator.accumulate(net):
-            accelerator.backward(net(x).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-    return int(optimizer.num_steps)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:this process has an Accelerator:trainwright.core.errors.TrainwrightWarning")
-def test_a_notebook_s_cell_may_be_run_twice() -> None:
-    net: Any = _net()
-    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
-    loader: Any = _loader()
-    for precision in ("bf16", "no"):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision=precision)
-        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-        assert _micro_batches(accelerator, net, optimizer, loader) == 2
-        kept = accelerator._prepared
-        assert [len(kept.models), len(kept.optimizers), len(kept.dataloaders)] == [1, 1, 1]
-    assert type(net) is nn.Linear  # of the second one, without autocast
-    accelerator.free_memory()
-    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
-    assert _micro_batches(accelerator, net, optimizer, loader) == 2
-    assert len(accelerator._prepared.optimizers) == 1
 
 
 class Scores(nn.Module):
@@ -92,38 +60,6 @@ def test_a_method_that_runs_past_the_replica_is_an_error() -> None:
     assert run_distributed(_pass_by, 2, init=False) == [["AcceleratedModel", ""]] * 2
 
 
-def _adversaries(precision: str) -> list[float]:
-    """Return the norms that two optimizers of one loop clip, with accumulation."""
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
-    nets = [_net(), _net()]
-    made = accelerator.prepare(*nets, *[torch.optim.SGD(net.parameters(), lr=0.1) for net in nets], _loader(8))
-    if precision == "fp16":
-        accelerator._scale.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)  # type: ignore[union-attr]
-    norms = []
-    for (x,) in made[-1]:
-        with accelerator.accumulate(*made[:2]):
-            for net, optimizer in zip(made[:2], made[2:4], strict=True):
-                accelerator.backward(net(x).square().sum())
-                if accelerator.sync_gradients:
-                    norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 1.0)))
-                optimizer.step()
-                optimizer.zero_grad()
-    return norms
-
-
-def test_two_optimizers_with_accumulation_have_one_scale_in_a_group() -> None:
-    assert _adversaries("fp16") == pytest.approx(_adversaries("no"), rel=0.02)
-
-
-def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_construction() -> None:
-    def order(seed: int) -> list[Any]:
-        accelerator = Accelerator(cpu=True)
-        seed_everything(seed)
-        return [batch.tolist() for batch in accelerator.prepare(DataLoader(torch.arange(20), shuffle=True))]  # type: ignore[arg-type]
-
-    assert order(1) == order(1) != order(2)
-
-
 class Stream(IterableDataset[int]):
     """Data that can only be gone through."""
 
@@ -142,20 +78,6 @@ def test_an_iterable_is_gone_through_where_batches_are_skipped(tmp_path: Path) -
     with pytest.warns(TrainwrightWarning, match=r"skip_first_batches\(loader, 3\)"):
         again.load_state(tmp_path / "state")
     assert [int(batch) for batch in again.skip_first_batches(loader, 3)] == [3, 4, 5]
-
-
-def _losses_by_rank(num: int, size: int) -> list[float]:
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(torch.arange(float(num)), batch_size=size))  # type: ignore[arg-type]
-    return [v for x in loader for v in accelerator.gather_for_metrics(x.mean().repeat(size)).tolist()]
-
-
-@pytest.mark.distributed
-def test_repeated_losses_are_trimmed_on_every_rank() -> None:
-    for num in (11, 13):
-        for losses in run_distributed(_losses_by_rank, 2, num, 4):
-            assert len(losses) == num
-            assert sum(losses) / num == pytest.approx((num - 1) / 2)
 
 
 def test_a_step_without_any_item_is_warned_of_once() -> None:
@@ -214,26 +136,12 @@ def test_a_state_is_not_saved_with_gradients_of_a_group_that_was_left(tmp_path: 
     accelerator.save_state(tmp_path / "state")
 
 
-def test_a_loop_may_skip_some_micro_batches() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    net, loader = accelerator.prepare(_net(), _loader(batch_size=2))
-    steps: list[bool] = []
-    for index, batch in enumerate(loader):
-        if index % 2:
-            with accelerator.accumulate(net):
-                accelerator.backward(net(batch[0]).mean())
-                steps.append(accelerator.sync_gradients)
-        del batch
-    assert steps == [True, True]
-
-
 def _read_ahead(loader: Any) -> Any:
     iter(loader)  # never read
     return loader
 
 
-@pytest.mark.parametrize("around", [_read_ahead, partial(tqdm.auto.tqdm, disable=True)], ids=["iter", "tqdm.auto"])
-def test_an_iterator_that_is_not_read_begins_no_pass(around: Callable[[Any], Any], tmp_path: Path) -> None:
+def test_an_iterator_that_is_not_read_begins_no_pass(tmp_path: Path) -> None:
     def prepared() -> tuple[Accelerator, Any]:
         accelerator = Accelerator(cpu=True)
         data = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=1, shuffle=True)
@@ -244,11 +152,11 @@ def test_an_iterator_that_is_not_read_begins_no_pass(around: Callable[[Any], Any
     passes = [[int(batch[0]) for batch in loader] for _ in range(2)]
     torch.manual_seed(0)
     accelerator, loader = prepared()
-    assert [int(batch[0]) for batch in around(loader)] == passes[0]
-    for number, _ in enumerate(around(loader), start=1):
+    assert [int(batch[0]) for batch in _read_ahead(loader)] == passes[0]
+    for number, _ in enumerate(_read_ahead(loader), start=1):
         if number == 4:
             accelerator.save_state(tmp_path / "state")
             break
     accelerator, loader = prepared()
     accelerator.load_state(tmp_path / "state")
-    assert [int(batch[0]) for batch in around(loader)] == passes[1][4:]
+    assert [int(batch[0]) for batch in _read_ahead(loader)] == passes[1][4:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import trainwright
 from tests.accelerator.tiny_llama import (
     STEPS,
     Sentences,
@@ -22,6 +25,8 @@ from tests.accelerator.tiny_llama import (
     train_by_hand,
 )
 from tests.helpers.distributed import run_distributed
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.stand_in import run_script
 
 _SCRIPT = """
 import importlib.metadata, sys
@@ -44,46 +49,51 @@ print(sys.argv)
 """
 
 
-def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+def _run_module(folder: Path) -> str:
+    """Run the script as a module; return what it has printed."""
+    sys.path.insert(0, str(folder))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        run_script(["-m", "script", "x"])
+    return said.getvalue()
 
 
 @pytest.mark.slow
-def test_a_script_imports_trainwright_as_accelerate(tmp_path: Path) -> None:
+@pytest.mark.distributed
+def test_a_script_imports_trainwright_as_accelerate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    found = _run("-m", "trainwright.as_accelerate", str(script), "--flag", "1")
+    command = [sys.executable, "-m", "trainwright.as_accelerate", str(script), "--flag", "1"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == str([str(script), "--flag", "1"])
-    found = _run("-m", "trainwright.as_accelerate", "-m", "script", "x", cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert _run("-m", "trainwright.as_accelerate").stderr.startswith("usage:")
-    absent = _run("-m", "trainwright.as_accelerate", "--num_processes", "2", str(script))
-    assert "trainwright launch --num_processes 2 -m trainwright.as_accelerate script.py" in absent.stderr
+    assert run_distributed(_run_module, 1, tmp_path, init=False)[0].strip() == str([str(script), "x"])
+    with pytest.raises(SystemExit, match="usage:"):
+        run_script([])
+    advised = "trainwright launch --num_processes 2 -m trainwright.as_accelerate script.py"
+    with pytest.raises(SystemExit, match=advised):
+        run_script(["--num_processes", "2", str(script)])
 
 
-@pytest.mark.slow
+def _replace_and_remove() -> str:
+    with trainwright.as_accelerate():
+        trainwright.as_accelerate()  # changes nothing
+        import accelerate.utils
+
+        assert accelerate.Accelerator is trainwright.Accelerator
+    assert not any(name.startswith("accelerate") for name in sys.modules)
+    sys.modules["accelerate"] = sys
+    with pytest.raises(ConfigurationError) as caught:
+        trainwright.as_accelerate()
+    return str(caught.value)
+
+
+@pytest.mark.distributed
 def test_it_can_be_removed_and_refuses_an_imported_accelerate() -> None:
-    found = _run(
-        "-W",
-        "ignore",
-        "-c",
-        "import sys, trainwright\n"
-        "with trainwright.as_accelerate():\n"
-        "    trainwright.as_accelerate()\n"  # changes nothing
-        "    import accelerate.utils\n"
-        "    assert accelerate.Accelerator is trainwright.Accelerator\n"
-        "assert not any(name.startswith('accelerate') for name in sys.modules)\n"
-        "sys.modules['accelerate'] = sys\n"
-        "trainwright.as_accelerate()\n",
-    )
-    assert "accelerate is imported already" in found.stderr.strip().splitlines()[-1]
+    assert "accelerate is imported already" in run_distributed(_replace_and_remove, 1, init=False)[0]
 
 
 def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train with transformers' Trainer; returns the losses of all steps and the class of its Accelerator."""
-    import trainwright
-
     trainwright.as_accelerate()
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import IterableDataset
 
 from tests.accelerator.tiny_llama import (
     GROUP,
@@ -38,12 +36,10 @@ _TOKENS = torch.arange(24).view(2, 12) % WORDS
 
 # transformers: from_pretrained(device_map=…)
 
-_LAYERS = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
 _MAPS: dict[str, dict[str, Any]] = {
     "auto": {"device_map": "auto"},
     "everything on the disk": {"device_map": {"": "disk"}},
     "max_memory, with buffers": {"device_map": "sequential", "max_memory": {"cpu": "45KB"}, "offload_buffers": True},
-    "a parameter without a place": {"device_map": _LAYERS | {"lm_head": "cpu"}},
 }
 
 
@@ -56,15 +52,8 @@ def _from_pretrained(folder: Path, kind: str) -> tuple[set[str], list[bool]]:
 
     language_model(tie_word_embeddings=False).save_pretrained(folder / "model")
     plain = LlamaForCausalLM.from_pretrained(folder / "model").eval()
-    kind_of_model: Any = LlamaForCausalLM
-    if kind == "a parameter without a place":
-
-        class WithoutPlace(LlamaForCausalLM):  # type: ignore[misc]  # it has no types
-            _no_placement_params = ("model.embed_tokens.weight",)
-
-        kind_of_model = WithoutPlace
     options = {"offload_folder": str(folder / "offloaded"), **_MAPS[kind]}
-    model = kind_of_model.from_pretrained(folder / "model", **options).eval()
+    model = LlamaForCausalLM.from_pretrained(folder / "model", **options).eval()
     with torch.no_grad():
         same = [torch.equal(model(_TOKENS).logits, plain(_TOKENS).logits)]
         settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -79,7 +68,7 @@ def _from_pretrained(folder: Path, kind: str) -> tuple[set[str], list[bool]]:
 def test_transformers_loads_with_a_device_map(kind: str, tmp_path: Path) -> None:
     (places, same), *_ = run_distributed(_from_pretrained, 1, tmp_path, kind, timeout=60)
     assert same == [True, True, True]
-    on_disk = "disk" in kind or kind.startswith(("max_memory", "a parameter"))
+    on_disk = "disk" in kind or kind.startswith("max_memory")
     assert ("disk" in places) == on_disk
 
 
@@ -172,14 +161,6 @@ def _ragged() -> list[list[int]]:
     return [Sentences()[index]["input_ids"].tolist()[: (9, 10, 13)[index % 3]] for index in range(48)]
 
 
-def _blocks(packed: bool) -> list[list[int]]:
-    """Return the sentences, or packed: blocks of 8 tokens across sentences."""
-    if not packed:
-        return _ragged()
-    tokens = [token for sentence in _ragged() for token in sentence]
-    return [tokens[start : start + 8] for start in range(0, len(tokens), 8)]
-
-
 def _loss_of_blocks(model: Any, blocks: list[list[int]]) -> torch.Tensor:
     """Return the mean loss over all tokens but the first of each block."""
     rows = [torch.tensor(block) for block in blocks]
@@ -190,7 +171,7 @@ def _loss_of_blocks(model: Any, blocks: list[list[int]]) -> torch.Tensor:
     return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
-def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -> list[dict[str, float]]:
+def _fine_tune(folder: Path, resume: str | None, adapters: bool) -> list[dict[str, float]]:
     """Train with trl's SFTTrainer; returns what it has logged in each step."""
     import trainwright
 
@@ -202,8 +183,7 @@ def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -
 
     disable_caching()
     words = Tokenizer(models.WordLevel({str(word): word for word in range(WORDS)}, unk_token="0"))
-    packing = {"max_length": 8 if packed else 16, "packing": packed, "packing_strategy": "wrapped"}
-    arguments = SFTConfig(**arguments_of(folder, max_steps=STEPS, bf16=False, **packing))
+    arguments = SFTConfig(**arguments_of(folder, max_steps=STEPS, bf16=False, max_length=16))
     trainer = in_order(SFTTrainer)(
         model=_adapted(folder) if adapters else language_model(),
         args=arguments,
@@ -216,19 +196,19 @@ def _fine_tune(folder: Path, packed: bool, resume: str | None, adapters: bool) -
     return [{name: entry[name] for name in names} for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(("kind", "num_ranks"), [("sentences", 1), ("sentences", 2), ("packed", 2), ("adapters", 2)])
+@pytest.mark.parametrize(("kind", "num_ranks"), [("sentences", 1), ("sentences", 2), ("adapters", 2)])
 def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -> None:
-    packed, adapters = kind == "packed", kind == "adapters"
-    model, blocks = _adapted(tmp_path) if adapters else language_model(), _blocks(packed)
+    adapters = kind == "adapters"
+    model, blocks = _adapted(tmp_path) if adapters else language_model(), _ragged()
     groups = [blocks[start : start + GROUP] for start in range(0, len(blocks), GROUP)]
     steps = [groups[step % len(groups)] for step in range(STEPS)]
     losses = train_by_hand(model, lambda step: _loss_of_blocks(model, steps[step]))
-    found, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, packed, None, adapters, timeout=90)
+    found, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, None, adapters, timeout=90)
     measured = torch.tensor([entry["loss"] for entry in found])
     torch.testing.assert_close(measured, torch.tensor(losses), rtol=1e-5, atol=1e-5)
     assert found[-1]["num_tokens"] == sum(len(block) for step in steps for block in step)
     resume = str(tmp_path / "checkpoint-4")
-    again, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, packed, resume, adapters, timeout=90)
+    again, *_ = run_distributed(_fine_tune, num_ranks, tmp_path, resume, adapters, timeout=90)
     assert again[:4] == found[:4]
     for name in ("loss", "grad_norm"):
         assert [entry[name] for entry in again[4:]] == [entry[name] for entry in found[4:]]
@@ -237,110 +217,4 @@ def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -
 # transformers' Trainer: options that use other parts of accelerate
 
 
-class _Stream(IterableDataset[dict[str, torch.Tensor]]):
-    """The sentences, without a length."""
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return (Sentences()[index] for index in range(48))
-
-
-_EXTRAS: dict[str, dict[str, Any]] = {
-    "auto_find_batch_size": {"auto_find_batch_size": True},
-    "bf16": {"bf16": True},
-    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True, "split_batches": False}},
-    "even_batches": {"accelerator_config": {"even_batches": False, "use_seedable_sampler": False}},
-    "stream": {"max_steps": STEPS},
-    "best model": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2},
-}
-
-
-def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
-    """Train with options of transformers' Trainer, and predict."""
-    import trainwright
-
-    trainwright.as_accelerate()
-    from transformers import Trainer, TrainingArguments
-
-    class Watched(Trainer if kind == "stream" else in_order(Trainer)):  # type: ignore[misc]  # it has no types
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if kind == "auto_find_batch_size" and self._train_batch_size > GROUP:
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    # A smaller batch is 0.9 of it, then 0.9 of that.
-    size = 23 if kind == "auto_find_batch_size" else GROUP // dist.get_world_size()
-    options = {"save_strategy": "no", "num_train_epochs": 2, **_EXTRAS[kind]}
-    if kind == "best model":
-        options["save_strategy"] = "steps"
-    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 1}
-    arguments = TrainingArguments(**arguments_of(folder, **sizes, **options))
-    data: Any = _Stream() if kind == "stream" else Sentences()
-    trainer = Watched(model=language_model(), args=arguments, train_dataset=data, eval_dataset=Sentences())
-    trainer.train()
-    if kind == "best model":
-        assert trainer.state.best_model_checkpoint == str(folder / f"checkpoint-{trainer.state.best_global_step}")
-    found = trainer.predict(Sentences())
-    return {
-        "losses": losses_of(trainer),
-        "predictions": torch.from_numpy(found.predictions),
-        "size": trainer._train_batch_size,
-    }
-
-
-_ON_TWO = ("dispatch_batches", "even_batches", "stream", "best model")
-
-
-@pytest.mark.parametrize("kind", _EXTRAS)
-def test_options_of_transformers_trainer(kind: str, tmp_path: Path) -> None:
-    found, *_ = run_distributed(_train_with_extras, 2 if kind in _ON_TWO else 1, tmp_path, kind, timeout=60)
-    model = language_model()
-    losses = train_by_hand(model)
-    if kind == "auto_find_batch_size":
-        assert found["size"] <= GROUP
-        assert len(found["losses"]) == 2 * -(-48 // found["size"])
-        return
-    tolerance = 2e-2 if kind == "bf16" else 1e-5
-    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=tolerance, atol=tolerance)
-    with torch.no_grad():
-        wanted = model(torch.stack([Sentences()[index]["input_ids"] for index in range(48)])).logits
-    torch.testing.assert_close(found["predictions"], wanted, rtol=tolerance, atol=tolerance)
-
-
 # diffusers: models that move to the device one after another
-
-
-def _generate_images(kind: str) -> list[bool]:
-    """Run a pipeline with offloaded models; returns whether each result is that of the plain pipeline."""
-    import trainwright
-
-    trainwright.as_accelerate()
-    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
-    from diffusers.utils import logging
-
-    logging.disable_progress_bar()
-
-    def pipeline() -> Any:
-        torch.manual_seed(0)
-        unet = UNet2DModel(
-            sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=4,
-            block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        )  # fmt: skip
-        return DDPMPipeline(unet, DDPMScheduler(num_train_timesteps=10))
-
-    def images(run: Any) -> torch.Tensor:
-        options = {"num_inference_steps": 3, "output_type": "np", "generator": torch.Generator().manual_seed(1)}
-        return torch.from_numpy(run(**options).images)
-
-    plain, offloaded = pipeline(), pipeline()
-    getattr(offloaded, f"enable_{kind}_cpu_offload")(device="cpu")
-    wanted = images(plain)
-    same = [torch.equal(images(offloaded), wanted), torch.equal(images(offloaded), wanted)]
-    offloaded.remove_all_hooks()
-    return [*same, torch.equal(images(offloaded), wanted)]
-
-
-@pytest.mark.parametrize("kind", ["model", "sequential"])
-def test_diffusers_offloads_models(kind: str) -> None:
-    found, *_ = run_distributed(_generate_images, 1, kind, timeout=60)
-    assert found == [True, True, True]

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DeepSpeedPlugin, DummyOptim, DummyScheduler
-from trainwright.core.errors import ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -73,21 +72,3 @@ def test_the_plugin_holds_the_values_of_auto_after_prepare() -> None:
         assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (8, 2)
         assert (config["gradient_accumulation_steps"], config["gradient_clipping"]) == (2, 0)
         assert (config["bf16"], config["fp16"]) == ({"enabled": True}, {"enabled": False})
-
-
-def _refused() -> list[str]:
-    found = []
-    for model, entries in ((_model(), {}), (_model(hidden_size=8), {"train_micro_batch_size_per_gpu": 3})):
-        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=_config(**entries)))
-        optimizer: Any = DummyOptim(model.parameters(), lr=0.05)
-        with pytest.raises(ConfigurationError) as caught:
-            accelerator.prepare(model, optimizer, DummyScheduler(optimizer, total_num_steps=6), _loader())
-        found.append(str(caught.value))
-        accelerator.end_training()
-    return found
-
-
-def test_what_the_configuration_cannot_be_is_an_error() -> None:
-    for hidden_size, batch_size in run_distributed(_refused, 2, init=False, timeout=240):
-        assert '"auto" for zero_optimization.reduce_bucket_size' in hidden_size
-        assert "train_micro_batch_size_per_gpu=3, which differs from the training loader's batch_size=2" in batch_size

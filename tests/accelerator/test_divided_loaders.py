@@ -15,6 +15,8 @@ from tests.helpers.distributed import RankError, run_distributed
 from trainwright import Accelerator, DataLoaderConfiguration, ShardedIterable
 from trainwright.core.errors import ConfigurationError, WorkerError
 
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
 Batches = list[list[int]]
 
 
@@ -162,11 +164,13 @@ def _listed(value: Any) -> Any:
     return [_listed(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def _every_case() -> dict[str, Any]:
+def _every_case(with_workers: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (options, cases) in CASES.items():
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))  # type: ignore[arg-type]
         for case, (make, *_) in cases.items():
+            if (case == "workers") != with_workers:
+                continue
             given = make()
             kept = weakref.ref(given)
             loader = accelerator.prepare_data_loader(given)
@@ -176,11 +180,13 @@ def _every_case() -> dict[str, Any]:
     return found
 
 
-def test_each_rank_reads_its_share_and_results_are_gathered_once() -> None:
-    for rank, found in enumerate(run_distributed(_every_case, 2, init=False, timeout=240)):
-        for name, (_, cases) in CASES.items():
-            for case, (_, expected, gathered) in cases.items():
-                assert found[f"{name}: {case}"] == [(expected[rank], gathered, True)] * 2, (name, case)
+@pytest.mark.parametrize("with_workers", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_each_rank_reads_its_share_and_results_are_gathered_once(with_workers: bool) -> None:
+    for rank, found in enumerate(run_distributed(_every_case, 2, with_workers, init=False, timeout=240)):
+        for each, read in found.items():
+            name, case = each.split(": ")
+            _, expected, gathered = CASES[name][1][case]
+            assert read == [(expected[rank], gathered, True)] * 2, each
 
 
 def _dispatched() -> dict[str, Any]:

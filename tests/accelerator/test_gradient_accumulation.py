@@ -191,14 +191,6 @@ def test_gradients_of_an_interrupted_group_are_freed_if_the_number_of_steps_chan
     assert net.weight.grad.item() == 1.0  # of one micro-batch, as the next group's first was carried
 
 
-def test_gradients_of_a_group_that_failed_are_freed_before_the_next_one() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
-    with pytest.warns(TrainwrightWarning, match="were freed"):
-        _run_micro_batches(accelerator, net, loader, fails_at=3)
-    assert net.weight.grad.item() == 1.0
-
-
 def test_zero_grad_between_two_passes_ends_an_interrupted_group() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net = nn.Linear(1, 1)

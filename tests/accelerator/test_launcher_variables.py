@@ -61,27 +61,6 @@ def test_unsupported_variables_are_warnings(name: str, value: str, text: str, mo
     assert _warnings_of()[1] == found  # in each script, not once for a process
 
 
-def test_defaults_of_the_launcher_are_not_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "ACCELERATE_USE_CPU": "False",
-        "ACCELERATE_MIXED_PRECISION": "no",
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_DYNAMO_MODE": "default",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1",
-        "ACCELERATE_DEBUG_MODE": "true",
-        "ACCELERATE_USE_FSDP": "false",
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO",
-    }.items():
-        monkeypatch.setenv(name, value)
-    accelerator, found = _warnings_of(gradient_accumulation_steps=4, mixed_precision="bf16")
-    assert found == []
-    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (4, "bf16")
-
-
 def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto ")
     with pytest.raises(ConfigurationError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS='auto '"):

@@ -142,7 +142,15 @@ _WAYS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("way", "custom"), [("interleaved", True), ("tp", False), ("shards", True), ("shards", False)])
+@pytest.mark.parametrize(
+    ("way", "custom"),
+    [
+        ("interleaved", True),
+        pytest.param("tp", False, marks=pytest.mark.exhaustive),
+        pytest.param("shards", True, marks=pytest.mark.exhaustive),
+        ("shards", False),
+    ],
+)
 def test_the_page_trains_as_one_process_does(way: str, custom: bool) -> None:
     options, batch_size = _WAYS[way]
     if custom:  # its loss function takes no logits

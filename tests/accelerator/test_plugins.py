@@ -100,18 +100,6 @@ def test_an_fsdp_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyPatch
     assert pickle.loads(pickle.dumps(plugin)) == plugin
 
 
-_AUTO = {
-    "bf16": {"enabled": "auto"},
-    "zero_optimization": {
-        "stage": "auto",
-        "stage3_gather_16bit_weights_on_model_save": "auto",
-        "offload_optimizer": {"device": "auto"},
-    },
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "gradient_accumulation_steps": "auto",
-}
 _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     "defaults": ({}, {}, {"zero_stage": 2}),
     "variables": (
@@ -129,31 +117,6 @@ _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
             "gradient_clipping": 1.5,
             "offload_param_device": "cpu",
             "transformer_moe_cls_names": "Experts",
-        },
-    ),
-    "auto values": (
-        {"hf_ds_config": _AUTO, "gradient_accumulation_steps": 5},
-        {
-            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
-            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme",
-            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-        },
-        {
-            "hf_ds_config": {
-                "bf16": {"enabled": "auto"},
-                "zero_optimization": {
-                    "stage": 3,
-                    "stage3_gather_16bit_weights_on_model_save": True,
-                    "offload_optimizer": {"device": "nvme"},
-                },
-                "gradient_clipping": 1.0,
-                "train_batch_size": "auto",
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": 5,
-            },
-            "zero_stage": 3,
-            "offload_optimizer_device": "nvme",
         },
     ),
 }
@@ -386,28 +349,9 @@ def test_what_contradicts_itself_is_an_error_before_anything_starts(arguments: d
 # Handlers
 
 
-def _half_loop(net: nn.Linear, options: GradScalerKwargs) -> list[float]:
-    """Train in float16 by hand; return the scales."""
-    scaler = torch.amp.GradScaler("cpu", **options.to_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scales = []
-    for step in range(4):
-        with torch.autocast("cpu", dtype=torch.float16):
-            output = net(torch.full((2, 3), float(step)))
-        scales.append(scaler.get_scale())
-        scaler.scale(output.float().square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return scales
-
-
 def test_the_loss_scale_has_the_options_of_its_handler() -> None:
     options = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, growth_interval=1)
-    torch.manual_seed(0)
-    by_hand = nn.Linear(3, 2)
-    net = pickle.loads(pickle.dumps(by_hand))
-    expected = _half_loop(by_hand, options)
+    net = nn.Linear(3, 2)
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[options])
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     scales = []
@@ -418,9 +362,7 @@ def test_the_loss_scale_has_the_options_of_its_handler() -> None:
         scales.append(accelerator._scale.scaler.get_scale())
         optimizer.step()
         optimizer.zero_grad()
-    assert scales == expected == [8.0, 32.0, 128.0, 512.0]
-    for name, value in by_hand.state_dict().items():
-        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=0)
+    assert scales == [8.0, 32.0, 128.0, 512.0]
 
 
 def test_autocast_has_the_options_of_its_handler() -> None:

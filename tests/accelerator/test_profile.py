@@ -20,22 +20,6 @@ def _inputs() -> torch.Tensor:
     return torch.randn(2, 3, 8, 8)
 
 
-def test_a_schedule_calls_the_handler_for_each_cycle() -> None:
-    seen: list[int] = []
-    options = ProfileKwargs(
-        activities=["cpu"],
-        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2, "skip_first": 1},
-        on_trace_ready=lambda prof: seen.append(prof.step_num),
-    )
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[options])
-    model = accelerator.prepare(_model())
-    with accelerator.profile() as prof:
-        for _ in range(8):
-            model(_inputs())
-            prof.step()
-    assert seen == [4, 7]
-
-
 def test_each_cycle_and_context_has_a_file_and_the_handler_its_own(tmp_path: Path) -> None:
     handler = torch.profiler.tensorboard_trace_handler(str(tmp_path / "board"))
     schedule = {"wait": 1, "active": 1}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
@@ -22,7 +20,6 @@ from hypothesis.stateful import (
 )
 from torch import nn
 
-from tests.helpers.sources import ROOT
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.checkpoint.format import writer
@@ -143,44 +140,7 @@ class _SavedStates(RuleBasedStateMachine):
         self.accelerator.end_training()
 
 
-def test_states_are_never_overwritten_or_deleted_too_early() -> None:
-    limits = settings(max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(_SavedStates, settings=limits)
-
-
-_LAST_SAVE_FAILS = """
-import os, sys
-import torch
-from trainwright import Accelerator, ProjectConfiguration
-from trainwright.checkpoint import save_group
-from trainwright.checkpoint.format import writer
-
-def full(*_, **__):
-    raise OSError(28, "No space left on device")
-
-def main():
-    accelerator = Accelerator(cpu=True, strategy="fsdp", project_config=ProjectConfiguration(async_save=True))
-    net = torch.nn.Linear(4, 4)
-    accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    if accelerator.process_index == accelerator.num_processes - 1:
-        writer.write_files = save_group.write_files = full
-    accelerator.save_state(sys.argv[1])
-    print("the script is done", flush=True)
-
-main()
-"""
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
-def test_a_failed_last_save_is_reported_at_exit(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(_LAST_SAVE_FAILS)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command = [sys.executable, *launcher, str(script), str(tmp_path / "state")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.count("the script is done") == 2
-    assert done.returncode == 1
-    assert "could not be written" in done.stderr
-    assert "No space left on device" in done.stderr
-    assert not (tmp_path / "state").exists()
+def test_states_are_never_overwritten_or_deleted_too_early() -> None:
+    limits = settings(max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(_SavedStates, settings=limits)

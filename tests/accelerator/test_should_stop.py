@@ -22,7 +22,7 @@ from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import TrainwrightWarning
 
-STEPS = 40
+STEPS = 20
 
 
 def _train(folder: str, signals: dict[tuple[int, int], int], load: bool) -> dict[str, Any]:
@@ -88,7 +88,7 @@ lock(mutex), lock(mutex)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loop_that_hangs_outside_of_python_ends_after_a_signal() -> None:
     # A collective that another rank does not reach hangs so, too: Python runs no handler until it returns.
     command = [sys.executable, "-c", _HANGS]

@@ -53,17 +53,18 @@ def _train(sizes: dict[str, int] | None, rows: slice = slice(None)) -> dict[str,
     return {"losses": losses, "norm": float(norm), "lengths": lengths, "state": state, "rank": rank}
 
 
+@pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize(
     "sizes",
     [
         {"sp_size": 2},
-        pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow),
+        pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
 def test_a_loop_equals_one_process(sizes: dict[str, int]) -> None:
     world = torch.tensor(list(sizes.values())).prod().item()
-    of_ranks, (alone,) = run_distributed(_train, int(world), sizes), run_distributed(_train, 1, None)
+    of_ranks, alone = run_distributed(_train, int(world), sizes), _train(None)
     found = of_ranks[0]
     assert found["lengths"] == {8}
     assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)

@@ -108,6 +108,7 @@ class _Stream(IterableDataset[int]):
         return iter(range(rank, 5, world))
 
 
+@pytest.mark.distributed
 def test_processes_get_only_their_own_batches() -> None:
     ranks = run_distributed(_own_batches, 2, init=False, timeout=60)
     own = [[2, [[0, 1], [4, 5]]], [1, [[2, 3]]]]

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import random
-import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -255,10 +254,18 @@ def test_a_variable_sets_the_level_of_loggers() -> None:
         assert get_logger("of_an_argument", log_level="ERROR").logger.level == 40
 
 
-def test_uncaught_errors_are_shown_by_rich_on_request() -> None:
+def test_uncaught_errors_are_shown_by_rich_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("rich")
-    program = "import trainwright; trainwright.Accelerator(cpu=True); raise ValueError('shown')"
-    environ = {**os.environ, "ACCELERATE_ENABLE_RICH": "True", "TERM": "dumb"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environ, check=False)
-    assert "ValueError: shown" in done.stderr
-    assert "Traceback (most recent call last) ─" in done.stderr
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "True")
+    monkeypatch.setenv("TERM", "dumb")
+    Accelerator(cpu=True)
+    try:
+        raise ValueError("shown")
+    except ValueError as error:
+        sys.excepthook(ValueError, error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert "ValueError: shown" in said
+    assert "Traceback (most recent call last) ─" in said

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
-import random
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.bigmodels.models import Block, Buffered, TiedModel, layer, layers
+from tests.bigmodels.models import Block, TiedModel, layer, layers
 from trainwright import (
     ConfigurationError,
     check_device_map,
@@ -102,16 +97,6 @@ def test_everything_is_placed_within_the_budgets_and_ties_lie_together(case: Any
         assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
 
 
-@given(_TREES, _BUDGETS)
-@_LAW
-def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_budgets: Any) -> None:
-    outline = _outline(tree, [])
-    budgets: dict[int | str, int | None] = {**dict(enumerate(given_budgets[0])), "cpu": 60, "disk": None}
-    device_of = _device_of_layers(outline, assign_devices(outline, budgets))
-    places = [list(budgets).index(device_of[part]) for part in sorted(device_of)]
-    assert places == sorted(places)
-
-
 _WITHOUT_MEMORY = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
 MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]] = {
     "devices are filled one after the other": (
@@ -158,13 +143,6 @@ def test_a_block_is_divided_unless_its_class_is_named() -> None:
     assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
 
 
-def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
-    model = layers(100, 5, 5, 100)
-    assert infer_auto_device_map(model, {0: 450, "cpu": 1000}) == {"": "cpu"}
-    found = infer_auto_device_map(model, {0: 450, "cpu": 1000}, fallback_allocation=True)
-    assert found == {"0": "cpu", "1": 0, "2": "cpu", "3": "cpu"}
-
-
 def test_an_accelerator_too_small_for_the_largest_layer_is_left_out_with_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="nothing is placed on {0: 50 B}.* needs 100 B"):
         assert infer_auto_device_map(layers(25, 25), {0: 50, "cpu": 500}) == {"": "cpu"}
@@ -193,13 +171,6 @@ def test_balanced_budgets_are_a_share_and_a_quarter_more_than_a_block() -> None:
 )
 def test_a_word_stands_for_a_map(word: str, expected: dict[str, int]) -> None:
     assert resolve_device_map(layers(25, 25, 25, 25), word, max_memory={0: 1000, 1: 1000}) == expected
-
-
-def test_a_map_that_leaves_something_out_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigurationError, match=r"0\.b\.weight, 1\.a\.weight, 1\.b\.weight\."):
-        check_device_map(nn.Sequential(Block(), Block()), {"0.a": 0})
-    with pytest.raises(ConfigurationError, match="parameters: saved"):
-        check_device_map(Buffered(), {"layer": 0})
 
 
 def test_a_name_that_is_no_module_is_warned_of() -> None:
@@ -232,62 +203,6 @@ def test_with_what_is_missing_all_lies_on_accelerators() -> None:
     assert missing is not None
     assert set(infer_auto_device_map(TiedModel(), {0: 250, 1: 100 + missing, "cpu": 1000}).values()) == {0, 1}
     assert "cpu" in infer_auto_device_map(TiedModel(), {0: 250, 1: 99 + missing, "cpu": 1000}).values()
-
-
-@pytest.fixture
-def quiet_peer() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    logging.disable(logging.NOTSET)
-
-
-def _random_model(rng: random.Random, depth: int) -> nn.Module:
-    if depth == 0 or rng.random() < 0.3:
-        return layer(rng.randint(1, 40))
-    return nn.Sequential(*(_random_model(rng, depth - 1) for _ in range(rng.randint(1, 4))))
-
-
-def _device_of_parameters(model: nn.Module, device_map: dict[str, Any]) -> dict[str, Any]:
-    found = {}
-    for name, _ in model.named_parameters():
-        pieces = name.split(".")
-        prefixes = [".".join(pieces[:i]) for i in range(len(pieces), -1, -1)]
-        found[name] = next(device_map[prefix] for prefix in prefixes if prefix in device_map)
-    return found
-
-
-@pytest.mark.requires("accelerate", reason="the maps that its users know")
-@pytest.mark.usefixtures("quiet_peer")
-def test_maps_are_those_of_accelerate_where_each_device_can_hold_the_largest_layer() -> None:
-    peer: Any = pytest.importorskip("accelerate")
-    compared = 0
-    for seed in itertools.count():
-        rng = random.Random(seed)
-        model = nn.Sequential(*(_random_model(rng, 2) for _ in range(rng.randint(2, 6))))
-        total = sum(parameter.numel() * 4 for parameter in model.parameters())
-        budgets: dict[Any, Any] = {i: rng.randint(160, max(160, total)) for i in range(rng.randint(1, 3))}
-        budgets["cpu"] = rng.randint(160, 2 * total + 160)
-        theirs = _device_of_parameters(model, peer.infer_auto_device_map(model, max_memory=dict(budgets)))
-        ours = _device_of_parameters(model, infer_auto_device_map(model, budgets))
-        # Apart from models that only we fit onto accelerators, and those that leave the first accelerator empty.
-        same_speed = any(not is_accelerator(d) for d in ours.values()) or set(theirs.values()) <= {0, 1, 2}
-        if same_speed and 0 in ours.values():
-            assert ours == theirs, (seed, budgets)
-            compared += 1
-        balanced: Any = peer.utils.get_balanced_memory(model, max_memory=dict(budgets))
-        assert get_balanced_memory(model, budgets) == balanced
-        if compared == 40:
-            return
-
-
-def test_only_the_tied_layer_of_a_head_is_placed_before_its_turn() -> None:
-    head = nn.Sequential(*(nn.Linear(4, size, bias=False) for size in (4, 4, 8)))
-    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "body": nn.Linear(4, 4, bias=False), "head": head})
-    head[2].weight = model["embed"].weight
-    found = infer_auto_device_map(model, max_memory={"cpu": 256})
-    assert found == {"embed": "cpu", "body": "cpu", "head.0": "disk", "head.1": "disk", "head.2": "cpu"}
 
 
 class _BlockWithMask(nn.Module):

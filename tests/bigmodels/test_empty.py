@@ -40,11 +40,6 @@ def empty() -> Model:
         return Model()
 
 
-def test_parameters_are_on_the_meta_device(empty: Model) -> None:
-    assert {parameter.device for parameter in empty.parameters()} == {META}
-    assert {type(parameter) for parameter in empty.parameters()} == {nn.Parameter}
-
-
 def test_tied_weights_stay_one_object(empty: Model) -> None:
     assert empty.head.weight is empty.embed.weight
     assert empty.same is empty.computed
@@ -76,18 +71,6 @@ def test_persistent_buffers_are_empty_on_request_and_others_never() -> None:
     assert model.threes.sum() == 6000
 
 
-def test_a_value_that_is_read_is_the_right_one() -> None:
-    with init_empty_weights():
-        rates = [float(x) for x in torch.linspace(0, 1, 3)]
-        total = torch.cat([torch.ones(2000), torch.zeros(2000)]).sum().item()
-        ones = torch.ones(3000)
-        assert ones.shape == (3000,)
-        assert ones.device.type == "cpu"
-        assert ones.tolist() == [1.0] * 3000
-    assert rates == [0.0, 0.5, 1.0]
-    assert total == 2000
-
-
 def test_other_threads_are_not_affected() -> None:
     built: list[nn.Module] = []
     with init_empty_weights():
@@ -102,22 +85,6 @@ def test_on_a_real_device_weights_are_initialised_and_stay_tied() -> None:
         model = Model()
     assert model.head.weight is model.embed.weight
     assert float(model.embed.weight.detach().std()) > 0.5
-
-
-def test_of_contexts_inside_of_one_another_the_innermost_decides() -> None:
-    with init_on_device("cpu", include_buffers=True):
-        with init_empty_weights(include_buffers=False):
-            inner = nn.BatchNorm1d(2000)
-        outer = nn.BatchNorm1d(2000)
-    assert (inner.weight.is_meta, inner.running_var.is_meta) == (True, False)
-    assert (outer.weight.is_meta, outer.running_var.is_meta) == (False, False)
-    with init_empty_weights(include_buffers=True):
-        with init_on_device("cpu", include_buffers=False):
-            inner = nn.BatchNorm1d(2000)
-        outer = nn.BatchNorm1d(2000)
-    assert torch.equal(inner.weight, torch.ones(2000))
-    assert torch.equal(inner.running_var, torch.ones(2000))
-    assert (outer.weight.is_meta, outer.running_var.is_meta) == (True, True)
 
 
 @pytest.mark.requires("cuda", reason="a device that is not the host")

@@ -31,7 +31,7 @@ class LargeTask(TaskModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.ModuleList(nn.Embedding(10**6, 10**3) for _ in range(10**3))  # 4 GB each
+        self.net = nn.ModuleList(nn.Embedding(10**6, 10**3) for _ in range(10**2))  # 4 GB each
 
 
 @pytest.fixture
@@ -74,14 +74,10 @@ _LATENT = {
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _WIDE,
     "mistral": {**_WIDE, "sliding_window": 5},
-    "gemma2": {**_WIDE, "head_dim": 16, "sliding_window": 5},
     "deepseek_v3": {**_WIDE, **_LATENT, "num_key_value_heads": 4},
     "falcon": {**_TEXT, "multi_query": True, "new_decoder_architecture": False},
-    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "multi_query": True},
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 50},
-    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
     "t5": {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
-    "bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "decoder_attention_heads": 4},
 }
 
 
@@ -151,19 +147,10 @@ def test_weights_beside_an_index_or_a_configuration_of_others_are_weighed(
     assert _run(capsys, str(tmp_path / name if name == _INDEX else tmp_path))["elements"] == 32
 
 
-def test_activations_are_what_a_backward_needs() -> None:
-    model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
-    inputs = torch.randn(8, 100)
-    # The first layer keeps its input, the sigmoid its result, which is the second layer's input.
-    assert sum(count_stage_bytes(lambda: model(inputs), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
-    model.to("meta")
-    assert sum(count_stage_bytes(lambda: model(inputs.to("meta")), model, [])[0]) == 4 * (8 * 100 + 8 * 50)
-
-
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32", "--devices", "2")
     assert facts["peaks_float32_adam"]["fsdp"] > 0
-    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**12
+    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**11
     assert facts["largest_layer"] == "net.0"
 
 
@@ -218,19 +205,6 @@ def create_model(name, pretrained=True):
 def list_models():
     return ["resnet50"]
 """
-
-
-@of_transformers
-def test_the_guide_s_options_are_taken_and_choose_the_rows(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, dtypes in (
-        (["--library_name", "transformers"], ["float32", "bfloat16", "float16", "float8", "int8", "int4"]),
-        (["--dtypes", "int8", "--library-name", "transformers", "--trust_remote_code"], ["int8"]),
-        (["--dtypes", "int4", "--trust-remote-code", "--batch_size", "1"], ["int4"]),
-    ):
-        assert main(["estimate-memory", str(llama.parent), *options]) == 0
-        rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-        assert "Largest Layer" in rows[0]
-        assert [row.split("|")[1].strip() for row in rows[2:]] == dtypes
 
 
 @of_transformers

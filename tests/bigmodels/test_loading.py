@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
+from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from trainwright.bigmodels.weights.empty import init_empty_weights
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint.format.model import write_model
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
-from trainwright.strategies.offload.prefetch import Prefetcher
 
 STATE = plain_state(make_net())
 EXPECTED = make_net()(TOKENS)
@@ -43,15 +41,9 @@ def _bin(folder: Path) -> Path:
 
 FORMS: dict[str, Callable[[Path], Path]] = {
     "one file": _single,
-    "its path": lambda folder: _single(folder) / "model.safetensors",
     "shards": lambda folder: save_sharded(folder, STATE),
     "their index": lambda folder: save_sharded(folder, STATE) / "model.safetensors.index.json",
     "bin": _bin,
-    "bin of torch before 1.6": lambda folder: (
-        _made(
-            folder, "pytorch_model.bin", lambda path: torch.save(STATE, path, _use_new_zipfile_serialization=False)
-        ).parent
-    ),
     "bin and a plain index": lambda folder: save_sharded(folder, STATE, plain=True, pickled=True),
     "nested in a pt file": lambda folder: _made(
         folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)
@@ -69,19 +61,6 @@ def test_every_form_of_checkpoint_runs_from_every_place(form: str, tmp_path: Pat
         for _ in range(2):
             assert torch.equal(net(TOKENS), EXPECTED)
         assert net.embed.weight is net.head.weight or net.head.weight.is_meta
-
-
-def test_weights_with_values_are_written_over_in_place(tmp_path: Path) -> None:
-    net = make_net()
-    before = dict(net.named_parameters())
-    addresses = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.zero_()
-    load_checkpoint_in_model(net, _single(tmp_path / "c"))
-    assert torch.equal(net(TOKENS), EXPECTED)
-    assert all(dict(net.named_parameters())[name] is parameter for name, parameter in before.items())
-    assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == addresses
 
 
 @pytest.mark.parametrize("places", [None, MIXED], ids=["no map", "mixed"])
@@ -111,31 +90,6 @@ def test_floating_point_weights_take_the_dtype_but_for_those_that_stay_float32(
     assert net.blocks[0][1].num_batches_tracked.dtype is torch.int64
 
 
-def test_a_weight_in_a_safetensors_file_is_converted_as_it_is_brought(tmp_path: Path) -> None:
-    net = nn.Linear(4, 4, device="meta")
-    weights = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}
-    save_file(weights, tmp_path / "m.safetensors")
-    load_checkpoint_and_dispatch(net, tmp_path / "m.safetensors", device_map=ALL_DISK, dtype=torch.bfloat16)
-    inputs = torch.randn(2, 4, dtype=torch.bfloat16)
-    expected = nn.functional.linear(inputs, weights["weight"].bfloat16(), weights["bias"].bfloat16())
-    assert torch.equal(net(inputs), expected)
-    assert torch.equal(net(inputs), expected)
-
-
-def test_a_bin_file_is_converted_once(tmp_path: Path) -> None:
-    folder = _bin(tmp_path / "c")
-    load_checkpoint_and_dispatch(empty_net(), folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
-    before = tree_of(tmp_path / "o")
-    load_checkpoint_and_dispatch(empty_net(), folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
-    assert tree_of(tmp_path / "o") == before
-    torch.save({name: tensor.float() * 0 for name, tensor in STATE.items() if tensor.is_floating_point()} | {
-        name: tensor for name, tensor in STATE.items() if not tensor.is_floating_point()
-    }, folder / "pytorch_model.bin")  # fmt: skip
-    net = empty_net()
-    load_checkpoint_and_dispatch(net, folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
-    assert not net(TOKENS).any()
-
-
 def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in STATE.items() if name != "blocks.0.0.bias"} | {"extra": torch.ones(1)}
     save_file(state, tmp_path / "m.safetensors")
@@ -151,22 +105,6 @@ def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path)
         save_file(given, tmp_path / "m.safetensors")
         with pytest.raises(CheckpointError, match="extra" if name == "unexpected" else "blocks.0.0.bias"):
             load_checkpoint_in_model(net, tmp_path / "m.safetensors", strict=True)
-
-
-Bad = namedtuple("Bad", "state message")
-
-
-def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    save_file(net.state_dict(), tmp_path / "m.safetensors")
-    inputs = torch.randn(1, 64)
-    expected, taken, acquire = net(inputs), [], Prefetcher.acquire
-    monkeypatch.setattr(Prefetcher, "acquire", lambda self, number: (taken.append(number), acquire(self, number))[1])
-    load_checkpoint_and_dispatch(net, tmp_path, device_map=ALL_DISK)
-    outputs = [net(inputs) for _ in range(20)]
-    for output in outputs:  # a product with weights at another alignment may have other last bits
-        torch.testing.assert_close(output, expected)
-    assert len(taken) == 2  # one for each layer
 
 
 def test_a_file_that_is_cut_while_it_is_in_use_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
@@ -215,10 +153,6 @@ def test_weights_that_an_empty_model_lacks_are_told(device_map: Any, tmp_path: P
     with pytest.warns(TrainwrightWarning, match="Missing weights keep their values"):
         load_checkpoint_in_model(second, tmp_path / "rest.safetensors", device_map)
     assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
-
-
-def _net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).eval()
 
 
 @pytest.mark.parametrize("suffix", ["bin", "safetensors"])

@@ -49,18 +49,6 @@ def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) 
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_a_larger_model_is_written_in_shards_with_an_index(tmp_path: Path) -> None:
-    save_model(make_net(), tmp_path, max_shard_size="0.4KB")
-    index = json.loads((tmp_path / INDEX).read_text())
-    files = sorted(set(index["weight_map"].values()))
-    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    assert names_in(tmp_path) == [*files, INDEX]
-    shards = [load_file(tmp_path / file) for file in files]
-    assert same({name: tensor for shard in shards for name, tensor in shard.items()}, PLAIN)
-    assert all(len(shard) == 1 or sum(t.nbytes for t in shard.values()) <= 400 for shard in shards)
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in PLAIN.values())
-
-
 @pytest.mark.parametrize("size", ["10GB", "400B"], ids=["one file", "shards"])
 def test_a_pickle_holds_tensors_alone_under_all_of_their_names(size: str, tmp_path: Path) -> None:
     net = make_net()
@@ -87,23 +75,11 @@ def _on_disk(tmp_path: Path, device_map: Any, dtype: torch.dtype | None = None) 
 
 
 OFFLOADED: dict[str, Callable[[Path], nn.Module]] = {
-    "cpu_offload": lambda path: cpu_offload(make_net(), execution_device="cpu"),
     "cpu_offload with buffers": lambda path: cpu_offload(make_net(), execution_device="cpu", offload_buffers=True),
-    "cpu_offload of whole blocks": lambda path: cpu_offload(
-        make_net(), execution_device="cpu", preload_module_classes=["Sequential"]
-    ),
     "a mixed map of a checkpoint": lambda path: _on_disk(path, MIXED),
     "all on disk": lambda path: _on_disk(path, ALL_DISK),
-    "all of a pickle on disk": lambda path: load_checkpoint_and_dispatch(
-        empty_net(), _pickled(path), device_map=ALL_DISK, offload_folder=path / "off"
-    ),
     "forced hooks": lambda path: dispatch_model(make_net(), {"": "cpu"}, force_hooks=True),
 }
-
-
-def _pickled(tmp_path: Path) -> Path:
-    torch.save(PLAIN, tmp_path / "weights.bin")
-    return tmp_path / "weights.bin"
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
@@ -119,19 +95,6 @@ def test_offloaded_weights_are_written_with_their_values(where: str, safe: bool,
     if safe:
         index = json.loads((tmp_path / "saved" / INDEX).read_text())
         assert index["weight_map"].keys() == PLAIN.keys()  # the tied head once
-
-
-@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
-@pytest.mark.parametrize("where", ["cpu_offload", "all on disk"])
-def test_weights_that_are_larger_than_the_buffer_are_written_whole(
-    where: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("checkpoint.disk.planned_file", "bigmodels.saving"):
-        monkeypatch.setattr(f"trainwright.{module}.CHUNK_BYTES", 64)
-    save_model(OFFLOADED[where](tmp_path), tmp_path / "saved", safe_serialization=safe)
-    again = Net()
-    load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
-    assert same(again.state_dict(), make_net().state_dict())
 
 
 def test_a_model_on_disk_may_replace_the_files_that_it_lies_in(tmp_path: Path) -> None:
@@ -235,24 +198,6 @@ def test_a_disk_that_fills_up_leaves_the_folder_as_it_was(safe: bool, tmp_path: 
         with files_end_at(600), pytest.raises(CheckpointError, match=r"File too large. The folder is unchanged"):
             save_model(make_net(), folder, 2000, safe)
     assert tree_of(tmp_path) == before
-
-
-@pytest.mark.parametrize("size", ["400B", 0, "2MB"])
-@pytest.mark.requires("accelerate", reason="what it writes of the same model")
-@pytest.mark.filterwarnings("ignore")
-def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | str, tmp_path: Path) -> None:
-    import accelerate
-
-    size = 400 if size == "400B" else size
-    accelerate.Accelerator(cpu=True).save_model(make_net(), tmp_path / "theirs", size)
-    save_model(make_net(), tmp_path / "ours", size)
-    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
-    for name in names_in(tmp_path / "ours"):
-        ours, theirs = tmp_path / "ours" / name, tmp_path / "theirs" / name
-        if name == INDEX:
-            assert ours.read_text() == theirs.read_text()
-        else:
-            assert same(load_file(ours), load_file(theirs))
 
 
 @pytest.mark.requires("cuda", reason="weights on a device and away from it")

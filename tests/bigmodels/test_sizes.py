@@ -18,8 +18,6 @@ from trainwright import (
     get_max_memory,
     retie_parameters,
 )
-from trainwright.bigmodels.maps.estimates import count_weights
-from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.core.host.memory import available_host_memory_bytes
 
 
@@ -27,11 +25,6 @@ def test_every_module_and_tensor_has_a_size() -> None:
     assert dict(compute_module_sizes(nn.Sequential(Block(), layer(5)))) == {
         "": 220, "0": 200, "0.a": 100, "0.a.weight": 100, "0.b": 100, "0.b.weight": 100, "1": 20, "1.weight": 20,
     }  # fmt: skip
-
-
-def test_a_tied_tensor_counts_once() -> None:
-    sizes = compute_module_sizes(TiedModel())
-    assert (sizes[""], sizes["embed"], sizes["head"]) == (500, 100, 0)
 
 
 def test_buffers_count_and_can_be_counted_alone() -> None:
@@ -80,14 +73,6 @@ def test_parameters_are_tied_again_to_the_one_that_was_loaded() -> None:
     assert model.embed.weight.sum() == 25
 
 
-def test_an_outline_visits_every_module_once_and_looks_into_no_whole_one() -> None:
-    model = nn.Sequential(Block(), Block())
-    assert read_outline(model).names == ["", "0", "0.a", "0.b", "1", "1.a", "1.b"]
-    outline = read_outline(model, no_split_module_classes="Block")
-    assert (outline.names, outline.sizes_bytes) == (["", "0", "1"], [400, 200, 200])
-    assert outline.ends == [3, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -129,31 +114,3 @@ def test_without_budgets_there_is_the_free_memory() -> None:
     assert list(found)[-1] == "cpu"
     assert 2**20 < found["cpu"] <= 2 * available_host_memory_bytes()
     assert all(size > 0 for size in found.values())
-
-
-class Embeds(nn.Module):
-    """Floating weights beside counters, as the embeddings of BERT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(10, 4)
-        self.register_buffer("positions", torch.arange(512))
-
-
-class Tiny(nn.Module):
-    """A model with little beside its embeddings."""
-
-    _no_split_modules = ("Embeds",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embeds = Embeds()
-        self.out = nn.Linear(4, 2)
-
-
-def test_integer_buffers_keep_their_size_in_every_dtype() -> None:
-    count = count_weights(Tiny())
-    assert (count.largest_layer, count.largest_elements, count.largest_fixed_bytes) == ("embeds", 40, 4096)
-    for dtype, width in (("float32", 4), ("float16", 2), ("int8", 1)):
-        assert count.largest_bytes(dtype) == 40 * width + 4096
-        assert count.total_bytes(dtype) == 50 * width + 4096

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.bigmodels.nets import of_transformers
-from trainwright import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+from trainwright import init_empty_weights, load_checkpoint_and_dispatch
 from trainwright.bigmodels.maps.placement import largest_layer
 from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.checkpoint.format.model import write_model
@@ -61,52 +60,3 @@ def test_a_model_runs_and_generates_from_wherever_its_parts_lie(name: str, tmp_p
         for _ in range(2):  # the second one with the order learned
             assert torch.equal(away(**inputs).logits, wanted)
         assert torch.equal(away.generate(TOKENS[:1], **settings), model.generate(TOKENS[:1], **settings))
-
-
-class Saved:
-    """A model with values, the folder it was saved to, and what it computes."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        import transformers
-
-        self.config = transformers.AutoConfig.for_model(name, **KINDS[name])
-        self.is_pair = name == "t5"
-        self.auto: Any = transformers.AutoModelForSeq2SeqLM if self.is_pair else transformers.AutoModelForCausalLM
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.model = self.auto.from_config(self.config).eval()
-        self.folder = folder
-        if name == "mixtral":  # save_pretrained gives experts the names of its hub, which only from_pretrained undoes
-            folder.mkdir()
-            write_model(folder, self.model.state_dict(), max_shard_bytes=20_000)
-            self.config.save_pretrained(folder)
-        else:
-            self.model.save_pretrained(folder, max_shard_size="20KB")
-        self.wanted = self.run(self.model)
-
-    def empty(self) -> nn.Module:
-        with init_empty_weights():
-            model: nn.Module = self.auto.from_config(self.config).eval()
-        model.tie_weights()  # type: ignore[operator]  # as from_pretrained does
-        return model
-
-    def run(self, model: nn.Module) -> torch.Tensor:
-        inputs: dict[str, Any] = {"input_ids": TOKENS, "use_cache": False}
-        if self.is_pair:
-            inputs["decoder_input_ids"] = TOKENS[:, :5]
-        with torch.no_grad():
-            logits: torch.Tensor = model(**inputs).logits
-        return logits
-
-
-@pytest.fixture(scope="module", params=list(KINDS))
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return Saved(request.param, tmp_path_factory.mktemp("saved") / "model")
-
-
-def test_a_model_is_dispatched_by_a_word(saved: Saved) -> None:
-    model = saved.empty()
-    load_checkpoint_in_model(model, saved.folder)
-    model = dispatch_model(model, device_map="auto")
-    assert set(model.hf_device_map.values()) == {0 if torch.accelerator.is_available() else "cpu"}  # type: ignore[operator,union-attr]
-    torch.testing.assert_close(saved.run(model).cpu(), saved.wanted)

@@ -93,6 +93,7 @@ def _every_case() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.distributed
 def test_two_processes_get_the_batches_of_accelerate() -> None:
     ranks = run_distributed(_every_case, 2, init=False, timeout=60)
     for rank, found in enumerate(ranks):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.data.sources import Numbers, flat, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.data import CombinedLoader, LoaderOptions, iterate_groups, prepare_loader
+from trainwright.data import CombinedLoader, iterate_groups
 
 
 def pair(mode: Any, long: int = 64, short: int = 16) -> CombinedLoader:
@@ -30,12 +30,6 @@ def test_a_mode_makes_so_many_batches(mode: Any, batches: int) -> None:
     loader = prepared(combined)
     assert len(combined) == len(list(combined)) == batches
     assert loader.num_batches == len(list(loader.iterate())) == batches
-
-
-def test_a_batch_has_the_shape_of_the_iterables() -> None:
-    combined = CombinedLoader({"x": [range(2), range(3)], "y": (range(4),)})
-    assert list(combined) == [({"x": [0, 0], "y": (0,)}, 0, 0), ({"x": [1, 1], "y": (1,)}, 1, 0)]
-    assert list(prepared(combined).iterate()) == [batch for batch, _, _ in combined]
 
 
 @pytest.mark.parametrize("prepare", [False, True])
@@ -87,22 +81,6 @@ def test_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
     rounds = [len(list(loader.iterate())) for loader in loaders]
     assert rounds == [loaders[0].num_batches] * 2
     assert [sum(loader.has_batch(i) for i in range(rounds[0])) for loader in loaders] == loaders[0].counts
-
-
-def test_another_number_of_ranks_goes_on_side_by_side() -> None:
-    def run(world: int, place: dict[str, int] | None, stop: int) -> tuple[list[int], dict[str, int]]:
-        first = place["batch"] if place else 0
-        seen: list[int] = []
-        for rank in range(world):
-            loader = prepare_loader(pair("min_size", 24, 24), LoaderOptions(rank=rank, world=world))
-            loader.set_epoch(0, place)
-            batches = list(loader.iterate(first))[: stop - first]
-            seen += flat(b["a"] for i, b in enumerate(batches, first) if loader.has_batch(i))
-        return seen, loader.position(stop)
-
-    first, place = run(4, None, 3)
-    rest, _ = run(3, place, 100)
-    assert sorted(first + rest) == list(range(24))
 
 
 def test_a_list_or_dict_of_loaders_is_combined() -> None:

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.data.sources import Numbers, NumberStream, on_ranks, prepared
-from tests.helpers.calls import calls_of
+from tests.data.sources import Numbers, on_ranks, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
 from trainwright.data import iterate_groups, resolve_limit
@@ -26,7 +23,7 @@ def groups_of(n: int, size: int, world: int, accumulate: int, **more: Any) -> li
 
 
 @given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
     n: int, size: int, world: int, accumulate: int
 ) -> None:
@@ -37,7 +34,7 @@ def test_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
 
 
 @given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
     n: int, size: int, world: int, accumulate: int
 ) -> None:
@@ -56,28 +53,8 @@ def test_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
     assert sum(group.num_samples or 0 for group in ranks[0]) == n
 
 
-@given(n=N, size=SIZE, world=st.integers(1, 4))
-@settings(max_examples=40)
-def test_ranks_that_accumulate_once_do_what_one_rank_does_that_accumulates_for_all(
-    n: int, size: int, world: int
-) -> None:
-    alone = groups_of(n, size, 1, world)[0]
-    together = list(zip(*groups_of(n, size, world, 1), strict=True))
-    assert len(alone) == len(together)
-    for group, ranks in zip(alone, together, strict=True):
-        real = [rank.batches[0].tolist() for rank in ranks if rank.weights is None or rank.weights[0]]
-        assert real == [batch.tolist() for batch in group.batches]
-
-
-@pytest.mark.parametrize("batches", [64, 51])
-def test_the_last_group_is_short(batches: int) -> None:
-    groups = list(iterate_groups(prepared(list(range(64))), accumulate=3, limit=batches))
-    assert [len(group.batches) for group in groups] == [3] * (batches // 3) + [batches % 3] * (batches % 3 > 0)
-    assert [group.first_idx for group in groups] == list(range(0, batches, 3))
-    assert [group.is_last for group in groups] == [False] * (len(groups) - 1) + [True]
-
-
 @given(n=st.integers(1, 20), accumulate=ACCUMULATE, limit=st.none() | st.integers(1, 25), start=st.integers(0, 4))
+@settings(max_examples=50)
 def test_a_loader_without_length_gives_the_groups_of_one_with(
     n: int, accumulate: int, limit: int | None, start: int
 ) -> None:
@@ -116,16 +93,6 @@ class Resumable:
         self.place = state["place"]
 
 
-@pytest.mark.parametrize("k", range(1, 5))
-def test_the_state_of_a_loader_that_was_read_ahead_is_that_of_the_loop(k: int) -> None:
-    loader = prepared(Resumable(9))
-    seen = [number for group in itertools.islice(iterate_groups(loader, accumulate=2), k) for number in group.batches]
-    resumed = prepared(Resumable(9))
-    resumed.load_state_dict(loader.state_dict())
-    rest = iterate_groups(resumed, accumulate=2, start_batch=2 * k)
-    assert seen + [number for group in rest for number in group.batches] == list(range(9))
-
-
 def test_a_limit_on_a_loader_without_length_needs_no_batch_ahead() -> None:
     fetched: list[int] = []
 
@@ -138,48 +105,6 @@ def test_a_limit_on_a_loader_without_length_needs_no_batch_ahead() -> None:
     groups = list(iterate_groups(prepared(Source()), accumulate=2, limit=5))
     assert [group.is_last for group in groups] == [False, False, True]
     assert fetched == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_starting_in_the_middle_keeps_the_batch_numbers(accumulate: int) -> None:
-    groups = list(iterate_groups(prepared(list(range(10))), accumulate=accumulate, start_batch=6))
-    assert [group.first_idx for group in groups] == list(range(6, 10, accumulate))
-    assert [batch for group in groups for batch in group.batches] == [6, 7, 8, 9]
-
-
-@pytest.mark.parametrize("source", ["sized", "unsized"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_batch_lives_longer_than_until_the_next_group_is_asked_for(source: str, accumulate: int) -> None:
-    alive: list[weakref.ref[torch.Tensor]] = []
-    before_fetch: list[int] = []
-
-    class Watched(NumberStream):
-        def __iter__(self) -> Iterator[Any]:
-            for i in range(8):
-                if i % accumulate == 0:
-                    before_fetch.append(sum(ref() is not None for ref in alive))
-                batch = torch.tensor([i])
-                alive.append(weakref.ref(batch))
-                yield batch
-                del batch
-
-    loader = prepared(DataLoader(Watched(8), batch_size=None))
-    if source == "sized":
-        loader._counts, loader._fewest = [8], 8
-    for group in iterate_groups(loader, accumulate=accumulate):
-        del group
-    # Without a length one batch is fetched ahead, while the group before it is still the loop's.
-    assert max(before_fetch) <= (0 if source == "sized" else accumulate)
-
-
-def test_a_group_of_one_batch_costs_two_python_calls() -> None:
-    def calls(batches: int) -> list[str]:
-        loader = prepared([None] * batches)
-        return calls_of(lambda: list(iterate_groups(loader)))[0]
-
-    more, fewer = calls(300), calls(200)
-    each = {name: (more.count(name) - fewer.count(name)) / 100 for name in set(more)}
-    assert {name: number for name, number in each.items() if number} == {"__init__": 1, "_counted": 1}
 
 
 def test_a_loader_shorter_than_it_says_ends_with_a_warning_on_one_rank() -> None:
@@ -211,17 +136,6 @@ def agreed(counts: list[int], accumulate: int, make: Any = int, **more: Any) -> 
         return list(iterate_groups(loader, accumulate=accumulate, **more))
 
     return on_ranks(len(counts), work)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
-    three, five = agreed([3, 5], accumulate)
-    assert [len(group.batches) for group in three] == [len(group.batches) for group in five]
-    assert [group.is_last for group in three] == [group.is_last for group in five] == [False] * (len(five) - 1) + [True]
-    assert [number for group in five for number in group.batches] == [0, 1, 2, 3, 4]
-    assert [number for group in three for number in group.batches] == [0, 1, 2, 2, 2]
-    weights = [w for group in three for w in group.weights or [1.0] * len(group.batches)]
-    assert [w > 0 for w in weights] == [True] * 3 + [False] * 2
 
 
 def test_the_weights_of_agreed_groups_are_the_mean_over_real_micro_batches() -> None:

@@ -47,11 +47,6 @@ def test_an_iterable_passes_as_it_is_on_one_rank_with_one_worker(workers: int) -
     assert ids(loader.iterate()) == [[0, 1], [2, 3], [4]]
 
 
-def test_use_distributed_sampler_false_leaves_the_division_to_the_user() -> None:
-    loader = prepared(DataLoader(NumberStream(3)), stage="validate", world=2, rank=1, use_distributed_sampler=False)
-    assert flat(loader.iterate()) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_sharded_iterable_with_a_length_is_counted_for_every_rank(world: int) -> None:
     for rank in range(world):

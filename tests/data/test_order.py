@@ -1,10 +1,6 @@
 from __future__ import annotations
 
-import tracemalloc
-
-import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.data.order import KeyedPermutation, ShuffledOrder, derive_key, epoch_key, mix64
@@ -38,11 +34,13 @@ def reference(n: int, key: int, place: int) -> int:
 
 
 @given(n=st.integers(0, 5000), key=KEYS)
+@settings(max_examples=50)
 def test_a_permutation_is_a_bijection(n: int, key: int) -> None:
     assert sorted(KeyedPermutation(n, key).slice(0, n).tolist()) == list(range(n))
 
 
 @given(n=st.integers(1, 2**50), key=KEYS, data=st.data())
+@settings(max_examples=50)
 def test_it_is_the_documented_cipher(n: int, key: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, n - 1))
     assert KeyedPermutation(n, key)[place] == reference(n, key, place)
@@ -56,36 +54,12 @@ def test_its_values_never_change() -> None:
 
 
 @given(n=st.integers(1, 3000), key=KEYS, data=st.data())
+@settings(max_examples=50)
 def test_a_slice_is_the_same_however_it_is_cut(n: int, key: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, n))
     permutation = KeyedPermutation(n, key)
     whole = permutation.slice(0, n).tolist()
     assert permutation.slice(0, cut).tolist() + permutation.slice(cut, n).tolist() == whole
-
-
-def test_seeking_in_a_million_million_items_allocates_nothing_of_their_size() -> None:
-    tracemalloc.start()
-    try:
-        found = KeyedPermutation(10**12, 3).slice(10**12 - 1000, 10**12)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(set(found.tolist())) == 1000
-    assert peak_bytes < 1_000_000
-
-
-@pytest.mark.slow
-def test_every_sample_is_equally_often_first() -> None:
-    first = np.array([ShuffledOrder(7, 0, epoch)[0] for epoch in range(2100)])
-    expected = 2100 / 7
-    chi_square = ((np.bincount(first, minlength=7) - expected) ** 2 / expected).sum()
-    assert chi_square < 22.5  # 6 degrees of freedom, p = 0.001
-
-
-def test_neighbours_are_uncorrelated() -> None:
-    order = ShuffledOrder(20_000, 1, 0).slice(0, 20_000)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
-    assert abs(np.corrcoef(np.arange(20_000), order)[0, 1]) < 0.03
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

@@ -10,8 +10,8 @@ from tests.data.sources import Numbers, prepared
 from trainwright.data import pad_to, trim
 
 
-@pytest.mark.parametrize("n", range(1, 34))
-@pytest.mark.parametrize("world", range(1, 5))
+@pytest.mark.parametrize("n", [1, 4, 7, 13, 33])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_shard_gather_and_trim_equal_a_single_process_in_order(n: int, world: int) -> None:
     size = 4
     results, counts, in_rounds = [], [], []
@@ -28,8 +28,8 @@ def test_shard_gather_and_trim_equal_a_single_process_in_order(n: int, world: in
     assert torch.equal(trim(gathered, [sum(own) for own in counts]), torch.cat(results))
 
 
-@pytest.mark.parametrize("n", range(1, 34))
-@pytest.mark.parametrize("world", range(1, 5))
+@pytest.mark.parametrize("n", [1, 4, 7, 13, 33])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_evaluation_in_lock_step_marks_what_is_padding(n: int, world: int) -> None:
     seen: list[int] = []
     rounds = set()

@@ -52,28 +52,14 @@ class _Task(RegressionTask):
         self.left.append(len(multiprocessing.active_children()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [_loader, pytest.param(_combined, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("make", [_loader, _combined])
 def test_an_evaluation_that_is_limited_leaves_no_worker(make: Any) -> None:
     task = _Task()
     trainer = quiet_trainer(max_epochs=1, limit_val_batches=2)
     for _ in range(2):
         trainer.validate(task, make(), verbose=False)
     assert task.left == [0, 0]
-    assert multiprocessing.active_children() == []
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_an_epoch_that_is_limited_leaves_no_worker_to_the_next() -> None:
-    left: list[int] = []
-
-    class Epochs(_Task):
-        def on_train_epoch_start(self) -> None:
-            left.append(len(multiprocessing.active_children()))
-
-    quiet_trainer(max_epochs=2, limit_train_batches=2).fit(Epochs(), _loader())
-    assert left == [0, 0]
     assert multiprocessing.active_children() == []
 
 

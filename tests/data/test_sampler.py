@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
@@ -41,6 +41,7 @@ def by_round(ranks: list[list[list[int]]]) -> list[list[int]]:
 
 
 @given(**SIZES)
+@settings(max_examples=50)
 def test_the_global_order_does_not_depend_on_the_world_size(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -50,14 +51,7 @@ def test_the_global_order_does_not_depend_on_the_world_size(
 
 
 @given(**SIZES)
-def test_every_sample_is_visited_exactly_once(
-    n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
-) -> None:
-    seen = [i for sampler in samplers(n, size, world, shuffle, drop_last, epoch) for batch in sampler for i in batch]
-    assert len(seen) == len(set(seen)) == (n // size * size if drop_last else n)
-
-
-@given(**SIZES)
+@settings(max_examples=50)
 def test_the_arithmetic_of_rounds_is_what_iterating_gives(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -73,6 +67,7 @@ def test_the_arithmetic_of_rounds_is_what_iterating_gives(
 
 
 @given(start=st.integers(0, 60), **SIZES)
+@settings(max_examples=50)
 def test_starting_at_any_batch_gives_the_rest_of_the_list(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int, start: int
 ) -> None:
@@ -89,6 +84,7 @@ def test_starting_at_any_batch_gives_the_rest_of_the_list(
     rounds=st.lists(st.integers(0, 6), min_size=4, max_size=4),
     shuffle=st.booleans(),
 )
+@settings(max_examples=50)
 def test_ranks_that_change_in_number_visit_each_sample_once_in_the_same_order(
     n: int, size: int, worlds: list[int], rounds: list[int], shuffle: bool
 ) -> None:
@@ -127,23 +123,6 @@ def test_a_running_iteration_does_not_hear_of_the_next_epoch() -> None:
     assert begun + list(running) == expected
 
 
-class Listening(BatchSampler):
-    """A batch sampler that shuffles by its epoch and counts the batches that were drawn."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(SequentialSampler(range(n)), 4, False)
-        self.epoch = -1
-        self.drawn = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in super().__iter__():
-            self.drawn += 1
-            yield [i + 1000 * self.epoch for i in batch]
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_users_batches_are_dealt_as_they_are(world: int) -> None:
     whole = [[i, i] for i in range(10)]
@@ -153,6 +132,7 @@ def test_a_users_batches_are_dealt_as_they_are(world: int) -> None:
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 7), world=st.integers(1, 4), drop_last=st.booleans())
+@settings(max_examples=50)
 def test_samples_are_counted_for_torchs_own_batch_sampler(n: int, size: int, world: int, drop_last: bool) -> None:
     def shard(rank: int) -> BatchShard:
         return BatchShard(BatchSampler(SequentialSampler(range(n)), size, drop_last), rank=rank, world=world)
@@ -178,19 +158,6 @@ def test_a_users_random_sampler_draws_the_same_on_every_rank_and_leaves_the_gene
     list(shard(0))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
-
-
-def test_a_users_generator_makes_each_epoch_repeatable() -> None:
-    def shard() -> BatchShard:
-        generator = torch.Generator().manual_seed(8)
-        return BatchShard(BatchSampler(RandomSampler(range(40), replacement=True, generator=generator), 5, False))
-
-    uninterrupted, resumed = shard(), shard()
-    list(uninterrupted)
-    uninterrupted.set_epoch(1)
-    resumed.set_epoch(1)
-    resumed.start(3)
-    assert list(resumed) == list(uninterrupted)[3:]
 
 
 class Shuffling:
@@ -226,17 +193,6 @@ def test_a_samplers_own_generator_draws_the_same_for_a_resume_and_on_every_rank(
     assert resumed.indices_in(7) == second[7]
     ranks = [shard(rank, 2) for rank in range(2)]
     assert by_round([list(dealer) for dealer in ranks]) == first
-
-
-def test_another_number_of_ranks_takes_over_a_users_batches() -> None:
-    whole = [[i] for i in range(23)]
-    ranks = [BatchShard(whole, rank=rank, world=4) for rank in range(4)]
-    seen = by_round([list(shard)[:2] for shard in ranks])
-    place = ranks[0].position(2)
-    others = [BatchShard(whole, rank=rank, world=3) for rank in range(3)]
-    for shard in others:
-        shard.set_epoch(0, place)
-    assert seen + by_round([list(shard) for shard in others]) == whole
 
 
 @pytest.mark.parametrize("ahead", [0, 5, 20])

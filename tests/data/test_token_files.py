@@ -165,26 +165,6 @@ def test_separate_documents_have_positions_and_targets_of_their_own(tmp_path: Pa
     assert data[1]["shift_labels"].tolist() == [7, 8, -100, 10, 11, 12]
 
 
-@pytest.mark.slow
-@pytest.mark.requires("transformers", reason="its models read positions")
-def test_a_model_of_transformers_separates_documents_by_their_positions(tmp_path: Path) -> None:
-    import transformers
-
-    data = TokenDataset(write(tmp_path / "a", [5, 7, 9, 4]), 12, documents="separate")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=30, intermediate_size=32, use_cache=False, **sizes)
-    model = transformers.LlamaForCausalLM(config)
-    batch = torch.utils.data.default_collate([data[0], data[1]])
-    logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    for row, parts in enumerate([[(0, 5), (5, 12)], [(0, 9), (9, 12)]]):
-        for start, stop in parts:
-            alone = model(input_ids=batch["input_ids"][row : row + 1, start:stop]).logits[0]
-            torch.testing.assert_close(logits[row, start:stop], alone, atol=1e-5, rtol=1e-5)
-    loss = model(**batch).loss
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
-    torch.testing.assert_close(loss, expected)
-
-
 def test_packed_samples_hold_complete_documents(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 30, 300).tolist()
     path = write(tmp_path / "a", [*lengths, 50])
@@ -356,7 +336,7 @@ def word_lengths(text: str) -> list[int]:
     return [len(word) for word in text.split()]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_function_in_the_current_folder_is_a_tokenizer_and_its_errors_end_all_processes(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def words(text):\n    return text.split()\ndef one(text):\n    return [1]\n")
     (tmp_path / "a.txt").write_text("a b\n\nc\n", encoding="utf-8")

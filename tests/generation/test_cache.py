@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.selection import mostly_exhaustive
 from trainwright import Accelerator, FSDPStrategy, MegatronStrategy
 from trainwright.core.errors import ConfigurationError
 from trainwright.generation import KeyValueCache, generate
@@ -101,7 +102,7 @@ def _split(strategy: Any) -> tuple[list[Tensor], list[int]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "tp", "megatron"])
+@pytest.mark.parametrize("kind", mostly_exhaustive(["ddp", "fsdp", "tp", "megatron"], keep=["tp"]))
 def test_a_model_that_is_split_over_ranks_uses_its_cache(kind: str) -> None:
     strategies = {
         "fsdp": FSDPStrategy(),
@@ -122,7 +123,7 @@ def _own_prompts(options: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_beams", [1, 2])
+@pytest.mark.parametrize("num_beams", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_ranks_that_share_weights_may_end_after_different_numbers_of_tokens(num_beams: int) -> None:
     model, num = Recomputing(Caching()), int(_MASK[0].sum())
     row = generate(model, _PROMPTS[:1], _MASK[:1], max_new_tokens=8, num_beams=num_beams)[0]

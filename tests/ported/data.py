@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 
 @cache
@@ -43,20 +42,3 @@ class Blocks(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         at = index * self.stride
         return self.tokens[at : at + self.block_size], self.tokens[at + 1 : at + 1 + self.block_size]
-
-
-def digits(classes: Iterable[int] = range(10), *, train: bool = True) -> TensorDataset:
-    """Return 8×8 images of digits, shape (n, 1, 8, 8), values from 0 to 1, and their classes.
-
-    Args:
-        classes: which digits.
-        train: the first 1,400 of the 1,797 images, or the others.
-    """
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    part = slice(None, 1400) if train else slice(1400, None)
-    images = torch.tensor(images[part], dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    labels = torch.tensor(labels[part])
-    chosen = torch.isin(labels, torch.tensor(list(classes)))
-    return TensorDataset(images[chosen], labels[chosen])

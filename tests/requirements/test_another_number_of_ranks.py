@@ -42,41 +42,13 @@ def _run(folder: Path, kind: str, phases: list[tuple[int, int, int]]) -> list[li
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_four_two_and_three_ranks_share_an_epoch_in_the_steps_of_one(tmp_path: Path) -> None:
+def test_two_and_three_ranks_share_an_epoch_in_the_steps_of_one(tmp_path: Path) -> None:
     alone = _phase(tmp_path / "alone", "plain", 12, -1, False)
-    assert _run(tmp_path / "ranks", "plain", [(4, 3, 1), (2, 6, 3), (3, 4, -1)]) == alone
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_with_another_global_batch_each_sample_is_visited_once_in_the_epochs_one_order(tmp_path: Path) -> None:
-    alone = _phase(tmp_path / "alone", "plain", 12, -1, False)
-    changed = _run(tmp_path / "ranks", "stateful", [(4, 2, 2), (2, 5, 4), (3, 3, -1)])
-    assert sorted(itertools.chain.from_iterable(changed)) == list(range(_N))
-    assert list(itertools.chain.from_iterable(changed)) == list(itertools.chain.from_iterable(alone))
+    assert _run(tmp_path / "ranks", "plain", [(2, 6, 2), (3, 4, -1)]) == alone
 
 
 def _loader(source: Any, rank: int, world: int, **settings: Any) -> PreparedLoader:
     return prepare_loader(source, LoaderOptions(rank=rank, world=world, lockstep=False, **settings))
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_three_loaders_take_over_from_four_and_two(own: bool) -> None:
-    place, done, seen = None, 0, []
-    for world, batch_size, rounds in ((4, 3, 2), (2, 3, 3), (3, 3, 99)):
-        loaders = []
-        for rank in range(world):
-            data = NoisySamples(_N)
-            batches = [list(range(i, min(i + batch_size, _N))) for i in range(0, _N, batch_size)]
-            source = DataLoader(data, batch_sampler=batches) if own else DataLoader(data, batch_size, shuffle=True)
-            loaders.append(_loader(source, rank, world))
-            loaders[-1].set_epoch(1, place)
-        for loader in loaders:
-            for batch in itertools.islice(loader.iterate(done), rounds):
-                seen += [int(i) for i in batch[:, 0].tolist()]
-        done += rounds
-        place = loaders[0].position(done)
-    assert sorted(seen) == list(range(_N))
 
 
 def test_a_sampler_that_divides_the_data_itself_goes_on_with_as_many_ranks_only() -> None:

@@ -85,20 +85,6 @@ def test_a_batch_size_that_is_not_the_loaders_fails_naming_both(config: dict[str
     assert all(text in str(raised.value) for text in said)
 
 
-def test_what_agrees_is_let_through() -> None:
-    config = {
-        **ZERO2, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.5, "bf16": {"enabled": True},
-    }  # fmt: skip
-    trainer = quiet_trainer(
-        strategy=DeepSpeedStrategy(config, stage=2), accumulate_grad_batches=2, gradient_clip_val=0.5,
-        precision="bf16-mixed",
-    )  # fmt: skip
-    resolved = trainer.strategy.config.resolved(facts())
-    assert resolved["train_batch_size"] == 16
-    assert resolved["bf16"] == {"enabled": True}
-
-
 def test_auto_takes_what_arguments_model_and_data_say() -> None:
     config = {
         "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
@@ -105,13 +104,6 @@ def test_micro_batches_of_one_process_give_the_gradient_of_the_whole_batch(size:
     assert_close(gradients(size, accumulate), gradients(8, 1))
 
 
-def test_the_gradient_is_that_of_the_mean_over_all_tokens() -> None:
-    task, (first, _) = TokenTask(), batches(8)
-    task.training_step(first, 0).backward()
-    by_hand = {name: p.grad for name, p in task.named_parameters()}
-    torch.testing.assert_close(gradients(1, 8).gradients[0], by_hand, rtol=0, atol=1e-6)
-
-
 def test_a_micro_batch_without_any_item_weighs_nothing() -> None:
     empty = (0, 5, 9)
     assert_close(gradients(1, 8, empty=empty), gradients(8, 1, empty=empty))
@@ -121,20 +113,3 @@ def test_a_step_without_any_item_has_a_gradient_of_zero() -> None:
     keeper = gradients(1, 8, empty=tuple(range(8)))
     assert all((gradient == 0).all() for gradient in keeper.gradients[0].values())
     assert any((gradient != 0).any() for gradient in keeper.gradients[1].values())
-
-
-_ON_TWO: list[tuple[int, int, tuple[int, ...]]] = [(4, 1, ()), (1, 4, ()), (2, 2, ()), (1, 4, (0, 5, 9))]
-
-
-def _gradients_on_rank() -> list[GradientKeeper]:
-    return [gradients(size, accumulate, empty=empty) for size, accumulate, empty in _ON_TWO]
-
-
-@pytest.mark.distributed
-def test_two_processes_of_four_give_the_gradient_of_eight() -> None:
-    by_rank = run_distributed(_gradients_on_rank, 2)
-    for (_, _, empty), first, second in zip(_ON_TWO, *by_rank, strict=True):
-        wanted = gradients(8, 1, empty=empty)
-        mean = [(a + b) / 2 for a, b in zip(first.losses, second.losses, strict=True)]
-        for found in (first, second):
-            assert_close(found, wanted, mean)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
@@ -91,7 +92,7 @@ _MESHES: dict[str, tuple[Callable[[], Any], int, int]] = {
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", _MESHES)
+@pytest.mark.parametrize("name", mostly_exhaustive(_MESHES, keep=["tp"]))
 def test_gradients_before_and_after_clipping_are_those_of_the_unsharded_model(name: str) -> None:
     make, processes, dp_size = _MESHES[name]
     alone = gradients_under(lambda: "single", 1, 1)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.resealing import edit_trainer, reseal, resealed
+from tests.checkpoint.resealing import edit_trainer, reseal
 from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
@@ -61,13 +61,6 @@ def _header(checkpoint: Path, length: int | None = None, **entries: Any) -> None
     size = len(header) if length is None else length
     file = checkpoint / "model" / "model-00001-of-00001.safetensors"
     file.write_bytes(struct.pack("<Q", size) + header + bytes(64))
-
-
-def _twice(checkpoint: Path) -> None:
-    entry = '{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}'
-    header = f'{{"weight": {entry}, "bias": {entry}, "weight": {entry}}}'.encode()
-    file = checkpoint / "model" / "model-00001-of-00001.safetensors"
-    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(48))
 
 
 def _index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -113,19 +106,12 @@ def _state(value: Any) -> Callable[[Path], None]:
 CRAFTED: dict[str, Callable[[Path], None]] = {
     "a pickle as weights": _pickle_weights,
     "a header longer than the file": lambda c: _header(c, 2**62, weight=_tensor("F32", [2, 3], 24)),
-    "a header of the longest length": lambda c: _header(c, 2**64 - 1, weight=_tensor("F32", [2, 3], 24)),
     "a tensor larger than the file": lambda c: _header(c, weight=_tensor("F32", [2**38], 2**40), bias={}),
-    "a shape that overflows": lambda c: _header(c, weight=_tensor("F32", [2**40, 2**40], 24)),
     "a tensor before the file": lambda c: _header(c, weight={"dtype": "F32", "shape": [6], "data_offsets": [-24, 0]}),
-    "a tensor twice": _twice,
     "a shard above the folder": lambda c: _point_outside(c, "../../secret.safetensors"),
-    "a shard at an absolute path": lambda c: _point_outside(c, str(c.parent.resolve() / "secret.safetensors")),
-    "a tied name without a tensor": lambda c: _index(c, lambda i: i["metadata"]["trainwright"]["tied"].update(a="b")),
     "a dtype that is none": lambda c: _index(c, lambda i: i["metadata"]["trainwright"]["dtypes"].update(weight="os")),
     "an array larger than memory": _state({"a": {"$": "ndarray", "dtype": "<f8", "shape": [2**40]}}),
-    "an array of objects": _state({"a": {"$": "ndarray", "dtype": "O", "shape": [0]}}),
     "an unknown type": _state({"a": {"$": "os.system", "v": "touch executed"}}),
-    "a deep nest": lambda c: (c / "trainer.json").write_text("[" * 10**6) and None,
     "a tree of 2 GB": lambda c: _huge_file(c / "trainer.json"),
 }
 
@@ -155,13 +141,6 @@ def test_a_huge_manifest_or_index_is_refused_in_bounded_memory(checkpoint: Path)
     _huge_file(checkpoint.parent / "index.json")
     with bounded_memory(), pytest.warns(TrainwrightWarning):  # it is rebuilt
         RunIndex(checkpoint.parent)
-
-
-def test_a_key_that_stands_twice_is_refused(checkpoint: Path) -> None:
-    file = checkpoint / "manifest.json"
-    file.write_bytes(resealed(file.read_text().replace('"step": 3', '"step": 3, "step": 4')))
-    with pytest.raises(CheckpointError, match="'step' twice"):
-        read_checkpoint(checkpoint)
 
 
 def _seal_size(checkpoint: Path, file: str, size: int) -> None:

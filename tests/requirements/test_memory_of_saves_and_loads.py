@@ -19,7 +19,6 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.disk.host_buffers import BLOCK_BYTES
-from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
@@ -113,28 +112,3 @@ def test_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_on
     sizes = [file.stat().st_size / 2**20 for file in (tmp_path / "at_once").rglob("rank-*.safetensors")]
     assert sum(sizes) == pytest.approx(STATE_MB, abs=2)
     assert max(sizes) < SHARD_MB
-
-
-def save_and_load(folder: Path) -> dict[str, float]:
-    """Train one process; return the MB that a save, an export and a load took."""
-    torch.set_num_threads(1)
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
-    trainer = quiet_trainer(max_steps=2)
-    trainer.fit(Large(), regression_loader(8, 2))
-    with measured() as of_save:
-        trainer.save_checkpoint(folder / "saved")
-    with measured() as of_export:
-        export_weights(folder / "saved", folder / "exported.safetensors", dtype="bf16")
-    with measured() as of_load:
-        task = Large.load_from_checkpoint(folder / "saved")
-    assert float(task.large[0][0].detach()) == pytest.approx(0.5)
-    return {"save": of_save[0], "export": of_export[0], "load": of_load[0]}
-
-
-def test_a_full_save_copies_nothing_and_export_and_load_hold_a_tensor_beside_what_they_make(tmp_path: Path) -> None:
-    (took,) = run_distributed(save_and_load, 1, tmp_path, init=False, timeout=240)
-    print(took)
-    assert took["save"] < TENSOR_MB
-    assert took["export"] < 2.5 * TENSOR_MB
-    weights_mb = STATE_MB / 2
-    assert weights_mb < took["load"] < 2 * weights_mb + TENSOR_MB  # the pages of the mapped file count as well

@@ -79,25 +79,3 @@ def test_what_a_step_made_is_gone_before_the_next_forward(
     finally:
         gc.enable()
     assert task.checked == 15
-
-
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_what_an_evaluation_batch_made_is_gone_before_the_next(stage: str) -> None:
-    references: list[Any] = []
-
-    class Task(RegressionTask):
-        def validation_step(self, batch: Batch, batch_idx: int) -> Any:
-            assert all(reference() is None for reference in references)
-            output = self.net(batch[0])
-            references[:] = [weakref.ref(output), weakref.ref(batch[0])]
-            return output
-
-        test_step = predict_step = validation_step
-
-    options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
-    gc.disable()
-    try:
-        getattr(quiet_trainer(), stage)(Task(), regression_loader(6), **options)
-    finally:
-        gc.enable()
-    assert references

@@ -82,24 +82,6 @@ def test_a_scaled_step_is_that_of_a_loop_by_hand(kind: str, start: float) -> Non
 
 
 @DEVICES
-@pytest.mark.filterwarnings("ignore:ModelCheckpoint.*not found:UserWarning")  # those of the first run's folder
-def test_dropout_goes_on_from_the_device_s_generator(kind: str, tmp_path: Path) -> None:
-    def train(steps: int, folder: Path, **resume: Any) -> RegressionTask:
-        torch.manual_seed(5)
-        task = RegressionTask(dropout=0.5)
-        saves = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
-        trainer = quiet_trainer(accelerator=kind, max_steps=steps, callbacks=[saves])
-        trainer.fit(task, regression_loader(32, 4), **resume)
-        return task
-
-    expected = train(6, tmp_path / "whole")
-    train(3, tmp_path / "first")
-    torch.manual_seed(99)
-    (saved,) = (tmp_path / "first").glob("epoch=*")
-    assert_equal_weights(weights_of(train(6, tmp_path / "second", ckpt_path=saved)), weights_of(expected))
-
-
-@DEVICES
 @pytest.mark.distributed
 def test_a_group_of_one_process_takes_tensors_of_the_device_and_objects_of_the_host(kind: str) -> None:
     device, processes = device_of(kind), ProcessGroup(Topology("none"))

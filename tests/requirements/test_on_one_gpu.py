@@ -15,11 +15,8 @@ from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import DataModule, TaskModule
 from trainwright.core.host.memory import find_executable_batch_size
-from trainwright.generation import generate
-from trainwright.loggers import CSVLogger
 from trainwright.profilers import PyTorchProfiler
 from trainwright.strategies import OffloadStrategy
-from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.trainer.search.tuner import Tuner
 
 pytestmark = [
@@ -140,16 +137,6 @@ def test_searches_recover_when_the_memory_of_the_device_runs_out() -> None:
         torch.cuda.empty_cache()
 
 
-def test_pinned_weights_on_the_host_take_the_memory_of_their_bytes() -> None:
-    allocator = torch.cuda.host_memory_stats()["allocated_bytes.current"]
-    weight = HostStorage("cpu", pinned=True).like(torch.arange(3 * 2**20).float())
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == allocator  # which rounds to a power of two
-    assert weight.is_pinned()
-    there = weight.to("cuda", non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(there.cpu(), torch.arange(3 * 2**20).float())
-
-
 @pytest.mark.parametrize("strategy", ["auto", "offload"])
 def test_a_plan_forecasts_the_measured_peak(strategy: str) -> None:
     torch.cuda.empty_cache()
@@ -163,17 +150,6 @@ def test_a_plan_forecasts_the_measured_peak(strategy: str) -> None:
     assert measured == pytest.approx(forecast, rel=0.1)
 
 
-def test_a_record_of_a_run_waits_for_the_device_at_log_points_only(tmp_path: Path) -> None:
-    trainer = quiet_trainer(
-        accelerator="cuda", max_epochs=1, log_every_n_steps=4, logger=CSVLogger(tmp_path, name="", version="")
-    )
-    trainer.fit(LayersTask(64), _inputs(64, 64, 8))
-    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
-    progress = [event for event in events if event["event"] == "progress"]
-    assert [event["step"] for event in progress] == [4, 8]
-    assert all(event["memory"] > 0 for event in progress)
-
-
 def test_a_profile_has_kernels_of_the_device_and_its_memory(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, memory_snapshot=True, schedule={"wait": 1, "warmup": 1, "active": 2})
     quiet_trainer(accelerator="cuda", max_epochs=1, profiler=profiler).fit(RegressionTask(), regression_loader(32, 4))
@@ -182,20 +158,6 @@ def test_a_profile_has_kernels_of_the_device_and_its_memory(tmp_path: Path) -> N
     assert kernels
     (snapshot,) = tmp_path.rglob("*-memory.pickle")
     assert snapshot.stat().st_size > 1000
-
-
-@pytest.mark.requires("transformers", reason="models by their configuration")
-def test_text_on_the_device_is_that_of_the_host() -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model("llama", intermediate_size=64, **sizes)
-    )
-    prompts = torch.randint(1, 64, (2, 6))
-    expected = generate(model, prompts, max_new_tokens=12)
-    assert torch.equal(generate(model.to("cuda"), prompts.to("cuda"), max_new_tokens=12).cpu(), expected)
 
 
 @pytest.mark.requires("bitsandbytes", reason="layers in 8 and 4 bits")

@@ -11,44 +11,8 @@ import pytest
 import torch
 
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.loggers.logger import Logger, RunInfo
-
-
-class _Several(RegressionTask):
-    """Trains its parameters with `num` optimizers, by itself or by hand."""
-
-    def __init__(self, num: int, *, by_hand: bool) -> None:
-        super().__init__()
-        self.num = num
-        self.automatic_optimization = not by_hand
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Return the loss, or step every optimizer."""
-        if self.automatic_optimization:
-            return self.loss(batch)
-        found = self.optimizers()
-        optimizers = found if isinstance(found, list) else [found]
-        self.manual_backward(self.loss(batch))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return None
-
-    automatic_optimization = True  # all of its optimizers step on one loss
-
-    def configure_optimizers(self) -> Any:
-        """Deal the parameters to the optimizers."""
-        parameters = list(self.parameters())
-        return [torch.optim.SGD(parameters[i :: self.num], lr=0.01) for i in range(self.num)]
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("num", [1, 3])
-def test_a_group_is_one_step_whatever_the_number_of_optimizers(num: int, by_hand: bool) -> None:
-    recorder = RecordingCallback("on_train_step_end", note=lambda _, trainer: trainer.global_step)
-    quiet_trainer(max_epochs=2, callbacks=recorder).fit(_Several(num, by_hand=by_hand), regression_loader(5))
-    assert [step for _, step in recorder.notes] == list(range(1, 11))
 
 
 @pytest.mark.parametrize(("accumulate", "steps"), [(1, 12), (2, 6), (5, 4)])

@@ -50,24 +50,6 @@ class At(Callback):
             self.action()
 
 
-def test_a_second_run_in_the_folder_leaves_those_of_the_first(tmp_path: Path) -> None:
-    fit(tmp_path, 3)
-    fit(tmp_path, 5)
-    assert saved(tmp_path) == ["step=3", "step=5"]
-    fit(tmp_path, 3)  # the same name again: neither replaced nor deleted
-    assert saved(tmp_path) == ["step=3", "step=3-v1", "step=5"]
-
-
-def test_two_runs_that_take_turns_in_one_folder_each_delete_their_own(tmp_path: Path) -> None:
-    first, second = {"filename": "a-{step}"}, {"filename": "b-{step}"}
-    fit(tmp_path, 2, **first)
-    fit(tmp_path, 4, **second)
-    fit(tmp_path, 5, ckpt_path=tmp_path / "a-step=2", **first)
-    assert saved(tmp_path) == ["a-step=5", "b-step=4"]
-    fit(tmp_path, 6, ckpt_path=tmp_path / "b-step=4", **second)
-    assert saved(tmp_path) == ["a-step=5", "b-step=6"]
-
-
 def test_two_processes_that_resume_one_run_give_their_last_checkpoints_names_of_their_own(tmp_path: Path) -> None:
     saver: dict[str, Any] = {"save_last": True, "save_top_k": -1}
     fit(tmp_path, 2, **saver)
@@ -104,19 +86,6 @@ def test_a_folder_that_is_moved_away_while_the_run_goes_on_keeps_all_that_it_hol
     assert saved(old) == ["step=6"]
 
 
-def test_a_foreign_checkpoint_that_took_the_place_of_an_own_one_stays(tmp_path: Path) -> None:
-    fit(tmp_path / "other", 2)
-    run = tmp_path / "run"
-
-    def exchange() -> None:
-        shutil.rmtree(run / "step=3")
-        shutil.copytree(tmp_path / "other" / "step=2", run / "step=3")
-
-    with pytest.warns(TrainwrightWarning, match="no longer the checkpoint that this run wrote"):
-        fit(run, 5, extra=[At(3, exchange)])
-    assert saved(run) == ["step=3", "step=5"]
-
-
 def test_a_link_is_never_followed_to_delete_what_it_leads_to(tmp_path: Path) -> None:
     run, precious = tmp_path / "run", tmp_path / "precious"
 
@@ -131,14 +100,13 @@ def test_a_link_is_never_followed_to_delete_what_it_leads_to(tmp_path: Path) -> 
     assert saved(run) == ["step=3", "step=5"]
 
 
-@pytest.mark.parametrize("name", ["../precious", "/precious", "sub/precious"])
-def test_an_index_that_was_edited_to_point_outside_is_refused_and_nothing_is_deleted(name: str, tmp_path: Path) -> None:
+def test_an_index_that_was_edited_to_point_outside_is_refused_and_nothing_is_deleted(tmp_path: Path) -> None:
     fit(tmp_path, 2, filename="precious")
     run = tmp_path / "run"
     fit(run, 3)
     index = run / "index.json"
     values = json.loads(index.read_text())
-    values["checkpoints"].append({**values["checkpoints"][0], "name": name})
+    values["checkpoints"].append({**values["checkpoints"][0], "name": "../precious"})
     del values["seal"]  # with one that does not fit, the index is rebuilt from the manifests
     index.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"refused|points outside|outside|not a checkpoint in its folder"):
@@ -195,8 +163,3 @@ def test_runs_that_enter_checkpoints_at_the_same_moment_keep_each_others_entries
         set_fault_hook(None)
     other.join()
     assert [len(RunIndex(tmp_path, run=run).entries()) for run in ("one", "other")] == [1, 1]
-
-
-def test_a_run_leaves_no_trace_of_the_names_that_it_had_taken(tmp_path: Path) -> None:
-    fit(tmp_path, 3, save_top_k=2, monitor="train_loss", save_last=True)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.selection import mostly_exhaustive
 from tests.trainer.test_exact_resume import NoisySamples, RestlessTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, verify
@@ -98,7 +99,8 @@ def compare(folder: Path, place: str, rank: int, strategy: str = "auto") -> None
     assert_equal_weights(weights_of(second), weights_of(whole))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.slow
+@pytest.mark.parametrize("place", mostly_exhaustive(PLACES, keep=["train step", "late validation", "save"]))
 def test_one_process_goes_on_as_if_nothing_had_happened(place: str, tmp_path: Path) -> None:
     compare(tmp_path, place, 0)
 
@@ -175,10 +177,10 @@ def test_signals_are_left_alone_when_asked(tmp_path: Path) -> None:
     assert heard == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize("wrong", [0, "3 steps", True])
-def test_a_grace_that_is_no_time_is_an_error(wrong: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"preemption_grace=.* is not a duration in time"):
-        quiet_trainer(preemption_grace=wrong)
+def test_a_grace_that_is_no_time_is_an_error() -> None:
+    for wrong in (0, "3 steps", True):
+        with pytest.raises(ConfigurationError, match=r"preemption_grace=.* is not a duration in time"):
+            quiet_trainer(preemption_grace=wrong)
 
 
 _SCRIPT = """
@@ -242,13 +244,15 @@ def _kill(script: Path, folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("options", [{"workers": 2}, {"arguments": "devices=2"}], ids=["workers", "ranks"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({"workers": 2}, marks=pytest.mark.exhaustive), {"arguments": "devices=2"}], ids=str
+)
 def test_processes_that_were_started_end_with_the_first_one_and_143(options: dict[str, Any], tmp_path: Path) -> None:
     # Sent to the whole group of processes, loader workers included, as Slurm and most machines do it.
     assert _kill(_script(tmp_path, steps=10**9, **options), tmp_path) == 143
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_hangs_outside_of_python_ends_after_the_grace(tmp_path: Path) -> None:
     # A collective that another rank does not reach hangs so, too: Python runs no handler until it returns.
     hang = "mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock"
@@ -270,28 +274,6 @@ def test_a_process_that_hangs_outside_of_python_ends_after_the_grace(tmp_path: P
 
 
 # Launchers
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_torchrun_restarts_a_failed_run_and_it_goes_on_by_itself(tmp_path: Path) -> None:
-    fails = "self.trainer.global_step == 8 and not self.trainer.resumed"
-    weights: list[Any] = []
-    for name, condition in (("whole", "False"), ("restarted", fails)):
-        folder = tmp_path / name
-        folder.mkdir()
-        script = _script(folder, steps=12, fails=condition)
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-             "--max-restarts=1", str(script), str(folder)],
-            capture_output=True, text=True, timeout=200, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert f"resumed at {name == 'restarted'} ended at 12" in done.stdout
-        weights.append(torch.load(folder / "weights.pt"))
-    assert torch.equal(*weights)
 
 
 _SLURM = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}
@@ -331,15 +313,6 @@ def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
     _slurm(tmp_path, monkeypatch, status=1)
     assert run(tmp_path / "run", Victim("train step", number=signal.SIGUSR1)) == "SIGUSR1"
     assert "Job 41 was not requeued: scontrol failed: no such job" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("number", "options"), [(signal.SIGTERM, {}), (signal.SIGUSR1, {"auto_requeue": False})])
-def test_a_job_is_requeued_only_by_the_warning_and_if_wished(
-    number: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    note = _slurm(tmp_path, monkeypatch)
-    assert run(tmp_path / "run", Victim("train step", number=number), **options) is not None
-    assert not note.exists()
 
 
 @pytest.mark.parametrize(

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError
-from trainwright.processes import process_group
 
 pytestmark = pytest.mark.distributed
 
@@ -36,27 +29,6 @@ class _OwnNumbers(RegressionTask):
         self.log("measure", self.values[self.global_rank][self.current_epoch], sync_dist=False)
 
 
-def _stop(values: list[list[float]]) -> tuple[int, int, int]:
-    stopping = EarlyStopping("measure", patience=1)
-    trainer = quiet_trainer(devices="auto", max_epochs=len(values[0]), num_sanity_val_steps=0, callbacks=stopping)
-    trainer.fit(_OwnNumbers(values), regression_loader(8), regression_loader(4))
-    return trainer.current_epoch, trainer.global_step, stopping.stopped_epoch
-
-
-@pytest.mark.parametrize(
-    ("values", "stopped_epoch"),
-    [
-        ([[5.0, 4.0, 10.0, 10.0, 10.0], [5.0, 4.0, 3.0, 2.0, 1.0]], 2),
-        ([[5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 4.0, 10.0, 10.0, 10.0]], 0),
-    ],
-    ids=["only rank 0 diverges", "only rank 1 diverges"],
-)
-def test_all_ranks_stop_in_the_epoch_in_which_rank_0_would(values: list[list[float]], stopped_epoch: int) -> None:
-    first, second = run_distributed(_stop, 2, values, init=False)
-    epochs = stopped_epoch + 1 if stopped_epoch else 5
-    assert first == second == (epochs, 4 * epochs, stopped_epoch)
-
-
 def _save(folder: Path, values: list[list[float]]) -> tuple[str, float | None, list[str]]:
     saver = ModelCheckpoint(folder, filename="{epoch}", monitor="measure", save_top_k=2)
     trainer = quiet_trainer(devices="auto", max_epochs=len(values[0]), num_sanity_val_steps=0, callbacks=saver)
@@ -71,53 +43,12 @@ def test_all_ranks_keep_and_prefer_the_same_checkpoints(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("epoch=*")) == ["epoch=1", "epoch=2"]
 
 
-class _OneRankWishes(Callback):
-    """One rank alone asks for the end, in its third batch."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == self.rank and batch_idx == 2:
-            trainer.should_stop = True
-
-
-def _wish(rank: int) -> tuple[int, int]:
-    trainer = quiet_trainer(devices="auto", max_epochs=5, callbacks=_OneRankWishes(rank))
-    trainer.fit(RegressionTask(), regression_loader(64), regression_loader(4))
-    return trainer.current_epoch, trainer.global_step
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_wish_of_one_rank_stops_all_of_them_at_the_same_step(rank: int) -> None:
-    first, second = run_distributed(_wish, 2, rank, init=False)
-    assert first == second
-    assert first[0] == 1
-    assert 3 <= first[1] <= 20  # soon, not at the epoch's end
-
-
 class _SkewedClock(RegressionTask):
     """The clock of rank 1 runs a hundred times as fast as that of rank 0."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Let time pass."""
         self.trainer.state.seconds = (batch_idx + 1) * (1.0 if self.global_rank == 0 else 100.0)
-
-
-class _Slow(RegressionTask):
-    """Takes five milliseconds a step and notes when it was validated."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[int] = []
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let time pass."""
-        time.sleep(0.005)
-
-    def on_validation_start(self) -> None:
-        """Note the step."""
-        self.validated.append(self.global_step)
 
 
 def _run_out_of_time() -> int:
@@ -129,19 +60,6 @@ def _run_out_of_time() -> int:
 def test_ranks_whose_clocks_differ_run_out_of_time_at_the_same_step() -> None:
     first, second = run_distributed(_run_out_of_time, 2, init=False)
     assert first == second == 10
-
-
-def _ragged() -> list[int]:
-    task = _Slow()
-    rows = [[torch.ones(size, 4), torch.zeros(size, 1)] for size in (1, 7, 2, 6, 1, 7, 3, 5, 1, 7, 2, 6)]
-    trainer = quiet_trainer(devices="auto", max_epochs=1, val_check_interval="15 samples", num_sanity_val_steps=0)
-    trainer.fit(task, [tuple(row) for row in rows], regression_loader(4))
-    return task.validated
-
-
-def test_ranks_with_batches_of_different_sizes_validate_at_the_same_steps() -> None:
-    first, second = run_distributed(_ragged, 2, init=False)
-    assert first == second == [2, 4, 6]  # 8 samples a step over both ranks
 
 
 def _other_lengths() -> str:
@@ -156,37 +74,3 @@ def test_a_data_set_whose_length_differs_by_rank_is_refused_on_every_rank() -> N
         assert "10 batches and 20 samples on rank 0" in text
         assert "15 batches and 30 samples on rank 1" in text
         assert "use_distributed_sampler=False" in text
-
-
-class _Alone(RegressionTask):
-    """Rank 0 makes a collective call for which rank 1 is late."""
-
-    def __init__(self, path: Path | None) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Make the call."""
-        if self.global_rank == 1:
-            time.sleep(0.5)
-        if self.path is None:
-            self.all_gather(torch.ones(1))
-        else:
-            self.trainer.save_checkpoint(self.path)
-
-
-def _call_alone(path: Path | None) -> str:
-    process_group._LATE_S = 0.1
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        quiet_trainer(devices="auto", max_steps=1).fit(_Alone(path), regression_loader(4))
-    return said.getvalue()
-
-
-@pytest.mark.parametrize("call", ["all_gather", "save_checkpoint"])
-def test_a_collective_call_of_one_rank_alone_is_named(call: str, tmp_path: Path) -> None:
-    first, second = run_distributed(
-        _call_alone, 2, tmp_path / "saved" if call == "save_checkpoint" else None, init=False
-    )
-    assert f"rank 0 waits in {call}() for rank 1" in first
-    assert "Call it on every rank" in first
-    assert call not in second

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask
-from tests.requirements.resumable import BATCH, NoisyBatches, train
+from tests.requirements.resumable import BATCH, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
-from trainwright.data import LoaderOptions, ShuffledOrder, prepare_loader
+from trainwright.data import ShuffledOrder
 from trainwright.trainer.trainer import Trainer
 
 _BATCH_SIZE, _START = 512, 10**6
@@ -34,20 +34,6 @@ class Virtual(Dataset[torch.Tensor]):
     def __getitem__(self, index: int) -> torch.Tensor:
         self.fetched.append(index)
         return torch.tensor(index)
-
-
-@pytest.mark.parametrize(("world", "shuffle"), [(1, False), (2, True)])
-def test_a_loader_begins_at_batch_a_million_at_once(world: int, shuffle: bool) -> None:
-    data = Virtual()
-    source = DataLoader(data, _BATCH_SIZE, shuffle=shuffle)
-    loader = prepare_loader(source, LoaderOptions(rank=world - 1, world=world))
-    began = time.perf_counter()
-    loader.set_epoch(3, {"batch": _START, "samples": _START * _BATCH_SIZE * world})
-    first = next(loader.iterate(_START))
-    assert time.perf_counter() - began < 1.0
-    place = (_START + 1) * _BATCH_SIZE * world - _BATCH_SIZE
-    order = ShuffledOrder(10**12, 0, 3).slice(place, place + _BATCH_SIZE).tolist()
-    assert first.tolist() == data.fetched == (order if shuffle else list(range(place, place + _BATCH_SIZE)))
 
 
 class _FarAlong(Callback):
@@ -112,15 +98,3 @@ def test_a_stream_without_a_state_is_refused_before_training_starts(tmp_path: Pa
     message = str(caught.value)
     for said in ("train_dataloader cannot begin at batch 3", "state_dict and load_state_dict", "StatefulDataLoader"):
         assert said in message
-
-
-def test_a_stream_without_a_state_goes_on_at_an_epochs_start(tmp_path: Path) -> None:
-    whole = train(DataLoader(Forgetful(), BATCH), tmp_path)
-    resumed = train(DataLoader(Forgetful(), BATCH), tmp_path / "resumed", tmp_path / "step=5")
-    assert resumed.losses == whole.losses[5:]
-
-
-def test_a_state_that_the_checkpoint_lacks_is_an_error_that_says_so(tmp_path: Path) -> None:
-    train(DataLoader(Forgetful(), BATCH), tmp_path)
-    with pytest.raises(ConfigurationError, match="its state is not in the checkpoint"):
-        train(NoisyBatches(20), tmp_path / "resumed", tmp_path / "step=3")

@@ -164,7 +164,7 @@ def _one_rank_has_none(strategy: str) -> list[Any]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.exhaustive)])
 def test_a_rank_may_have_no_data_at_all(strategy: str) -> None:
     first, second = run_distributed(lambda: _one_rank_has_none(strategy), 2, timeout=90)
     for i, ((steps, metrics, weights), (_, others, other_weights)) in enumerate(zip(first, second, strict=True)):

@@ -11,12 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import plain_name, read_checkpoint
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.checkpoint import plain_name
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,14 +73,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {form: _fit(form, 1).save_checkpoint(folder / form.replace(" ", "-")) for form in FORMS}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_checkpoint_holds_the_tasks_own_names(form: str, saved: dict[str, Path]) -> None:
-    snapshot, names = read_checkpoint(saved[form]), list(RegressionTask().state_dict())
-    assert list(snapshot.model or {}) == names
-    assert list(snapshot.optimizers[0]["state"]) == names
-    assert snapshot.optimizers[0]["groups"][0]["params"] == names
-
-
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
@@ -98,24 +87,3 @@ def test_each_form_goes_on_from_the_checkpoint_of_each_other(writer: str, reader
     assert resumed.global_step == 8
     expected = _plain_weights(_fit("plain", 2).task)
     torch.testing.assert_close(_plain_weights(resumed.task), expected, rtol=1e-6, atol=1e-6)
-
-
-def _on_two_ranks(folder: Path, ckpt_path: Path | None, max_epochs: int) -> dict[str, torch.Tensor]:
-    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, auto_insert_metric_name=False)
-    trainer = quiet_trainer(max_epochs=max_epochs, devices="auto", strategy="ddp", callbacks=[saver])
-    trainer.fit(AdamTask(), regression_loader(8, 1), ckpt_path=ckpt_path, allow_missing=["callbacks"])
-    return weights_of(trainer.task)
-
-
-@pytest.mark.distributed
-def test_two_ranks_and_one_load_each_others_checkpoints(tmp_path: Path, saved: dict[str, Path]) -> None:
-    expected = _plain_weights(_fit("plain", 2).task)
-    run_distributed(_on_two_ranks, 2, tmp_path / "wrapped", None, 1, init=False, timeout=120.0)
-    with pytest.warns(TrainwrightWarning) as caught:  # of the generators of two ranks, and of their callback
-        alone = _fit("plain", 2, tmp_path / "wrapped" / "0")
-    assert any("generators start from scratch" in str(warning.message) for warning in caught)
-    torch.testing.assert_close(weights_of(alone.task), expected, rtol=1e-5, atol=1e-6)
-    env = {"PYTHONWARNINGS": "ignore"}
-    both = run_distributed(_on_two_ranks, 2, tmp_path / "on", saved["plain"], 2, init=False, timeout=120.0, env=env)
-    for weights in both:
-        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
