@@ -42,8 +42,6 @@ def test_a_failure_of_one_rank_is_a_failure() -> None:
         (["--cpu", "train.py"], "takes options only, not 'train.py'"),
         (["--num_procesess", "2"], "trainwright check has no option --num_procesess. Did you mean 'num_processes'?"),
         (["--run_folder"], "--run_folder needs a value"),
-        (["-m", "package.train"], "trainwright check has no option -m"),
-        (["--fsdp_version", "2"], "--fsdp_version needs --use_fsdp too"),
         (
             ["--num_machines=2", "--machine_rank=0", "--main_process_ip=10.0.0.1", "--main_process_port=1"],
             "several machines need --run_folder",
@@ -109,6 +107,14 @@ def test_an_error_is_a_failure_and_the_next_part_runs(one: Check) -> None:
     assert one.run("data", check_processes.data).result == PASS
 
 
+def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
+    check = Check(Accelerator(cpu=True), tmp_path / "missing" / "run")
+    row = check.run("run folder", check_processes.run_folder)
+    assert (row.result, row.advice) == (FAIL, PARTS["run folder"])
+    assert "No such file" in row.found
+    assert check.run("resume", check_processes.resume).result == SKIPPED
+
+
 # Real processes
 
 
@@ -127,9 +133,11 @@ def _check(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
 @pytest.mark.parametrize(
     ("options", "kind"),
     [
-        ("--num_processes 1", "1 (NO, no communication)"),
+        pytest.param("--num_processes 1", "1 (NO, no communication)", marks=pytest.mark.exhaustive),
         ("--num_processes 2", "2 (MULTI_CPU, gloo)"),
-        ("--num_processes 2 --use_fsdp --mixed_precision bf16", "2 (FSDP, gloo)"),
+        pytest.param(
+            "--num_processes 2 --use_fsdp --mixed_precision bf16", "2 (FSDP, gloo)", marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_every_part_passes(options: str, kind: str, tmp_path: Path) -> None:
@@ -158,6 +166,7 @@ module.main(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
@@ -171,13 +180,3 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert time.monotonic() - start_s < 30
     last = max((file.read_text().splitlines() for file in results.glob("*.jsonl")), key=len)[-1]
     assert "rank 1: ValueError: only here; rank 0 did not finish" in json.loads(last)["found"]
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
-    rows, code = _check("--num_processes", 2, "--run_folder", tmp_path / "missing")
-    assert code == 1
-    assert "No such file" in rows["run folder"]["found"]
-    assert rows["run folder"]["advice"] == PARTS["run folder"]
-    assert (rows["parity"]["result"], rows["resume"]["result"]) == (PASS, SKIPPED)

@@ -7,7 +7,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,6 @@ import torch
 
 from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
-from trainwright.checkpoint import find_checkpoints
 from trainwright.core.errors import ConfigurationError, MissingPackageError
 from trainwright.launch.clusters import mpirun_command, sbatch_script
 from trainwright.launch.launch import check_options, launch
@@ -98,7 +96,6 @@ def test_a_script_for_sbatch_has_one_line_for_each_option(name: str) -> None:
     [
         ({"slurm": True, "machine_rank": 1}, "--machine_rank 1 has no effect with --slurm"),
         ({"slurm": True, "main_process_ip": "10.0.0.1"}, "--main_process_ip 10.0.0.1 has no effect with --slurm"),
-        ({"slurm": True, "max_restarts": 1}, "--max_restarts 1 has no effect with --slurm"),
         ({"mpi": True, "log_dir": "logs"}, "--log_dir logs has no effect with --mpi"),
         ({"slurm": True, "mpi": True}, "--slurm and --mpi exclude each other"),
         ({"slurm": True, "mpirun_hostfile": "hosts"}, "--mpirun_hostfile and --slurm exclude each other"),
@@ -110,7 +107,6 @@ def test_a_script_for_sbatch_has_one_line_for_each_option(name: str) -> None:
         ({"mpirun_ccl": 2}, "--mpirun_ccl needs --mpi too"),
         ({"num_processes": 10**23}, f"--num_processes {10**23}: write a number of at most 1,000,000"),
         ({"main_process_port": 99999}, "--main_process_port 99999: write a port from 0 to 65535"),
-        ({"main_process_port": -1}, "--main_process_port -1: write a port from 0 to 65535"),
         ({"print": True}, "--print needs --slurm, --mpi or --sagemaker too"),
         ({"mpirun_hostfile": "no-such-file"}, "--mpirun_hostfile no-such-file does not exist"),
     ],
@@ -144,7 +140,6 @@ _INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.13"
     [
         ("mpirun (Open MPI) 4.1.4", "--hostfile {hosts} --map-by ppr:2:node --bind-to none", ["-x", "{}={}"]),
         (_INTEL, "-f {hosts} -ppn 2", ["-genv", "{}", "{}"]),
-        ("HYDRA build details:", "-f {hosts} -ppn 2", ["-genv", "{}", "{}"]),
     ],
 )
 def test_the_command_of_mpirun(
@@ -314,7 +309,7 @@ if trainer.global_rank == 0:
     torch.save(task.state_dict(), "weights.pt")
     print("end", trainer.global_step, os.environ.get("SLURM_RESTART_COUNT"), trainer.resumed, flush=True)
 """
-_KILLS = mostly_exhaustive(range(10), keep=[0])
+_KILLS = mostly_exhaustive(range(3), keep=[0])
 _ONE_THREAD = ("--num_cpu_threads_per_process", "1")
 
 
@@ -335,34 +330,6 @@ def _moment(folder: Path, draw: random.Random) -> list[int]:
     _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     time.sleep(draw.uniform(0, 7))
     return [int(file.read_text()) for file in files]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-@pytest.mark.engines
-@pytest.mark.distributed
-@_needs_mpirun
-@pytest.mark.parametrize("kill", _KILLS)
-def test_a_killed_run_of_mpirun_resumes_and_gives_the_same_weights(
-    kill: int, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(_RESTARTED)
-    words = ("--mpi", *_ONE_THREAD, "train.py", "resume")
-    with (tmp_path / "output").open("w") as output:
-        run = _start(tmp_path, *words, "slow", stdout=output, stderr=output)
-    ranks = _moment(tmp_path, random.Random(kill))
-    os.kill([run.pid, *ranks][kill % 3], signal.SIGKILL)  # the command has become mpirun
-    assert run.wait(timeout=30) != 0, (tmp_path / "output").read_text()
-    _wait_until(lambda: not any(map(_is_running, ranks)), 4)  # long before they would have ended by themselves
-    resumes = bool(find_checkpoints(tmp_path / "runs/checkpoints"))
-    found = _launch(tmp_path, *words)
-    assert f"end 48 None {resumes}" in found.stdout, found.stderr
-    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), uninterrupted, rtol=0, atol=0)
 
 
 @pytest.mark.engines

@@ -58,18 +58,6 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
 
 
-@pytest.mark.slow
-def test_a_launched_script_runs(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys, trainwright; print(trainwright.PartialState().num_processes, sys.argv[1:])")
-    program = (
-        "from trainwright.commands.launch import launch_command, launch_command_parser as parser; "
-        f"launch_command(parser().parse_args(['--cpu', '--num_processes', '1', {str(script)!r}, '--x']))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "1 ['--x']\n"
-
-
 def test_the_modules_are_also_those_of_accelerate() -> None:
     program = "import trainwright; trainwright.as_accelerate(); from accelerate.commands.launch import launch_command"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -40,7 +40,7 @@ _CONFIGS = st.fixed_dictionaries(
 
 
 @given(_CONFIGS, st.sampled_from(["c.yaml", "c.json"]))
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_is_read_back_to_the_same_options(tmp_path: Path, config: LaunchConfig, name: str) -> None:
     path, values = read_file(write_file(config, tmp_path / name))
     assert (path, LaunchConfig(**values)) == (str(tmp_path / name), config)

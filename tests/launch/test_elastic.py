@@ -74,6 +74,7 @@ def _wait_for(folder: Path, name: str, step: int, world: int, launcher: subproce
     raise AssertionError(f"step {step} with {world} processes was not reached:\n{(folder / 'first.out').read_text()}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("returns", mostly_exhaustive([False, True], keep=[True]))

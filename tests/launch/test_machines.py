@@ -144,6 +144,7 @@ def _ends(launcher: subprocess.Popen[str], seconds: float = 120) -> tuple[int, s
     return launcher.returncode, out, err
 
 
+@pytest.mark.exhaustive
 def test_a_machine_or_rank_that_is_started_again_resumes_the_job_bit_for_bit(tmp_path: Path, jobs: list[_Job]) -> None:
     options = ("--rdzv_backend", "c10d", "--rdzv_id", "job", "--max_restarts", "1")
     for mode in ("plain", "launcher", "rank"):
@@ -168,6 +169,7 @@ def test_a_machine_or_rank_that_is_started_again_resumes_the_job_bit_for_bit(tmp
         torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_with_the_static_rendezvous_the_other_machine_ends(restarts: str, tmp_path: Path, jobs: list[_Job]) -> None:
     jobs.append(_Job(tmp_path / "launcher", "launcher", "--rdzv_backend", "static", "--max_restarts", restarts))

@@ -36,24 +36,19 @@ def _fail(how: str) -> object:
     return None
 
 
-def _fail_once(file: Path) -> int:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    Accelerator(cpu=True).wait_for_everyone()
-    with file.open("a") as opened:
-        opened.write("x")
-    if attempt == 0:
+def _fail_once(word: str) -> tuple[object, ...]:
+    found = _facts(word)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise ArithmeticError("seven is odd")
-    return attempt
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_processes_share_topology_and_precision_and_the_first_ones_result_returns() -> None:
+def test_the_processes_share_a_topology_start_again_after_a_failure_and_the_first_ones_result_returns() -> None:
     before, handlers = dict(os.environ), [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    found = notebook_launcher(_facts, ("w",), num_processes=2, mixed_precision="bf16", use_port=str(_PORTS))
-    assert found == ("w", 2, [0, 1], "bf16")
-    Accelerator(cpu=True)
-    assert debug_launcher(_facts, ("d",)) == ("d", 2, [0, 1], "no")
+    options = {"mixed_precision": "bf16", "use_port": str(_PORTS), "max_restarts": 1}
+    assert notebook_launcher(_fail_once, ("w",), num_processes=2, **options) == ("w", 2, [0, 1], "bf16")
     assert dict(os.environ) == before
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -61,7 +56,11 @@ def test_the_processes_share_topology_and_precision_and_the_first_ones_result_re
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("how", "told"), [("raised", "rank 1:\n.*ArithmeticError: seven is odd"), ("killed", "rank 1 .*SIGKILL")]
+    ("how", "told"),
+    [
+        ("raised", "rank 1:\n.*ArithmeticError: seven is odd"),
+        pytest.param("killed", "rank 1 .*SIGKILL", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_error_is_raised_once_and_ends_the_others(how: str, told: str, capfd: pytest.CaptureFixture[str]) -> None:
     start_s = time.monotonic()
@@ -70,13 +69,6 @@ def test_an_error_is_raised_once_and_ends_the_others(how: str, told: str, capfd:
     assert time.monotonic() - start_s < 45
     assert str(caught.value).count("Traceback") == (how == "raised")
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_processes_start_again_after_a_failure(tmp_path: Path) -> None:
-    assert notebook_launcher(_fail_once, (tmp_path / "calls",), num_processes=2, max_restarts=1) == 1
-    assert len((tmp_path / "calls").read_text()) == 4
 
 
 def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +123,7 @@ def function(seconds):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_machines_meet_and_a_script_needs_no_guard(tmp_path: Path) -> None:
@@ -154,7 +147,7 @@ def test_two_machines_meet_and_a_script_needs_no_guard(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_the_end_of_the_calling_process_ends_the_others(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT + "debug_launcher(function, (600,))\n")

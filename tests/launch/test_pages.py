@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.selection import mostly_exhaustive
 from trainwright.processes.launcher import free_port
 
 _ROOT = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def _write_programs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", _STARTS)
+@pytest.mark.parametrize("command", mostly_exhaustive(_STARTS, keep=_STARTS[:1]))
 def test_the_launch_commands_of_our_page_run(command: str) -> None:
     _write_programs()
     ranks = 4 if "--num_processes 4" in command else 2 if "--num_processes" in command else 1
@@ -82,6 +83,7 @@ def test_the_launch_commands_of_our_page_run(command: str) -> None:
     assert _facts(_run(command)) == [f"{rank} {ranks} {ending}" for rank in range(ranks)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("command", [one for one in _COMMANDS if " check " in one])

@@ -95,7 +95,6 @@ _READ = {"machine_rank": 0, "num_machines": 1, "num_processes": 2, "downcast_bf1
     ("content", "expected"),
     [
         ({"distributed_type": "NO", "use_cpu": False}, {"cpu": False}),
-        (yaml.safe_load("distributed_type: NO\nmixed_precision: no"), {"mixed_precision": "no"}),
         (yaml.safe_load("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO"),
          {"sagemaker": True, "sagemaker_distributed_type": "NO"}),
         ({"distributed_type": "MULTI_CPU"}, {"cpu": True}),
@@ -136,8 +135,6 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--tpu", "{script}"], "--tpu needs torch_xla and the torch that it was built for"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
-        (["--use_megatron_lm", "--use_fsdp", "{script}"], "--use_fsdp and --use_megatron_lm exclude each other"),
-        (["--megatron_lm_tp_degree", "2", "{script}"], "--megatron_lm_tp_degree needs --use_megatron_lm too"),
         (["--fp8_backend", "msamp", "{script}"], "fp8_backend='msamp' is unknown. Known: AO, TE. MS-AMP needs"),
         (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import types
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,8 @@ import pytest
 
 from tests.launch.sagemaker_signatures import RECORDED, signatures
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch import questions, sagemaker
-from trainwright.launch.config_file import content_of
+from trainwright.launch import sagemaker
 from trainwright.launch.launch import launch
-from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.reading import options_of
 from trainwright.launch.sagemaker import container_options, hyperparameters
 from trainwright.processes.launcher import free_port
 
@@ -192,40 +188,6 @@ def test_a_session_without_region_or_credentials_submits_nothing(change: dict[st
     assert sdk.jobs == []
 
 
-def test_answers_make_a_file_that_accelerate_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {
-        "sagemaker": True,
-        "profile": "lab",
-        "region": "us-east-1",
-        "iam_role_name": "train",
-        "image_uri": "lab/train:1",
-        "sagemaker_distributed_type": "DATA_PARALLEL",
-        "num_machines": "2",
-        "mixed_precision": "bf16",
-    }
-
-    def answer(message: str, *default: Any, **_: Any) -> Any:
-        given = default[-1] if default else False
-        return types.SimpleNamespace(unsafe_ask=lambda: answers.get(message.partition(":")[0], given))
-
-    dialog = types.SimpleNamespace(text=answer, select=answer, confirm=answer)
-    monkeypatch.setattr(questions, "_questionary", lambda: dialog)
-    found = questions.ask(0)
-    content = content_of(found)
-    assert content == {
-        "compute_environment": "AMAZON_SAGEMAKER",
-        "distributed_type": "DATA_PARALLEL",
-        "profile": "lab",
-        "region": "us-east-1",
-        "iam_role_name": "train",
-        "image_uri": "lab/train:1",
-        "ec2_instance_type": "ml.g5.xlarge",
-        "num_machines": 2,
-        "mixed_precision": "bf16",
-    }
-    assert LaunchConfig(**options_of(content, "a.yaml")) == found
-
-
 _SCRIPT = """
 import sys
 import torch
@@ -264,32 +226,6 @@ def test_the_recorded_arguments_are_those_of_the_package() -> None:
     assert json.loads(RECORDED.read_text()) == signatures()
 
 
-@_needs_sagemaker
-def test_the_estimator_uploads_the_script_and_creates_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = mock.MagicMock(boto_region_name="us-east-1", local_mode=False, sagemaker_config={}, config=None)
-    session.default_bucket.return_value, session.default_bucket_prefix = "bucket", None
-    session.settings.local_download_dir = None
-    session.expand_role.side_effect = lambda role: role
-    model = {"ModelArtifacts": {"S3ModelArtifacts": "s3://bucket/model.tar.gz"}}
-    session.sagemaker_client.describe_training_job.return_value = model
-    uploaded: list[str] = []
-
-    def upload(file: str, **_: Any) -> None:
-        with tarfile.open(file) as archive:
-            uploaded.extend(sorted(member.name for member in archive if member.isfile()))
-
-    session.s3_resource.Object.return_value.upload_file.side_effect = upload
-    monkeypatch.setattr(sagemaker, "_session", lambda config: session)
-    assert launch([*_COMMAND, "--lr", "0.1"]) == 0
-    assert uploaded == ["requirements.txt", "sm.yaml", "train.py", "trainwright_sagemaker.py"]
-    job = session.train.call_args.kwargs
-    assert job["hyperparameters"]["sagemaker_program"] == '"trainwright_sagemaker.py"'
-    assert job["hyperparameters"]["lr"] == "0.1"
-    assert job["resource_config"]["InstanceCount"] == 2
-    assert job["stop_condition"]["MaxWaitTimeInSeconds"] == 7200
-    assert job["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-
 def test_a_container_with_gpus_has_the_options_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SM_HOSTS", '["algo-1", "algo-2"]')
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-2")
@@ -316,7 +252,6 @@ def test_errors_of_the_service_are_reported(sdk: _Sdk, capsys: pytest.CaptureFix
         ("--a 3 --b 0.5 --c x --d True --e=False", {"a": 3, "b": 0.5, "c": "x", "d": True, "e": False}),
         ("-b -1 --big 12345678901234567 --n nan --f 1e3", {"b": -1, "big": 12345678901234567, "n": "nan", "f": 1000}),
         ("--flag", "--flag has no value"),
-        ("--flag --a 3", "--flag has no value"),
         ("--a 3 4", "4: SageMaker passes named arguments only"),
         ("--a 3 --a 4", "--a is given twice"),
     ],

@@ -180,18 +180,3 @@ def test_both_hosts_end_when_their_link_drops(running: Path, hosts: list[_Host])
         code, error = _end(host, 60)
         assert code == 1
         assert error.startswith(f"machine {other} has sent no heartbeat for 15 seconds")
-
-
-@pytest.mark.exhaustive
-def test_a_host_ends_when_the_other_one_dies(running: Path, hosts: list[_Host]) -> None:
-    hosts[1].kill()
-    code, error = _end(hosts[0], 60)
-    assert code == 1
-    assert error.startswith("machine 1 has sent no heartbeat for 15 seconds: its launcher has ended")
-
-
-def test_training_continues_after_a_short_loss_of_the_link(running: Path, hosts: list[_Host]) -> None:
-    _ip("-n", hosts[1].name, "link", "set", "link0", "down")
-    time.sleep(3)
-    _ip("-n", hosts[1].name, "link", "set", "link0", "up")
-    _wait_for_steps(running, int((running / "step-of-0").read_text()) + 20)

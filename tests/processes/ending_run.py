@@ -60,17 +60,11 @@ def end() -> None:
         file.write(f"{time.time()}\n")
     if WAY in ("killed worker", "kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif WAY == "crashed worker":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    elif WAY == "left worker":
-        os._exit(3)
     elif WAY == "interrupt":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored in what a shell has started
         os.kill(os.getpid(), signal.SIGINT)
     elif WAY == "term":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif WAY == "term all":
-        os.killpg(0, signal.SIGTERM)
     elif WAY == "exit":
         sys.exit(7)
     else:
@@ -103,7 +97,7 @@ class EndingTask(TaskModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Train; the fourth step is a place."""
-        if batch_idx == 3 and WAY in ("step", "busy workers", "interrupt", "term", "term all", "kill", "exit"):
+        if batch_idx == 3 and WAY in ("step", "busy workers", "interrupt", "term", "kill", "exit"):
             end()
         return self.net(batch).square().mean()
 
@@ -122,7 +116,7 @@ def loader(samples: Samples, workers: int) -> DataLoader[torch.Tensor]:
     return DataLoader(samples, batch_size=2, num_workers=workers, persistent_workers=OPTIONS["persistent"] and workers)
 
 
-in_worker = WAY in ("data set", "killed worker", "crashed worker", "left worker")
+in_worker = WAY in ("data set", "killed worker")
 train = loader(Samples(20 if in_worker else None, slow_from=8 if WAY == "busy workers" else 64), OPTIONS["workers"])
 if WAY == "own loop":
     for number, _ in enumerate(Accelerator(cpu=True).prepare(train)):

@@ -42,8 +42,6 @@ def test_a_device_is_found_by_its_name_by_auto_and_by_gpu(kind: str, monkeypatch
     [
         ("cuda", "It needs a CUDA or ROCm build of torch"),
         ("npu", "It needs the package torch_npu: pip install torch-npu"),
-        ("hpu", "pip install habana-torch-plugin"),
-        ("neuron", "pip install torch-neuronx"),
     ],
 )
 def test_a_device_that_torch_does_not_find_names_its_package(
@@ -100,7 +98,7 @@ def _run(*arguments: str, path: Path = ROOT) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 def test_ccl_is_imported_and_used(tmp_path: Path) -> None:
     """With a package of that name whose backend is gloo: oneCCL itself is not installed here."""

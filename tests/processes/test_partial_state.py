@@ -297,6 +297,7 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_script_that_fails_on_one_process_ends_on_all(tmp_path: Path) -> None:

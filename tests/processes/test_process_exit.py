@@ -26,21 +26,14 @@ _OWN = "ValueError: the user's own"
 
 ALONE: list[tuple[dict[str, Any], int, str]] = [
     ({"way": "step"}, 1, _OWN),
-    ({"way": "step", "persistent": True}, 1, _OWN),
     ({"way": "step", "grace": None}, 1, _OWN),
-    ({"way": "step", "workers": 0}, 1, _OWN),
     ({"way": "busy workers"}, 1, _OWN),
     ({"way": "validation step"}, 1, _OWN),
     ({"way": "data set"}, 1, _OWN),
-    ({"way": "data set", "persistent": True}, 1, _OWN),
     ({"way": "data set without workers"}, 1, _OWN),
     ({"way": "killed worker"}, 1, _OF_TORCH),
-    ({"way": "killed worker", "persistent": True}, 1, _OF_TORCH),
-    ({"way": "crashed worker"}, 1, _OF_TORCH),
-    ({"way": "left worker"}, 1, _OF_TORCH),
     ({"way": "interrupt"}, -signal.SIGINT, "KeyboardInterrupt"),
     ({"way": "term"}, 143, "rank 0 received SIGTERM"),
-    ({"way": "term all"}, 143, "rank 0 received SIGTERM"),
     ({"way": "term", "grace": None}, -signal.SIGTERM, ""),
     ({"way": "kill"}, -signal.SIGKILL, ""),
     ({"way": "exit"}, 7, ""),
@@ -56,8 +49,8 @@ TOGETHER: list[tuple[dict[str, Any], int, str]] = [
 
 
 def _marks(options: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """Mark what differs from another way in one option or in who ends a worker."""
-    kept = len(options) == 1 and options["way"] not in ("crashed worker", "left worker", "term all")
+    """Mark all but an error, a worker that dies, and signals."""
+    kept = len(options) == 1 and options["way"] in ("step", "killed worker", "interrupt", "term")
     return [] if kept else [pytest.mark.exhaustive]
 
 
