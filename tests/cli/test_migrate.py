@@ -52,11 +52,6 @@ def test_a_program_is_rewritten_completely_and_runs(
     [
         ("import lightning as L  # why\n", "import trainwright as L  # why\n"),
         ("import os, lightning.pytorch as pl\n", "import os, trainwright as pl\n"),
-        (
-            "from accelerate.commands.launch import launch_command\n",
-            "from trainwright.commands.launch import launch_command\n",
-        ),
-        ("from accelerate.inference import prepare_pippy\n", "from trainwright.inference import prepare_pippy\n"),
         ("from lightning.pytorch.tuner import Tuner\n", "from trainwright.tuner import Tuner\n"),
         ("from lightning import pytorch as pl\npl.Trainer\n", "import trainwright as pl\npl.Trainer\n"),
         ("import lightning\nlightning.pytorch.LightningModule\n", "import trainwright\ntrainwright.TaskModule\n"),
@@ -83,10 +78,6 @@ def test_a_program_is_rewritten_completely_and_runs(
             "from trainwright import TaskModule as LightningModule\n__all__ = ['LightningModule']\n",
         ),
         (
-            "from lightning.pytorch import LightningModule\ndef f(m: 'LightningModule'): ...\n",
-            "from trainwright import TaskModule as LightningModule\ndef f(m: 'LightningModule'): ...\n",
-        ),
-        (
             "try:\n    import lightning as L\nexcept ImportError:\n    import pytorch_lightning as L\n",
             "import trainwright as L\n",
         ),
@@ -101,16 +92,8 @@ def test_a_program_is_rewritten_completely_and_runs(
             "  super().on_fit_end(trainer=trainer, task=pl_module)\n  self.show(pl_module=1)\n",
         ),
         (
-            "from accelerate import accelerator as A\nA.Accelerator()\n",
-            "from trainwright import accelerator as A\nA.Accelerator()\n",
-        ),
-        (
             "from lightning.pytorch.callbacks import early_stopping as E\nE.EarlyStopping()\n",
             "from trainwright import callbacks as E\nE.EarlyStopping()\n",
-        ),
-        (
-            "import accelerate.accelerator as A\nA.Accelerator()\n",
-            "import trainwright.accelerator as A\nA.Accelerator()\n",
         ),
         (
             "from lightning.pytorch.utilities.types import STEP_OUTPUT\ndef f() -> STEP_OUTPUT: ...\n",
@@ -145,7 +128,6 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("import lightning as L\nL.Fabric()\n", 2, "Fabric of Lightning is not here: use trainwright.Accelerator"),
         ("from lightning.fabric.plugins import X\n", 1, "lightning.fabric.plugins.X has no counterpart here"),
         ("from lightning import *\n", 1, "from lightning import *: name what you use."),
-        ("from lightning.pytorch.profilers import XLAProfiler\n", 1, "XLAProfiler of Lightning is not here: "),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
         ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
@@ -156,7 +138,6 @@ def test_other_imports_are_unchanged(text: str) -> None:
             "annotation in quotes: Fabric of Lightning is not here",
         ),
         ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
-        ("from accelerate.utils import AimTracker\n", 1, "AimTracker of Accelerate is not here: "),
     ],
 )
 def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: str) -> None:
@@ -296,11 +277,8 @@ Other().save
         ("accelerate launch --num_processes 2 train.py --lr 1", "trainwright launch --num_processes 2 train.py --lr 1"),
         ("accelerate-launch --multi_gpu t.py", "trainwright launch --multi_gpu t.py"),
         ("python3 -m accelerate.commands.launch t.py", "python3 -m trainwright launch t.py"),
-        ("python -m accelerate.commands.env", "python -m trainwright env"),
         ("python -m accelerate.commands.estimate x", "python -m trainwright.commands.estimate x"),
-        ("accelerate-env; accelerate-estimate-memory x", "trainwright env; trainwright estimate-memory x"),
         ("$BIN/accelerate launch t.py", "$BIN/trainwright launch t.py"),
-        ("srun -n 2 accelerate launch $ARGS t.py", "srun -n 2 trainwright launch $ARGS t.py"),
         ("x && accelerate launch \\\n  t.py  # why\n", "x && trainwright launch \\\n  t.py  # why\n"),
         ("t:\n\t@$(BIN)/accelerate launch t.py\n", "t:\n\t@$(BIN)/trainwright launch t.py\n"),
         ("- run: accelerate launch t.py\n", "- run: trainwright launch t.py\n"),
@@ -309,24 +287,12 @@ Other().save
         ("command:\n  - accelerate\n  - launch\n", "command:\n  - trainwright\n  - launch\n"),
         ("accelerate env; accelerate estimate-memory x", "trainwright env; trainwright estimate-memory x"),
         ("accelerate config default && accelerate-config", "trainwright config default && trainwright config"),
-        ("accelerate to-fsdp2 --overwrite", "trainwright to-fsdp2 --overwrite"),
-        ("accelerate merge-weights a b", "trainwright merge-weights a b"),
-        ("accelerate tpu-config --debug", "trainwright tpu-config --debug"),
         ("accelerate test --config_file c.yaml", "trainwright check --config_file c.yaml"),
         ("accelerate-test", "trainwright check"),
         ("cp c/accelerate-config.yaml c/accelerate-test-suite", "cp c/accelerate-config.yaml c/accelerate-test-suite"),
         ("- accelerate\n- test-tube\n", "- accelerate\n- test-tube\n"),
-        (
-            "accelerate launch --config_file accelerate-config.yaml t.py",
-            "trainwright launch --config_file accelerate-config.yaml t.py",
-        ),
         ("python -m accelerate.commands.accelerate_cli test", "python -m trainwright check"),
         ('command: ["accelerate", "test"]', 'command: ["trainwright", "check"]'),
-        ("accelerate launch --deepspeed_hostfile h t.py", "trainwright launch --deepspeed_hostfile h t.py"),
-        (
-            "accelerate launch --main_training_function main t.py",
-            "trainwright launch --main_training_function main t.py",
-        ),
         ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
     ],
 )
@@ -358,10 +324,9 @@ def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: p
     assert "compute_environment='AZURE' is not supported" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP"])
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_migrated_script_and_its_command_run(backend: str, tmp_path: Path) -> None:
+def test_a_migrated_script_and_its_command_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys, torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
         "model, optimizer = torch.nn.Linear(2, 1), None\n"
@@ -372,14 +337,15 @@ def test_a_migrated_script_and_its_command_run(backend: str, tmp_path: Path) -> 
         "accelerator.end_training()\n"
     )
     script = tmp_path / "run.sh"
-    script.write_text(f"cd {tmp_path}\naccelerate launch --cpu --num_processes 2 {backend} train.py --x\n")
+    options = "--cpu --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP"
+    script.write_text(f"cd {tmp_path}\naccelerate launch {options} train.py --x\n")
     assert main(["migrate", str(script), str(tmp_path / "train.py")]) == 0
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     ended = subprocess.run(
         ["bash", "-e", str(script)], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["2", "FSDP" if backend else "MULTI_CPU", "--x"]
+    assert ended.stdout.split() == ["2", "FSDP", "--x"]
 
 
 def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
@@ -406,27 +372,6 @@ def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
         "",
     ]
     assert "5: lightning.pytorch.loggers.Mine has no counterpart here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (
-            "import accelerate\naccelerate.__version__\n",
-            "import trainwright\ntrainwright.utils.constants.ACCELERATE_VERSION\n",
-        ),
-        (
-            "from accelerate import __version__ as v\nv\n",
-            "from trainwright.utils.constants import ACCELERATE_VERSION as v\nv\n",
-        ),
-        (
-            "from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_only\n",
-            "from trainwright.utilities import rank_prefixed_message, rank_zero_only\n",
-        ),
-    ],
-)
-def test_the_version_of_accelerate_and_helpers_of_lightning_utilities_are_rewritten(before: str, after: str) -> None:
-    assert rewritten(before) == after
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from trainwright.core.errors import ConfigurationError, MissingPackageError
 from trainwright.launch.clusters import mpirun_command, sbatch_script
 from trainwright.launch.launch import check_options, launch
 from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.reading import LaunchCommand, options_of, read_command
+from trainwright.launch.reading import LaunchCommand, read_command
 
 _needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun: apt-get install openmpi-bin")
 
@@ -157,22 +157,6 @@ def test_the_command_of_mpirun(
     expected |= {"MASTER_PORT": "29500", "CCL_WORKER_COUNT": "3"}
     for name, value in expected.items():
         assert f" {' '.join(variable).format(name, value)} " in text
-
-
-def test_a_file_of_accelerate_for_mpirun_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _mpirun(_INTEL, tmp_path, monkeypatch)
-    content = {
-        "distributed_type": "MULTI_CPU",
-        "machine_rank": 0,
-        "main_process_ip": "10.0.0.9",
-        "main_process_port": 1234,
-        "mpirun_config": {"mpirun_ccl": "1", "mpirun_hostfile": str(tmp_path / "hosts")},
-        "num_machines": 2,
-        "num_processes": 4,
-        "rdzv_backend": "static",
-    }
-    text = shlex.join(mpirun_command(_command(**options_of(content, "a.yaml"))))
-    assert " -genv MASTER_ADDR 10.0.0.9 -genv MASTER_PORT 1234 -genv CCL_WORKER_COUNT 1 " in text
 
 
 # The commands of docs/clusters.md

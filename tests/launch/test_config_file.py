@@ -66,20 +66,6 @@ def test_the_layout_is_that_of_accelerate() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("values", "kind"),
-    [
-        ({}, "NO"),
-        ({"num_processes": 2}, "MULTI_GPU"),
-        ({"num_processes": 2, "cpu": True}, "MULTI_CPU"),
-        ({"num_machines": 2}, "MULTI_GPU"),
-        ({"use_deepspeed": True, "num_processes": 2}, "DEEPSPEED"),
-    ],
-)
-def test_the_type_follows_from_the_options(values: dict[str, Any], kind: str) -> None:
-    assert content_of(LaunchConfig(**values))["distributed_type"] == kind
-
-
 def test_a_basic_configuration_has_a_process_for_each_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from trainwright import Trainer
+from trainwright.launch.reading import read_command
+
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 _SCRIPT = """
@@ -43,17 +46,17 @@ def test_one_process_gets_the_options(script: Path) -> None:
     assert (found.stdout.split(), found.returncode) == (["0", "1", "bf16", "3", "NO", "x", "--flag"], 0)
 
 
-def test_a_trainer_gets_them_too(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from trainwright import Trainer\n"
-        "selection = Trainer(logger=False).settings.selection\n"
-        "print(type(selection.strategy).__name__, selection.settings.num_processes, selection.settings.precision.name,"
-        " selection.settings.accumulate_grad_batches, flush=True)"
-    )
-    options = ["--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 3]
-    found = _launch("--cpu", "--num_processes", 2, *options, script)
-    assert "FSDPStrategy 2 bf16-mixed 3" in found.stdout.splitlines(), found.stderr
+def test_a_trainer_gets_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--cpu", "--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "3"]
+    variables = read_command([*options, "a.py"]).config.environment()
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (variables | ranks).items():
+        monkeypatch.setenv(name, value)
+    selection = Trainer(logger=False).settings.selection
+    assert type(selection.strategy).__name__ == "FSDPStrategy"
+    settings = selection.settings
+    assert (settings.num_processes, settings.precision.name) == (2, "bf16-mixed")
+    assert settings.accumulate_grad_batches == 3
 
 
 def test_a_failure_names_the_rank_and_the_error_last(script: Path) -> None:

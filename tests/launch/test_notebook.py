@@ -123,27 +123,6 @@ def function(seconds):
 """
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_machines_meet_and_a_script_needs_no_guard(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        _SCRIPT + f"found = notebook_launcher(function, (0,), num_processes=2, num_nodes=2, use_port={_PORTS + 1}, "
-        "node_rank=int(sys.argv[1]), **eval(sys.argv[2]))\nprint('got', isinstance(found, Own), *found.facts)\n"
-    )
-    for more in ({}, {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{_PORTS + 2}", "rdzv_id": "both"}):
-        runs = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), repr(more)],
-                stdout=subprocess.PIPE, env=environment(), text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        found = [run.communicate(timeout=120)[0].splitlines()[-1] for run in runs]
-        assert sorted(found) == ["got True 0 4", "got True 2 4"]
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")

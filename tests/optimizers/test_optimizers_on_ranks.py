@@ -19,7 +19,6 @@ from trainwright import Accelerator
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.optimizers import create_optimizer, optimizer_names
-from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = [
@@ -29,7 +28,7 @@ pytestmark = [
     pytest.mark.requires("torchao", reason="AdamW in 8 and 4 bits"),
     pytest.mark.filterwarnings("ignore"),
 ]
-QUANTIZED = ["adamw_8bit", "adamw_4bit", "adamw_fp8"]
+QUANTIZED = ["adamw_8bit", "adamw_4bit"]
 Weights = dict[str, torch.Tensor]
 
 
@@ -67,7 +66,7 @@ def fit_straight_and_resumed(names: list[str], make_strategy: Any, folder: Path)
 
 
 def test_ddp_trains_as_one_process_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    names = [*QUANTIZED, "adamw_bnb_8bit", "adamw_low_rank", "adafactor"]
+    names = ["adamw_8bit", "adamw_bnb_8bit", "adamw_low_rank"]
     by_rank = run_distributed(
         functools.partial(fit_straight_and_resumed, names, lambda: "ddp", tmp_path), 2, init=False, timeout=300
     )
@@ -117,6 +116,7 @@ def fit_compiled(folder: Path) -> tuple[Weights, Weights]:
     return straight, fit("adamw_8bit", 2, "fsdp", resume=folder / "saved", compiles=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_fsdp_resumes_compiled_steps_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -136,19 +136,16 @@ def refusals(strategy: Any) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "column"), [("fsdp", "FSDP"), ("deepspeed_stage_2", "DeepSpeed")])
+@pytest.mark.parametrize(
+    ("strategy", "column"),
+    [("fsdp", "FSDP"), pytest.param("deepspeed_stage_2", "DeepSpeed", marks=pytest.mark.exhaustive)],
+)
 def test_what_needs_full_parameters_is_refused_as_documented(strategy: str, column: str) -> None:
     expected = {name for name, row in documented_table().items() if row[column] == "refused"}
     for found in run_distributed(functools.partial(refusals, strategy), 2, init=False, timeout=300):
         assert set(found) == expected
         advice = {"FSDP": "create_optimizer('adamw_8bit', …)", "DeepSpeed": "quantizes its states in blocks"}
         assert advice[column] in found["adamw_bnb_8bit"]
-
-
-def test_deepspeed_at_stage_0_refuses_quantized_states_alone() -> None:
-    call = functools.partial(refusals, DeepSpeedStrategy(stage=0))
-    for found in run_distributed(call, 2, init=False, timeout=300):
-        assert set(found) == {*QUANTIZED, "adamw_bnb_8bit"}
 
 
 def prepare_uneven() -> str:
@@ -165,11 +162,11 @@ def test_rows_that_are_not_divided_evenly_are_refused() -> None:
         assert "a parameter of shape (129, 64) are not divisible by the number of ranks" in message
 
 
-def loop(folder: Path, strategy: str) -> list[Weights]:
+def loop(folder: Path) -> list[Weights]:
     """Save and resume a user-written loop; return the weights of both."""
 
     def begin() -> tuple[Accelerator, Any, Any]:
-        accelerator, net = Accelerator(strategy=strategy), Autoencoder("adamw_8bit").net
+        accelerator, net = Accelerator(strategy="fsdp"), Autoencoder("adamw_8bit").net
         return accelerator, *accelerator.prepare(net, create_optimizer("adamw_8bit", net.parameters(), lr=0.01))
 
     def train(accelerator: Accelerator, model: Any, optimizer: Any) -> Weights:
@@ -189,9 +186,8 @@ def loop(folder: Path, strategy: str) -> list[Weights]:
         return [train(*second), expected]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loop_on_two_ranks_resumes_bit_for_bit(strategy: str, tmp_path: Path) -> None:
-    call = functools.partial(loop, tmp_path / "saved", strategy)
+def test_a_loop_on_two_ranks_resumes_bit_for_bit(tmp_path: Path) -> None:
+    call = functools.partial(loop, tmp_path / "saved")
     resumed, expected = run_distributed(call, 2, init=False, timeout=200)[0]
     assert expected
     assert_equal_weights(resumed, expected)

@@ -135,7 +135,7 @@ def test_ccl_is_imported_and_used(tmp_path: Path) -> None:
     assert (tmp_path / "ran").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 def test_training_on_an_added_device_equals_the_cpu_to_the_last_bit(tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     for kind in ("cpu", "open"):

@@ -47,7 +47,7 @@ def checkpoints(project: Path) -> list[Path]:
     return sorted(path.parent for path in (project / "runs" / "checkpoints").glob("*/manifest.json"))
 
 
-@pytest.mark.parametrize("template", mostly_exhaustive(TEMPLATES, keep=["finetune"]))
+@pytest.mark.parametrize("template", mostly_exhaustive(TEMPLATES, keep=["classifier"]))
 def test_a_project_s_own_tests_pass(tmp_path: Path, template: str) -> None:
     project = write(tmp_path, template)
     printed = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")

@@ -163,7 +163,7 @@ def test_a_folder_without_a_run_is_an_error_and_writes_nothing(
 @pytest.mark.engines
 @pytest.mark.requires("program:chromium", reason="a real browser")
 @pytest.mark.requires("playwright", reason="it drives the browser")
-def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path) -> None:
+def test_a_report_of_a_million_points_opens_and_zooms_in_a_browser(tmp_path: Path) -> None:
     from playwright.sync_api import sync_playwright
 
     values = np.random.default_rng(0).normal(size=(100_000, 10))
@@ -197,13 +197,6 @@ def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path
             tab.keyboard.up("Control")
             low, high = tab.evaluate("bounds")
             assert 0 < low < high < 99_999
-            tab.keyboard.down("Shift")
-            tab.mouse.down()
-            tab.mouse.move(box["x"] + 260, box["y"] + 50)
-            tab.mouse.up()
-            moved = tab.evaluate("bounds")
-            assert moved[0] < low
-            assert moved[1] - moved[0] == pytest.approx(high - low)
         browser.close()
     assert not errors
 
