@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright import ModelCheckpoint, TaskModule, Trainer
 from trainwright.callbacks import CALLBACKS
-from trainwright.callbacks.callback import EVENTS
 from trainwright.cli.configs.class_names import own_name
 from trainwright.cli.main import COMMANDS
 from trainwright.core.names.foreign_names import ANSWERS
@@ -350,20 +348,6 @@ def test_the_readme_names_the_demo_and_shows_pictures_that_exist() -> None:
     assert all((ROOT / path).is_file() for path in pictures)
 
 
-def test_the_readme_names_the_supported_versions_of_the_project() -> None:
-    project = tomllib.loads(_read(ROOT / "pyproject.toml"))["project"]
-    versions = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r"Python :: 3\.\d+", c)]
-    (torch_version,) = [name for name in project["dependencies"] if name.startswith("torch>=")]
-    supported = f"Python {versions[0]}–{versions[-1]}, {torch_version.replace('>=', ' >= ')}"
-    assert supported in _read(README)
-    assert project["requires-python"] == f">={versions[0]}"
-
-
-def test_the_first_page_lists_the_extras_of_the_project() -> None:
-    extras = tomllib.loads(_read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
-    assert [_code(row[0])[0] for row in _table(_page("start"), "extra", "brings")] == list(extras)
-
-
 def test_the_arguments_that_stay_and_the_new_ones_are_all_there_are() -> None:
     stay = set(_code(_after(_page("migration-names"), "arguments that stay")))
     new = set(_code(re.search(r"^New ones: (.+?)\. An", _read(_page("migration-names")), re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]  # the page has it
@@ -504,11 +488,6 @@ def test_the_callbacks_that_have_a_name_are_listed() -> None:
     }
 
 
-def test_every_event_is_listed() -> None:
-    rows = _rows(_after(_page("callbacks"), "events"))
-    assert {event for row in rows for event in _code(row[0])} == set(EVENTS)
-
-
 def test_the_strategies_are_listed_with_what_their_names_stand_for() -> None:
     listed = {}
     for row in _table(_page("strategies"), "`strategy=`", "is", "when"):
@@ -554,14 +533,3 @@ def test_the_files_of_a_checkpoint_are_the_documented_ones(tmp_path: Path) -> No
     folder = tmp_path / "runs" / "checkpoints"
     written = {f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.rglob("*")}
     assert written == documented
-
-
-def test_the_manifest_holds_what_the_page_says(tmp_path: Path) -> None:
-    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=True)
-    trainer.fit(RegressionTask(), regression_loader(2))
-    (manifest,) = tmp_path.rglob("manifest.json")
-    text = _read(manifest)
-    assert re.findall(r'^  "(\w+)":', text, re.MULTILINE) == [
-        "format_version", "step", "epoch", "created", "kind", "parts", "topology", "versions", "metrics", "seal",
-    ]  # fmt: skip
-    assert text.rstrip().rpartition("\n")[0].rpartition("\n")[2].startswith('  "seal"')

@@ -75,15 +75,6 @@ def test_the_search_index_has_the_reference(built: Path) -> None:
 
 
 @pytest.mark.engines
-def test_a_page_of_the_reference_shows_its_neighbours_and_its_place(built: Path) -> None:
-    page = (built / "trainwright.callbacks.Timer.html").read_text()
-    place = re.search(r'<nav class="md-path".*?</nav>', page, re.DOTALL)
-    assert place is not None
-    assert "trainwright.callbacks" in place[0]
-    assert "trainwright.callbacks.BackboneFinetuning.html" in page
-
-
-@pytest.mark.engines
 @pytest.mark.parametrize("target", ["absent.md", "training.md#absent"])
 def test_a_broken_link_is_an_error(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = {**dict.fromkeys(("reference", "settings"), "# Page\n"), "broken": f"# Broken\n\n[x]({target})\n"}

@@ -238,26 +238,3 @@ def test_a_training_survives_kills_at_random_moments(world: int, workers: int, t
     whole = whole_run(case, tmp_path / "whole")
     number = 50 if world == 1 else 20
     assert survive_moments(case, tmp_path, source, number, whole) >= number
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(900)
-def test_two_processes_survive_kills_at_write_points(tmp_path: Path) -> None:
-    case = Case(world=2, keep="replaced")
-    source = random.Random("two processes")
-    whole = whole_run(case, tmp_path / "whole")
-    kills = at_write_points(source, range(0, whole.write_points, 3))
-    assert survive(case, tmp_path, kills, whole) >= len(kills) * 3 // 4
-
-
-def test_a_kill_that_loses_a_step_would_be_noticed(tmp_path: Path) -> None:
-    # A test of the tests: a resume from elsewhere, and a sample that was fetched too early, are told apart.
-    case = Case()
-    whole = whole_run(case, tmp_path / "whole")
-    attempt = Attempt(tmp_path / "whole", 0)
-    check_attempt(case, whole, attempt, 0)
-    with pytest.raises(AssertionError):
-        check_attempt(case, whole, attempt, SAVE_EVERY)
-    attempt.fetched(0).write_text("0\n" + attempt.fetched(0).read_text())
-    with pytest.raises(AssertionError):
-        check_attempt(case, whole, attempt, 0)

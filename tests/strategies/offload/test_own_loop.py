@@ -115,6 +115,7 @@ def _train(strategy: Strategy | str, step: Step, folder: Path) -> dict[str, torc
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloaded", _OFFLOADED)
 @pytest.mark.parametrize("step", _STEPS)
 def test_a_loop_equals_that_of_one_device(step: str, offloaded: str, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
 from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
@@ -138,44 +137,6 @@ def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
 
-class OnHost(Part):
-    """A unit that is used where it is, and has to be waited for if told."""
-
-    stays_on_host = True
-    slow_s = 0.0
-
-    def fetch(self) -> Fetched:
-        time.sleep(self.slow_s)
-        return super().fetch()
-
-
-@pytest.mark.slow
-def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prefetch, "_QUICK_S", 0.25)  # however busy this machine is
-    prefetcher = Prefetcher(10**6)
-    parts = [OnHost(i, num_bytes=10**5) for i in range(5)]
-    numbers = [prefetcher.add(part) for part in parts]
-
-    def in_turn(times: int) -> set[str]:
-        for part in parts:
-            part.fetched_by.clear()
-        for _ in range(times):
-            for number in numbers:
-                _begin_use(prefetcher, number)
-                time.sleep(0.01)  # computes
-                prefetcher.release()
-        return {thread for part in parts for thread in part.fetched_by}
-
-    assert "prefetch" in in_turn(3)
-    in_turn(5)
-    _idle(prefetcher)
-    assert in_turn(2) == {"MainThread"}
-    parts[2].slow_s = 0.3
-    assert "prefetch" in in_turn(2)
-
-
 # Copies beside a computation
 
 
@@ -248,17 +209,6 @@ def test_what_is_copied_from_stays_until_the_computation_has_waited(copies: Copy
     copies.release()
     assert FakeStream.log[-1] == ("computes", "waits for", ("copies", 1))
     assert alive() is None
-
-
-def test_on_the_host_copies_are_made_at_once() -> None:
-    copies, target = CopyStream(torch.device("cpu")), torch.zeros(2)
-    source = torch.ones(2)
-    event = copies.queue(lambda: copy_to(target, source))
-    assert torch.equal(target, source)
-    assert copies.fetch(source) == (source, None)
-    for wait in (copies.join, copies.wait):
-        wait(event)
-    assert copies.num_queued == 2
 
 
 def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:

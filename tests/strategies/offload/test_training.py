@@ -99,8 +99,9 @@ def assert_same(found: Any, wanted: Any) -> None:
     assert found[2].callback_metrics == wanted[2].callback_metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, None])
-@pytest.mark.parametrize(("parameters", "state"), [("cpu", "cpu"), ("disk", "disk"), ("device", "disk")])
+@pytest.mark.parametrize(("parameters", "state"), [("disk", "disk"), ("device", "disk")])
 def test_it_equals_training_in_one_place(parameters: Any, state: Any, stream: bool | None, tmp_path: Path) -> None:
     wanted = train(Tiny())
     strategy = OffloadStrategy(parameters, state, stream=stream, offload_folder=tmp_path)
@@ -116,6 +117,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", ["cpu", "device"])
 @pytest.mark.parametrize("name", _VARIANTS)
 def test_a_variant_equals_that_in_one_place(name: str, parameters: Any) -> None:
