@@ -28,7 +28,7 @@ from trainwright.cli.configs.class_names import own_name
 from trainwright.cli.main import COMMANDS
 from trainwright.core.names.foreign_names import ANSWERS
 from trainwright.loggers import LOGGERS
-from trainwright.strategies import STRATEGIES, DDPStrategy, FSDPStrategy, Precision
+from trainwright.strategies import STRATEGIES, Precision
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -242,14 +242,6 @@ def test_the_three_commands_find_the_nan(tmp_path: Path) -> None:
         assert " ".join(shown.split()) in printed
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_the_commands_of_a_sweep_run(tmp_path: Path) -> None:
-    (commands,) = _blocks(_page("hyper-parameter-search"), "sh")
-    _run(_shell(commands.text), tmp_path)
-    assert (tmp_path / "digits" / "runs" / "lr-0.003").is_dir()
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_every_python_block_is_python(path: Path) -> None:
     for language in ("python", "py-fragment"):
@@ -271,11 +263,6 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         if not file.exists() or (anchor and anchor not in _anchors(file)):
             broken.append(match["target"])
     assert broken == []
-
-
-def test_the_index_leads_to_every_page() -> None:
-    linked = {match["target"] for match in _LINK.finditer(_read(_page("index")))}
-    assert {path.name for path in PAGES[1:] if path.stem != "index"} <= linked
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -336,23 +323,6 @@ def test_every_command_that_is_shown_exists(path: Path) -> None:
 
 
 # Facts of README.md
-
-
-def test_the_readme_names_the_demo_and_shows_pictures_that_exist() -> None:
-    text = _read(README)
-    assert text.startswith("# Trainwright\n")
-    assert re.findall(r"^    (make \w+)", text, re.MULTILINE) == ["make demo"]
-    assert len(text.splitlines()) <= 150
-    pictures = re.findall(r"!\[[^]]+\]\(([^)]+)\)", text)
-    assert pictures
-    assert all((ROOT / path).is_file() for path in pictures)
-
-
-def test_the_arguments_that_stay_and_the_new_ones_are_all_there_are() -> None:
-    stay = set(_code(_after(_page("migration-names"), "arguments that stay")))
-    new = set(_code(re.search(r"^New ones: (.+?)\. An", _read(_page("migration-names")), re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]  # the page has it
-    assert stay | new == set(inspect.signature(Trainer).parameters) - {"unknown"}
-    assert not stay & new
 
 
 @pytest.mark.requires("lightning", reason="its signature is what the page is about")
@@ -451,16 +421,6 @@ def test_the_table_of_precisions_is_the_codes() -> None:
         assert scaled == ("yes" if precision.scaled else "no")
 
 
-def test_the_table_of_log_options_is_the_signature() -> None:
-    rows = _table(_page("logging"), "option", "default")
-    documented = [name for row in rows for name in _code(row[0])]
-    signature = inspect.signature(TaskModule.log).parameters
-    assert set(documented) == set(signature) - {"self"}
-    defaults = {_code(row[0])[0]: row[1].strip('`"') for row in rows}
-    for name in ("prog_bar", "logger", "reduce_fx", "add_dataloader_idx", "rank_zero_only"):
-        assert defaults[name] == str(signature[name].default)
-
-
 def test_the_loggers_that_have_a_name_are_listed() -> None:
     rows = _table(_page("logging"), "name", "class", "writes")
     assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {
@@ -503,33 +463,3 @@ def test_the_strategies_are_listed_with_what_their_names_stand_for() -> None:
             owner = getattr(found, "options", found)
             assert getattr(found, "ddp_options", {}).get(option, getattr(owner, option, None)) == value
     assert not listed
-
-
-@pytest.mark.parametrize(("page", "strategy"), [("ddp", DDPStrategy), ("fsdp", FSDPStrategy)])
-def test_the_options_of_a_strategy_are_listed_with_their_defaults(page: str, strategy: type) -> None:
-    calls = [
-        {keyword.arg: keyword.value for keyword in node.keywords}
-        for node in ast.walk(ast.parse(_program(_page(page))))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == strategy.__name__
-    ]
-    shown = {name: ast.literal_eval(value) for name, value in max(calls, key=len).items() if name is not None}
-    options = inspect.signature(strategy).parameters
-    assert set(shown) == set(options) - {"sync_batchnorm", "removed"}
-    assert {name: value for name, value in shown.items() if name != "timeout"} == {
-        name: options[name].default for name in shown if name != "timeout"
-    }
-
-
-def test_the_files_of_a_checkpoint_are_the_documented_ones(tmp_path: Path) -> None:
-    lines = _after(_page("checkpoints"), "files").splitlines()[1:-1]
-    documented = {line.split()[0] for line in lines if line.startswith("  ") and not line.startswith(" " * 20)}
-    trainer = quiet_trainer(
-        max_steps=16,
-        default_root_dir=tmp_path / "runs",
-        callbacks=ModelCheckpoint(monitor="train_loss", save_last="link", filename="epoch=1-step={step}",
-                                  auto_insert_metric_name=False),
-    )  # fmt: skip
-    trainer.fit(RegressionTask(momentum=0.9), regression_loader(32, batch_size=2))
-    folder = tmp_path / "runs" / "checkpoints"
-    written = {f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.rglob("*")}
-    assert written == documented

@@ -147,19 +147,6 @@ def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: s
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("import lightning as L\ndef f(x: 'L.LightningModule | None', y: \"L.Trainer\"): ...\n", "L.TaskModule | None"),
-        ("import lightning.pytorch as pl\nx: 'list[pl.callbacks.Callback]'\n", "list[pl.callbacks.Callback]"),
-        ("import lightning\ndef f() -> 'lightning.LightningModule': ...\n", "'trainwright.TaskModule'"),
-    ],
-)
-def test_names_in_annotations_in_quotes_are_rewritten(before: str, after: str) -> None:
-    assert left(before) == []
-    assert after in rewrite(before.encode()).code.decode()
-
-
-@pytest.mark.parametrize(
     ("call", "wanted"),
     [
         ("Accelerator()", 'Accelerator(schedule_steps="per_process")'),
@@ -215,20 +202,6 @@ def test_a_file_that_cannot_be_read_leaves_all_unchanged(
     assert main(["migrate", str(good), str(bad)]) == 2
     assert says in capsys.readouterr().err
     assert good.read_text() == "import lightning as L\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("__all__: list = ['LightningModule']\n", "import TaskModule as LightningModule"),
-        ("__all__ = []\n__all__ += ['LightningModule']\n", "import TaskModule as LightningModule"),
-        ("__all__ = []\n__all__.append('LightningModule')\n", "import TaskModule as LightningModule"),
-        ("x = f()  # type: LightningModule\n", "import TaskModule as LightningModule"),
-        ("x = f()  # type of LightningModule\n", "import TaskModule\n"),
-    ],
-)
-def test_a_name_that_a_string_or_type_comment_reads_is_kept(text: str, line: str) -> None:
-    assert line in rewritten(f"from lightning import LightningModule\n{text}")
 
 
 def test_names_are_resolved_by_scope() -> None:
@@ -300,19 +273,6 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
     found = rewrite_launch(before.encode())
     assert (found.code.decode(), found.unsettled) == (after, [])
     assert rewrite_launch(found.code).code == found.code
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
-        ("accelerate launch \\\n --ipex t.py", 2, "--ipex is not supported: "),
-        ("accelerate launch --tpu_cluster t.py", 1, "start the script on each machine of a pod"),
-    ],
-)
-def test_an_option_without_a_counterpart_is_reported(text: str, line: int, says: str) -> None:
-    (note,) = rewrite_launch(text.encode()).unsettled
-    assert note.line == line
-    assert says in note.text
 
 
 def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

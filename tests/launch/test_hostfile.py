@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -194,23 +193,6 @@ def _ended(tmp_path: Path) -> None:
     while any(Path(f"/proc/{file.stem}").exists() for file in tmp_path.glob("*.pid")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-@pytest.mark.engines
-@pytest.mark.distributed
-@_needs_pdsh
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends pdsh with a killed launcher")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_the_launcher_ends_all_machines(number: int, tmp_path: Path) -> None:
-    run = _start(tmp_path, "script.py", "wait", launcher="pdsh")
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.pid"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    run.send_signal(number)
-    run.communicate(timeout=30)
-    assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    _ended(tmp_path)
 
 
 @pytest.mark.engines

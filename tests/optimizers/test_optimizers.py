@@ -155,19 +155,6 @@ def test_a_schedule_reaches_a_rate_that_is_a_tensor(name: str, tmp_path: Path) -
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit"])
-def test_stochastic_rounding_moves_weights_that_rounding_to_nearest_leaves(name: str) -> None:
-    def moved(**options: Any) -> float:
-        torch.manual_seed(0)
-        task = Autoencoder(name, torch.bfloat16, lr=1e-6, weight_decay=0.0, **options)
-        before = weights_of(task)
-        quiet_trainer(max_epochs=1, precision="bf16-true").fit(task, batches(dtype=torch.bfloat16))
-        changed = [(value != before[key]).float().mean() for key, value in weights_of(task).items()]
-        return float(torch.stack(changed).mean())
-
-    assert moved(bf16_stochastic_round=True) > 4 * moved()
-
-
 def test_full_rank_states_are_those_of_adamw() -> None:
     first, second = Autoencoder("adamw", foreach=False), Autoencoder("adamw_low_rank", rank=64)
     second.options = {"lr": 0.01, "rank": 64}

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -40,10 +39,9 @@ def fit(
     save: Path | None = None,
     resume: Path | None = None,
     processes: int = 2,
-    compiles: bool = False,
 ) -> Weights:
     """Train on so many ranks; return the full weights."""
-    with torch.compiler.set_stance("default" if compiles else "force_eager"):
+    with torch.compiler.set_stance("force_eager"):
         task = Autoencoder(name)
         trainer = quiet_trainer(
             devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,
@@ -109,22 +107,6 @@ def test_fsdp_trains_as_ddp_and_resumes_bit_for_bit_in_shards(tmp_path: Path) ->
     assert (state["quantized"], state["codes"].shape, state["scale"].shape) == ("OptimState8bit", (128, 64), (32,))
 
 
-def fit_compiled(folder: Path) -> tuple[Weights, Weights]:
-    """Train with shards and compiled steps, at once and in two fits."""
-    straight = fit("adamw_8bit", 2, "fsdp", compiles=True)
-    fit("adamw_8bit", 1, "fsdp", save=folder / "saved", compiles=True)
-    return straight, fit("adamw_8bit", 2, "fsdp", resume=folder / "saved", compiles=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_fsdp_resumes_compiled_steps_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
-    for straight, resumed in run_distributed(functools.partial(fit_compiled, tmp_path), 2, init=False, timeout=300):
-        assert_equal_weights(resumed, straight)
-
-
 def refusals(strategy: Any) -> dict[str, str]:
     """Return the messages of what cannot be trained, by the optimizer's name."""
     found = {}
@@ -160,34 +142,3 @@ def prepare_uneven() -> str:
 def test_rows_that_are_not_divided_evenly_are_refused() -> None:
     for message in run_distributed(prepare_uneven, 2, init=False, timeout=120):
         assert "a parameter of shape (129, 64) are not divisible by the number of ranks" in message
-
-
-def loop(folder: Path) -> list[Weights]:
-    """Save and resume a user-written loop; return the weights of both."""
-
-    def begin() -> tuple[Accelerator, Any, Any]:
-        accelerator, net = Accelerator(strategy="fsdp"), Autoencoder("adamw_8bit").net
-        return accelerator, *accelerator.prepare(net, create_optimizer("adamw_8bit", net.parameters(), lr=0.01))
-
-    def train(accelerator: Accelerator, model: Any, optimizer: Any) -> Weights:
-        for batch in batches()[accelerator.process_index :: 2]:
-            accelerator.backward(functional.mse_loss(model(batch), batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        return {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
-
-    with torch.compiler.set_stance("force_eager"):
-        first = begin()
-        train(*first)
-        first[0].save_state(folder)
-        expected = train(*first)
-        second = begin()
-        second[0].load_state(folder)
-        return [train(*second), expected]
-
-
-def test_a_loop_on_two_ranks_resumes_bit_for_bit(tmp_path: Path) -> None:
-    call = functools.partial(loop, tmp_path / "saved")
-    resumed, expected = run_distributed(call, 2, init=False, timeout=200)[0]
-    assert expected
-    assert_equal_weights(resumed, expected)

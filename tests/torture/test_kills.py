@@ -60,11 +60,10 @@ def whole_run(case: Case, folder: Path) -> Whole:
     steps = [lines_of(attempt.steps(rank)) for rank in range(case.world)]
     assert [len(of_rank) for of_rank in steps] == [EPOCHS * STEPS_PER_EPOCH * case.accumulate] * case.world
     ids = [[i for line in of_rank for i in ids_in(line)] for of_rank in steps]
-    per_epoch = SAMPLES // case.data_ranks
-    assert all(of_rank == ids[rank % case.data_ranks] for rank, of_rank in enumerate(ids))
+    per_epoch = SAMPLES // case.world
     for epoch in range(EPOCHS):
         of_epoch = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
-        parts = [of_rank[of_epoch] for of_rank in ids[: case.data_ranks]]
+        parts = [of_rank[of_epoch] for of_rank in ids]
         assert sorted(itertools.chain(*parts)) == list(range(SAMPLES))
     saves = EPOCHS * STEPS_PER_EPOCH // SAVE_EVERY
     write_points = math.ceil(2 * len(lines_of(attempt.write_points)) / saves)
@@ -89,7 +88,7 @@ def check_attempt(case: Case, whole: Whole, attempt: Attempt, start: int) -> int
         noted = lines_of(attempt.steps(rank))
         assert noted == whole.steps[rank][begin : begin + len(noted)], (case, attempt)
         used = [i for line in noted for i in ids_in(line)]
-        left = whole.ids[rank][begin * SAMPLES // STEPS_PER_EPOCH // case.data_ranks // case.accumulate :]
+        left = whole.ids[rank][begin * SAMPLES // STEPS_PER_EPOCH // case.world // case.accumulate :]
         fetched = [int(line) for line in lines_of(attempt.fetched(rank))]
         assert Counter(used) <= Counter(fetched) <= Counter(left), (case, attempt)
         if case.workers == 0:
@@ -189,8 +188,6 @@ _SHORT = [
     Case(world=2),
     Case(world=2, strategy="fsdp"),
     Case(world=2, strategy="fsdp", keep="replaced", async_save=False),
-    Case(world=2, strategy="pp"),
-    Case(world=2, strategy="pp", keep="replaced", async_save=False),
 ]
 
 
@@ -201,7 +198,7 @@ def test_a_training_survives_some_kills(case: Case, tmp_path: Path) -> None:
     number = 8 // case.world
     kills = [Kill(at_event=at) for at in source.sample(range(whole.write_points), number)]
     kills += [Kill.at_random(source, whole.seconds, case.world) for _ in range(number)]
-    if case.strategy in ("fsdp", "pp"):  # every rank writes; the other one has fewer points
+    if case.strategy == "fsdp":  # every rank writes; the other one has fewer points
         kills += [Kill(at_event=source.randrange(whole.write_points // 4), ranks=(1,)) for _ in range(number // 2)]
     source.shuffle(kills)
     assert survive(case, tmp_path, kills, whole) >= number // 2

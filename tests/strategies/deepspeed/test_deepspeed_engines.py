@@ -102,33 +102,6 @@ class BuiltLate(Blocks):
             self.blocks = nn.ModuleList([Block() for _ in range(3)])
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Choose by the data, so that ranks differ."""
-        expert: torch.Tensor = self.layers[int(hidden[0, 0] > 0)](hidden)
-        return hidden + expert
-
-
-class Routed(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            self.gate = nn.Linear(5, 5)
-            self.experts = Experts()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.experts(self.gate(inputs)))
-
-    def configure_optimizers(self) -> Any:
-        """Return an optimizer to which an expert without a gradient is one with a gradient of zero."""
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-
-
 class Teacher(nn.Module):
     """What a student imitates."""
 
@@ -172,10 +145,6 @@ def _other_ways(folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     found["distilled"] = _distil(folder / "distilled")
-    # Each of the partitions of a node is whole, and ranks choose other experts.
-    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
-    strategy = DeepSpeedStrategy({"zero_optimization": zero}, moe_leaf_modules=("Experts",))
-    found["experts"] = train(strategy, 2, Routed())
     torch.manual_seed(8)
     task = BuiltLate()
     trainer = quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1, num_sanity_val_steps=0)
@@ -201,10 +170,6 @@ def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_proc
     for found in others:
         assert max(found["distilled"]["held"]) < total / 2  # what is not gathered has no elements
         torch.testing.assert_close(found["distilled"]["continued"], alone["weights"], rtol=0, atol=1e-5)
-
-
-def test_experts_that_ranks_choose_apart_train_as_in_one_process(others: list[dict[str, Any]]) -> None:
-    assert_trained_alike([found["experts"] for found in others], train("single", 1, Routed()))
 
 
 def test_a_model_is_cut_as_it_is_built_and_evaluated_without_an_optimizer(others: list[dict[str, Any]]) -> None:
