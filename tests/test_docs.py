@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import os
 import re
@@ -325,19 +324,6 @@ def test_every_command_that_is_shown_exists(path: Path) -> None:
 # Facts of README.md
 
 
-@pytest.mark.requires("lightning", reason="its signature is what the page is about")
-def test_the_arguments_that_stay_are_lightnings() -> None:
-    spec = importlib.util.find_spec("lightning")  # only looked at: importing it takes many seconds
-    folders = list(spec.submodule_search_locations or []) if spec is not None else []
-    source = Path(folders[0], "pytorch", "trainer", "trainer.py")
-    (trainer,) = [n for n in ast.parse(_read(source)).body if isinstance(n, ast.ClassDef) and n.name == "Trainer"]
-    (init,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
-    theirs = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
-    stay = set(_code(_after(_page("migration-names"), "arguments that stay")))
-    assert stay <= theirs
-    assert theirs == stay
-
-
 def test_every_name_of_accelerate_that_is_refused_is_listed() -> None:
     listed = {
         name for row in _table(_page("coming-from-accelerate"), "Accelerate", "write instead") for name in _code(row[0])
@@ -428,38 +414,8 @@ def test_the_loggers_that_have_a_name_are_listed() -> None:
     }
 
 
-def test_the_table_of_strategies_says_what_each_can_do() -> None:
-    rows = _table(_page("strategies"), "strategy", "processes")
-    assert {_code(row[0])[0] for row in rows} == {"single", "ddp", "local_sgd", "fsdp", "tp", "deepspeed", "offload"}
-    for name, processes, manual, closures, averages, _, trials, _ in rows:
-        strategy = STRATEGIES.get(_code(name)[0])()
-        can = strategy.capabilities
-        told = [manual, closures, averages, trials]
-        assert told == [
-            "yes" if one else "no" for one in (can.manual_optimization, can.closures, can.weight_averages, can.trials)
-        ], name
-        assert processes == ("several" if strategy.is_distributed else "one")
-
-
 def test_the_callbacks_that_have_a_name_are_listed() -> None:
     rows = _table(_page("callbacks"), "name", "class", "does")
     assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {
         name: CALLBACKS.get(name).__name__ for name in CALLBACKS
     }
-
-
-def test_the_strategies_are_listed_with_what_their_names_stand_for() -> None:
-    listed = {}
-    for row in _table(_page("strategies"), "`strategy=`", "is", "when"):
-        call = ast.parse(_code(row[1])[0], mode="eval").body
-        assert isinstance(call, ast.Call)
-        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        listed |= dict.fromkeys(_code(row[0]), (ast.unparse(call.func), options))
-    for name in STRATEGIES:
-        cls, options = listed.pop(name)
-        found = STRATEGIES.get(name)()
-        assert type(found).__name__ == cls
-        for option, value in options.items():
-            owner = getattr(found, "options", found)
-            assert getattr(found, "ddp_options", {}).get(option, getattr(owner, option, None)) == value
-    assert not listed

@@ -92,24 +92,6 @@ def test_the_installed_package_is_imported_from_outside_the_tree(installed: Path
     assert [Path(line).is_relative_to(installed) for line in shown.splitlines()] == [True, True]
 
 
-def test_the_installed_templates_are_found_as_data(installed: Path, tmp_path: Path, tree_files: set[str]) -> None:
-    code = (
-        "from importlib.resources import files\n"
-        "def walk(folder, prefix=''):\n"
-        "    for entry in folder.iterdir():\n"
-        "        name = prefix + entry.name\n"
-        "        if entry.is_dir():\n"
-        "            yield from walk(entry, name + '/')\n"
-        "        elif '__pycache__' not in name:\n"
-        "            yield name\n"
-        "print('\\n'.join(walk(files('trainwright.templates'))))"
-    )
-    shown = set(_run([sys.executable, "-c", code], cwd=tmp_path, env=_environment(installed)).splitlines())
-    prefix = "trainwright/templates/"
-    assert shown == {name.removeprefix(prefix) for name in tree_files if name.startswith(prefix)}
-    assert any(name.startswith("classifier/") for name in shown)
-
-
 @pytest.mark.parametrize("template", template_names())
 def test_the_installed_command_writes_projects(installed: Path, tmp_path: Path, template: str) -> None:
     new = [sys.executable, str(installed / "bin/trainwright"), "new", "digits", "--template", template]

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional
 
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from trainwright import Accelerator
 from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -113,28 +112,6 @@ def test_a_resumed_fit_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "saved").rglob("*") if path.suffix not in ("", ".json", ".safetensors")]
     quiet_trainer(max_epochs=2).fit(resumed, batches(), ckpt_path=tmp_path / "saved")
     assert_equal_weights(weights_of(resumed), weights_of(straight))
-
-
-@pytest.mark.parametrize("name", ["adamw_4bit", "adamw_bnb_8bit"])
-def test_a_resumed_loop_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
-    def begin() -> tuple[Accelerator, Any, Any]:
-        accelerator, task = Accelerator(), Autoencoder(name)
-        return accelerator, *accelerator.prepare(task.net, create_optimizer(name, task.parameters(), **task.options))
-
-    def train(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-        for batch in batches():
-            accelerator.backward(functional.mse_loss(model(batch), batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        return {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
-
-    first = begin()
-    train(*first)
-    first[0].save_state(tmp_path / "saved")
-    expected = train(*first)
-    second = begin()
-    second[0].load_state(tmp_path / "saved")
-    assert_equal_weights(train(*second), expected)
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit"])

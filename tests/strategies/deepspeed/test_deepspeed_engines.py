@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import SaveAtEnd, assert_equal_weights, quiet_trainer, weights_of
-from tests.strategies.fsdp.sharded import Block, Blocks, assert_trained_alike, batches, train
+from tests.helpers.runs import SaveAtEnd, quiet_trainer
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
@@ -90,18 +90,6 @@ def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp
 # Number formats, building, evaluation
 
 
-class BuiltLate(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tied = nn.Linear(5, 7)  # its own weight: ties across modules cannot be made of pieces
-        self.inputs.bias.requires_grad_(True)
-        self.blocks = None  # type: ignore[assignment]  # made later
-
-    def configure_model(self) -> None:
-        if self.blocks is None:
-            self.blocks = nn.ModuleList([Block() for _ in range(3)])
-
-
 class Teacher(nn.Module):
     """What a student imitates."""
 
@@ -145,14 +133,6 @@ def _other_ways(folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
     found["distilled"] = _distil(folder / "distilled")
-    torch.manual_seed(8)
-    task = BuiltLate()
-    trainer = quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(task, batches())
-    found["built"] = weights_of(task)
-    trainer.save_checkpoint(folder / "built")
-    (validated,) = trainer.validate(BuiltLate(), batches(3), ckpt_path=folder / "built", verbose=False)
-    found["validated"] = validated["val_loss"]
     return found
 
 
@@ -170,16 +150,6 @@ def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_proc
     for found in others:
         assert max(found["distilled"]["held"]) < total / 2  # what is not gathered has no elements
         torch.testing.assert_close(found["distilled"]["continued"], alone["weights"], rtol=0, atol=1e-5)
-
-
-def test_a_model_is_cut_as_it_is_built_and_evaluated_without_an_optimizer(others: list[dict[str, Any]]) -> None:
-    assert_equal_weights(others[0]["built"], others[1]["built"])
-    assert others[0]["validated"] == others[1]["validated"]
-    task = BuiltLate()
-    task.configure_model()
-    task.load_state_dict(others[0]["built"])
-    (expected,) = quiet_trainer().validate(task, batches(3), verbose=False)
-    assert others[0]["validated"] == pytest.approx(expected["val_loss"], abs=1e-6)
 
 
 def test_averaged_weights_are_refused() -> None:

@@ -192,17 +192,6 @@ def test_a_pipeline_resumes_exactly_in_the_middle_of_an_epoch(tmp_path: Path) ->
         assert sorted(ranks[0][name][1]["seen"]) == sorted(rest), name  # a schedule may change the order within a step
 
 
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-def test_four_ranks_divide_stages_and_shards_in_bfloat16() -> None:
-    def run() -> Any:
-        return _loop(MegatronStrategy(pp=2, dp_shard=2, num_micro_batches=3), None, mixed_precision="bf16")
-
-    losses, _ = _loop("single", None, mixed_precision="bf16")
-    for found, _ in run_distributed(run, 4, init=False, timeout=90):
-        assert found == pytest.approx(losses, rel=1e-2)
-
-
 @pytest.mark.distributed
 def test_what_a_pipeline_cannot_do_in_a_loop_is_an_error() -> None:
     def without_labels() -> None:
