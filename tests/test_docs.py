@@ -357,7 +357,6 @@ class _Order(RegressionTask):
         return self._run is not None and self._run.sanity_checking
 
     def configure_optimizers(self) -> Any:
-        """Return SGD and a schedule that steps with it."""
         optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]

@@ -92,15 +92,6 @@ def test_ls_reads_hashes_only_when_asked(tmp_path: Path, capsys: pytest.CaptureF
     assert "has changed" in _json(capsys, "ls", tmp_path, "--verify")[0]["problems"][0]
 
 
-def test_ls_prints_json_with_sizes_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_small(tmp_path, 4, metrics={"loss": float("nan")})
-    (row,) = _json(capsys, "ls", tmp_path)
-    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
-    assert row["bytes"] == sum(file.stat().st_size for file in files)
-    assert (row["name"], row["step"], row["kind"], row["metrics"]) == (path.name, 4, "full", {"loss": "nan"})
-    assert 0 <= row["age_s"] < 600
-
-
 # show
 
 
@@ -124,16 +115,6 @@ def test_show_prints_what_a_resume_restores(tmp_path: Path, capsys: pytest.Captu
 
 
 # verify
-
-
-def test_verify_skips_the_files_that_a_pattern_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_small(tmp_path, 1)
-    for name in ("index.json", "notes.txt"):
-        (tmp_path / name).touch()
-    assert _run("verify", *sorted(tmp_path.iterdir())) == 0
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == [f"{path}: intact"]
-    assert f"{tmp_path / 'notes.txt'} is a file, not a checkpoint, and is skipped" in printed.err
 
 
 def test_verify_finds_every_checkpoint_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,13 +173,6 @@ def test_a_configuration_builds_trainer_task_and_data() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_everything_can_be_given_without_a_file() -> None:
-    _, asked = run("--task=cli_project.Mine", "task.width=3")
-    assert asked["task"].layer.in_features == 3
-    assert asked["datamodule"] is None
-
-
-@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_every_stage_runs_from_the_same_configuration(stage: str) -> None:
     _, asked = run("--config", "config.yaml", "ckpt_path=last", stage=stage)
@@ -264,21 +257,6 @@ def test_callbacks_and_loggers_can_be_named_without_their_module(project: Path) 
     assert [type(found).__name__ for found in trainer.logger] == ["CSVLogger"]
 
 
-def test_the_resolved_configuration_is_saved_with_the_run(project: Path) -> None:
-    run("--config", "config.yaml", "task.lr=0.25")
-    saved = yaml.safe_load((project / "runs" / "config.yaml").read_text())
-    assert saved["task"]["init_args"]["lr"] == 0.25
-    assert saved["task"]["init_args"]["width"] == 4  # a default, filled in
-    assert saved["trainer"]["max_epochs"] == 2
-
-
-def test_the_users_own_configuration_is_never_overwritten(project: Path) -> None:
-    before = (project / "config.yaml").read_text()
-    run("--config", "config.yaml", "trainer.default_root_dir=.")
-    assert (project / "config.yaml").read_text() == before
-    assert (project / "config.resolved.yaml").is_file()
-
-
 def test_predictions_are_written_into_the_run_s_folder_or_elsewhere(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,20 +279,6 @@ def test_print_config_shows_the_settings_and_runs_nothing(project: Path, capsys:
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["task"]["init_args"]["lr"] == 0.5
     assert not (project / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "argument"),
-    [
-        ("strategy", "FSDPStrategy", "sharding_strategy"),
-        ("callbacks", "early_stopping", "monitor"),
-    ],
-)
-def test_the_help_of_a_class_takes_its_short_name(
-    key: str, name: str, argument: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", f"--trainer.{key}.help", name]) == 0
-    assert f"--trainer.{key}.{argument}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stage", ["test", "plan"])

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -148,35 +147,3 @@ def test_every_part_passes(options: str, kind: str, tmp_path: Path) -> None:
     skipped = {"clocks", "collectives"} if kind.startswith("1") else set()
     assert {part for part, row in rows.items() if row["result"] == SKIPPED} == skipped
     assert list(tmp_path.iterdir()) == []
-
-
-_ONE_FAILS = """
-import sys
-from pathlib import Path
-from trainwright.launch import check_processes as module
-
-def data(check):
-    if check.rank == 1:
-        raise ValueError("only here")
-    return work(check)
-
-work = module.data
-module._WORK = tuple(data if one is work else one for one in module._WORK)
-module.main(Path(sys.argv[1]), Path(sys.argv[2]))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path: Path) -> None:
-    script, results = tmp_path / "script.py", tmp_path / "results"
-    script.write_text(_ONE_FAILS)
-    results.mkdir()
-    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes=2", script, tmp_path, results]
-    start_s = time.monotonic()
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert time.monotonic() - start_s < 30
-    last = max((file.read_text().splitlines() for file in results.glob("*.jsonl")), key=len)[-1]
-    assert "rank 1: ValueError: only here; rank 0 did not finish" in json.loads(last)["found"]

@@ -52,11 +52,9 @@ class Autoencoder(TaskModule):
             self.net = nn.Sequential(nn.Linear(64, 128, bias=bias), nn.Tanh(), nn.Linear(128, 64, bias=bias)).to(dtype)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         return functional.mse_loss(self.net(batch), batch)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer."""
         return create_optimizer(self.name, self.parameters(), **self.options)
 
 

@@ -107,7 +107,6 @@ class EndingTask(TaskModule):
             end()
 
     def configure_optimizers(self) -> Any:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 

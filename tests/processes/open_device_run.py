@@ -25,17 +25,14 @@ class Task(TaskModule):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return and log the loss."""
         loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
         self.log("loss", loss, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the loss."""
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]).float(), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,12 +28,6 @@ from trainwright import (
 class Pair(NamedTuple):
     left: Any
     right: Any
-
-
-@dataclass
-class Output:
-    loss: torch.Tensor
-    name: str = "x"
 
 
 # Without other processes

@@ -8,12 +8,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from trainwright.cli.new import TEMPLATES_PACKAGE, write_project
+from trainwright.cli.new import write_project
 
 TEMPLATES = ["classifier", "finetune", "language-model"]
 
@@ -34,11 +33,6 @@ def _imported_names(path: Path) -> list[tuple[str, str]]:
         elif isinstance(node, ast.Import):
             found += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "trainwright"]
     return found
-
-
-def test_no_python_file_of_a_template_is_taken_for_one_of_ours() -> None:
-    folder = Path(str(files(TEMPLATES_PACKAGE)))
-    assert [path.name for path in folder.rglob("*.py")] == ["__init__.py"]
 
 
 def test_a_project_imports_public_names_only(project: Path) -> None:

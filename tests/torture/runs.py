@@ -105,14 +105,12 @@ class NotedTask(TaskModule):
             self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and note its very bits."""
         ids, inputs = batch
         loss = nn.functional.mse_loss(self.net(inputs), inputs.sum(1, keepdim=True))
         append(self.note, f"{ids.tolist()} {loss.item().hex()}")
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return Adam with a schedule by step."""
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=EPOCHS * STEPS_PER_EPOCH)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -38,11 +38,9 @@ class BroadTask(TaskModule):
             self.net = nn.Sequential(nn.Linear(80, 160), nn.ReLU(), nn.Dropout(0.2), nn.Linear(160, 40))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean square of the output."""
         return self.net(batch).square().mean()  # type: ignore[no-any-return]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
@@ -122,7 +120,6 @@ class ReadOnlyAfter(Callback):
         self.disk = disk
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
-        """Remount after the first step."""
         if batch_idx == 1:
             newest = newest_whole(self.disk / "checkpoints", time.monotonic() + 30.0)
             assert newest is not None

@@ -53,15 +53,12 @@ class WeighedTask(TaskModule):
             self.net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error."""
         return nn.functional.mse_loss(self.net(batch[1]), batch[1].sum(1, keepdim=True))
 
     def num_items(self, batch: Any) -> int:
-        """Return the number of samples."""
         return len(batch[0])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 

@@ -15,10 +15,8 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Blocks, batches
-from trainwright.accelerator.accelerator import Accelerator
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.shards import full_output
 
 _FIRST, _LAST = 3, 6  # the steps that are counted: caches are warm, and none of them is a run's last
 _STEPS = _LAST - _FIRST + 1
@@ -136,26 +134,3 @@ def test_what_is_computed_anew_is_what_was_asked_for_and_trains_to_the_same_bits
     assert calls == expected_calls
     assert (counts["aten.addmm.default"], counts["aten.tanh.default"]) == in_backward
     torch.testing.assert_close(weights, variants["kept"][2], rtol=0, atol=0)
-
-
-def test_a_model_with_a_cache_uses_it_only_without_gradients() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=8, use_cache=True)
-    model = transformers.GPT2LMHeadModel(config)
-    tokens = torch.randint(0, 32, (2, 8))
-    expected = torch.autograd.grad(model.eval()(tokens, labels=tokens).loss, model.transformer.wpe.weight)[0]
-    strategy = FSDPStrategy(
-        auto_wrap_policy={type(model.transformer.h[0])},
-        activation_checkpointing=True,
-        activation_checkpointing_save=["aten.addmm"],
-    )
-    accelerator = Accelerator(strategy=strategy, cpu=True)
-    model = accelerator.prepare(model)
-    output = model(tokens, labels=tokens)  # in evaluation mode, without dropout
-    accelerator.backward(output.loss)
-    assert output.past_key_values is None
-    torch.testing.assert_close(full_output(model.transformer.wpe.weight.grad), expected)
-    with torch.no_grad():
-        assert model(tokens).past_key_values.get_seq_length() == 8
-    assert config.use_cache

@@ -71,7 +71,6 @@ class Speaker(TaskModule):
         return (batch[:, 1:] > 0).sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Draw a number before the model is called, and log another after."""
         self.drawn.append(float(torch.rand(())))
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
