@@ -50,6 +50,7 @@ def test_a_trainer_gets_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--cpu", "--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "3"]
     variables = read_command([*options, "a.py"]).config.environment()
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in (variables | ranks).items():
         monkeypatch.setenv(name, value)
     selection = Trainer(logger=False).settings.selection
