@@ -30,9 +30,6 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 _ROOT = Path(__file__).parents[2]
 
 
-_LIMIT_S = 30
-
-
 # A user's script: everything in it is its own, and it has no `if __name__ == "__main__"`.
 _SCRIPT = """
 import json, os, sys
@@ -200,41 +197,6 @@ def test_the_trainer_starts_the_processes_of_a_script_without_running_it_again(c
 
 
 # Failing
-
-
-def _run_failing(folder: Path, step: str) -> tuple[str, float]:
-    """Run the script with a step that fails, and return its error and how long it took to end from then on."""
-    noted = f"Path({str(folder)!r}, 'last-step').write_text(str(time.monotonic()))"
-    script = write_script(folder, step=f"{noted}\n        {step}", arguments="devices=2", imports="import time")
-    done = run([sys.executable, str(script), str(folder)], folder)
-    taken_s = time.monotonic() - float((folder / "last-step").read_text())
-    assert done.returncode != 0
-    assert not results_in(folder)
-    return done.stderr, taken_s
-
-
-def assert_nothing_left(folder: Path) -> None:
-    """Fail if a process still runs that was started by the script in `folder`."""
-    if not Path("/proc").is_dir():
-        return
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            inside = os.readlink(process / "cwd") == str(folder)
-        except OSError:
-            continue
-        assert not inside, (process / "cmdline").read_bytes()
-
-
-@pytest.mark.exhaustive
-def test_what_fails_on_another_rank_is_the_error_here_with_its_traceback_and_rank(tmp_path: Path) -> None:
-    step = "if self.global_rank == 1 and batch_idx == 3: raise ArithmeticError('seven is odd')"
-    error, taken_s = _run_failing(tmp_path, step)
-    assert taken_s < _LIMIT_S
-    assert "WorkerError" in error
-    assert "rank 1:" in error
-    assert "in training_step" in error
-    assert "ArithmeticError: seven is odd" in error
-    assert_nothing_left(tmp_path)
 
 
 # Notebooks

@@ -4,37 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import time
 
 import pytest
 import torch
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.process import Topology
 from trainwright.processes.process_group import ProcessGroup
-
-_STAGES = 6
-
-
-def _many_stages() -> int:
-    task, steps = RegressionTask(), 0
-    for stage in range(_STAGES):
-        trainer = quiet_trainer(devices="auto", max_steps=1)
-        trainer.fit(task, regression_loader(4))
-        steps += trainer.global_step
-        trainer.validate(task, regression_loader(3), verbose=False)
-        if trainer.global_rank == stage % 2:
-            time.sleep(0.03)  # one is still leaving while the other begins anew
-    return steps
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_many_stages_follow_each_other_without_a_deadlock() -> None:
-    # Each stage has a group of its own. A rank must never wait in the last stage's store, nor for its reducer.
-    assert run_distributed(_many_stages, 2, init=False, timeout=60) == [_STAGES, _STAGES]
 
 
 def _exchange_on_rank(rank: int, world: int, port: int) -> dict[str, object]:

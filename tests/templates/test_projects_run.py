@@ -7,15 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import trainwright
 from tests.helpers.selection import mostly_exhaustive
-from tests.helpers.slurm_cluster import slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -175,25 +172,3 @@ def test_the_language_model_trains_in_stages_and_split_as_in_one_process(tmp_pat
     alone = losses(project, "single", 1)
     assert len(alone) == 20
     assert losses(project, strategy, _MESHES[strategy]) == pytest.approx(alone, abs=1e-4, rel=0)
-
-
-@pytest.fixture
-def cluster() -> Iterator[dict[str, str]]:
-    """The variables of a user of a Slurm cluster, who has the command `trainwright`."""
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, slurm_cluster(Path(folder)) as variables:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        yield variables | {"PATH": path, "PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1"}
-
-
-def submit(project: Path, variables: dict[str, str]) -> str:
-    """Submit a project's script for two processes without a GPU, and return the number of the job."""
-    resources = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=5")
-    command = ["sbatch", "--parsable", *resources, "slurm/train.sbatch", "trainer.accelerator=cpu"]
-    return subprocess.check_output(command, cwd=project, env=variables, text=True, timeout=30).strip()
-
-
-def queue(job: str, column: str, variables: dict[str, str]) -> str:
-    """Return a column of `squeue` for a job: "" for one that has ended."""
-    command = ["squeue", "-h", "-o", column, "-j", job]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.strip()

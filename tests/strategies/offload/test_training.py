@@ -98,17 +98,6 @@ def assert_same(found: Any, wanted: Any) -> None:
     assert found[2].callback_metrics == wanted[2].callback_metrics
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [True, None])
-@pytest.mark.parametrize(("parameters", "state"), [("disk", "disk"), ("device", "disk")])
-def test_it_equals_training_in_one_place(parameters: Any, state: Any, stream: bool | None, tmp_path: Path) -> None:
-    wanted = train(Tiny())
-    strategy = OffloadStrategy(parameters, state, stream=stream, offload_folder=tmp_path)
-    assert_same(train(Tiny(), strategy), wanted)
-    assert max(wanted[0].norms) > 0.5  # something is clipped
-    assert list(tmp_path.iterdir()) == []  # files have no names
-
-
 _VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "activations computed anew": ({"recompute": True}, dict),
     "averages evaluated": ({}, lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}),
