@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 
-from trainwright import Trainer
-from trainwright.launch.reading import read_command
-
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 _SCRIPT = """
@@ -44,20 +41,6 @@ def _launch(*arguments: object, **options: Any) -> subprocess.CompletedProcess[s
 def test_one_process_gets_the_options(script: Path) -> None:
     found = _launch("--cpu", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 3, script, "x", "--flag")
     assert (found.stdout.split(), found.returncode) == (["0", "1", "bf16", "3", "NO", "x", "--flag"], 0)
-
-
-def test_a_trainer_gets_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--cpu", "--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", "3"]
-    variables = read_command([*options, "a.py"]).config.environment()
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in (variables | ranks).items():
-        monkeypatch.setenv(name, value)
-    selection = Trainer(logger=False).settings.selection
-    assert type(selection.strategy).__name__ == "FSDPStrategy"
-    settings = selection.settings
-    assert (settings.num_processes, settings.precision.name) == (2, "bf16-mixed")
-    assert settings.accumulate_grad_batches == 3
 
 
 def test_a_failure_names_the_rank_and_the_error_last(script: Path) -> None:

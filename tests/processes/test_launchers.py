@@ -128,17 +128,6 @@ def check(results: list[dict[str, Any]], ranks: list[int]) -> None:
     assert len({result["loss"] for result in results}) == 1
 
 
-@pytest.mark.exhaustive
-def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
-    script = write_script(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*command, str(script), str(tmp_path)], tmp_path)
-    assert done.returncode == 0, done.stderr
-    check(results_in(tmp_path), [0, 1])
-    assert "launcher torchrun" in done.stdout
-    assert done.stdout.count("trainwright: rank 0 of 2") >= 1
-
-
 def test_slurms_variables_make_two_tasks_one_run(tmp_path: Path) -> None:
     script = write_script(tmp_path)
     # No MASTER_PORT: both find the port by the job's number.

@@ -88,7 +88,6 @@ def test_what_cannot_be_divided_is_refused_before_a_process_starts() -> None:
 
 
 _FOUR: dict[str, dict[str, Any]] = {
-    "ep=4": {"ep": 4},
     "ep=2, shared": {"ep": 2},
     "ep=2, units of their own": {"ep": 2, "auto_wrap_policy": ["Experts"]},
     "ep=2, replicated": {"ep": 2, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
