@@ -33,16 +33,6 @@ class Pair(NamedTuple):
 # Without other processes
 
 
-def test_a_reduction_of_a_process_that_is_alone_is_a_copy() -> None:
-    value = torch.tensor([2.0])
-    for reduction in ("mean", "sum", "none"):
-        found = reduce(value, reduction)
-        assert found is not value
-        assert found.tolist() == [2.0]
-    assert reduce(value, scale=0.25).tolist() == [0.5]
-    assert reduce(torch.tensor(3)).item() == 3
-
-
 @pytest.mark.parametrize("operation", [reduce, pad_across_processes])
 def test_what_is_no_tensor_is_refused_by_name(operation: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"{operation.__name__} got a value of type str"):

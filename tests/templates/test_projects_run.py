@@ -99,17 +99,6 @@ def test_the_classifier_trains_longer_is_exported_and_searched_without_a_warning
 
 
 @pytest.mark.exhaustive
-def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path: Path) -> None:
-    project = write(tmp_path, "classifier")
-    hidden = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_path('sweep.py', run_name='__main__')"
-    lines = run(project, *STRICT, "-c", hidden, "--trials", "2", "--epochs", "1").splitlines()
-    assert [line for line in lines if "ptuna" in line] == [lines[0]]
-    assert lines[-1].startswith(
-        "trainwright fit --config config.yaml task.lr=0.003 task.weight_decay=0.01 task.dropout="
-    )
-
-
-@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Path) -> None:
     project = write(tmp_path, "classifier")

@@ -143,7 +143,8 @@ def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path)
 
 @pytest.mark.distributed
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("replicas", marks=pytest.mark.exhaustive), "pp_sp"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["replicas", "pp_sp"])
 def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
     assert_same(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected(), _EXACT)
 
