@@ -80,39 +80,3 @@ def test_making_a_trainer_imports_nothing_heavy_beyond_torch() -> None:
     )
     assert "trainwright.core.task" in added
     assert _forbidden_among(added) == []
-
-
-@pytest.mark.slow
-def test_a_first_load_of_weights_imports_no_writers_of_checkpoints_and_nothing_heavy() -> None:
-    load = (
-        "trainwright.load_checkpoint_and_dispatch(nn.Linear(2, 2), file, device_map={'': 'cpu'})\n"
-        "import shutil; shutil.rmtree(folder)"
-    )
-    made = (
-        "import tempfile, torch, trainwright; from torch import nn; from safetensors.torch import save_file\n"
-        "folder = tempfile.mkdtemp(); file = folder + '/model.safetensors'\n"
-        "save_file(nn.Linear(2, 2).state_dict(), file)"
-    )
-    added = _added_modules(load, after=made)
-    unneeded = {
-        "async_writer",
-        "codec",
-        "convert",
-        "save_group",
-        "host_buffers",
-        "load_task",
-        "model",
-        "optimizer",
-        "pieces",
-    }
-    unneeded |= {"shard_files", "reader", "remote", "retention", "torch_file", "trees", "weights_folder", "writer"}
-    of_checkpoint = {name.rpartition(".")[2] for name in added if name.startswith("trainwright.checkpoint.")}
-    assert not unneeded & of_checkpoint
-    assert not {
-        name for name in added if name.startswith(("trainwright.trainer", "trainwright.data", "trainwright.cli"))
-    }
-    assert not {"trainwright.bigmodels.maps.explain", "trainwright.core.hyperparameters", "zoneinfo"} & added
-    assert _forbidden_among(added) == []
-    own = {name for name in added if name.startswith("trainwright")}
-    files = own - {name.rpartition(".")[0] for name in own}  # a folder's own file holds a sentence
-    assert len(files) <= 38

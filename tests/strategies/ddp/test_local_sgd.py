@@ -128,12 +128,6 @@ def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> N
     assert snapshot.state["step"] % _STEPS != 0
 
 
-# What is evaluated
-
-
-# Weights of micro-batches
-
-
 # What is refused
 
 

@@ -200,9 +200,6 @@ def test_a_full_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_int
     torch.testing.assert_close(continued["weights"], train("single", 1)["weights"], rtol=0, atol=1e-5)
 
 
-# Evaluation
-
-
 # What is refused
 
 

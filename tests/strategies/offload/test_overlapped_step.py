@@ -65,9 +65,6 @@ def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any,
         assert_same(found, plainly(listener, accumulate, clip))
 
 
-# Order
-
-
 # Failures, and optimizers that cannot be split
 
 
