@@ -69,15 +69,12 @@ def test_an_optional_package_has_one_file_of_its_own() -> None:
         (rules.layer_breaches, "loggers.x", "def f():\n    from trainwright.trainer import trainer", "must not import"),
         (rules.layer_breaches, "trainer.x", "from trainwright import Trainer", "public face"),
         (rules.layer_breaches, "core.x", "from .state import TrainState", "relative import"),
-        (rules.layer_breaches, "core.x", "import trainer", "bare import of 'trainer'"),
         (rules.bare_import_breaches, "x", "from trainer.trainer import Trainer", "bare import"),
         (_blind_loop_breaches, "trainer.x", "isinstance(strategy, DDPStrategy)", "asks for the type DDPStrategy"),
         (_blind_loop_breaches, "callbacks.x", "if device.type == 'cuda': pass", "'cuda'"),
-        (_blind_loop_breaches, "trainer.x", "use_ddp = True", "'use_ddp'"),
         (rules.environment_breaches, "core.x", "rank = os.environ.get('RANK')", "reads the environment"),
         (rules.environment_breaches, "core.process", "os.environ['RANK'] = '0'", "writes the environment"),
         (rules.eager_import_breaches, "loggers.x", "import wandb", "wandb is imported when the module is loaded"),
-        (rules.eager_import_breaches, "core.x", "import safetensors", "safetensors is imported"),
     ],
 )
 def test_an_offender_is_caught(rule: Callable[[Source], list[Breach]], module: str, text: str, complaint: str) -> None:

@@ -41,20 +41,6 @@ trainer = pl.Trainer(**{**QUIET, "enable_checkpointing": True},
                      callbacks=[ModelCheckpoint("kept"), EarlyStopping("train_loss", check_on_train_epoch_end=True)])
 trainer.fit(Net(), DataLoader(POINTS))
 """,
-    "names": """from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(POINTS)
-
-class Net(Steps, LightningModule): ...
-
-def build() -> LightningModule:
-    return Net()
-
-Trainer(**{**QUIET, "logger": CSVLogger("logs")}).fit(build(), datamodule=Data())
-""",
     "fallback": """try:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Callback

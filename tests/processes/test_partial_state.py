@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -74,27 +74,6 @@ def test_a_pickled_state_is_the_one_of_the_process_that_reads_it() -> None:
     packed = pickle.dumps(state)
     PartialState._reset_state()
     assert pickle.loads(packed).num_processes == 1
-
-
-def test_functions_for_one_process_run_where_there_is_no_other() -> None:
-    state = PartialState(cpu=True)
-
-    def add(a: int, b: int = 2) -> int:
-        """Add."""
-        return a + b
-
-    decorated: list[Callable[..., Any]] = [
-        state.on_main_process(add),
-        state.on_main_process()(add),
-        state.on_local_main_process(add),
-        state.on_last_process(add),
-        state.on_process(add, process_index=3),
-        state.on_process(process_index=3)(add),
-        state.on_local_process(local_process_index=1)(add),
-        state.on_local_process(local_process_idx=0)(add),
-    ]
-    assert [function(1, b=4) for function in decorated] == [5] * len(decorated)
-    assert {function.__doc__ for function in decorated} == {"Add."}
 
 
 # Shares

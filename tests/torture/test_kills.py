@@ -158,23 +158,6 @@ def at_write_points(source: random.Random, points: range) -> list[Kill]:
     return [Kill(at_event=at) for at in source.sample(points, len(points))]
 
 
-def survive_moments(case: Case, folder: Path, source: random.Random, number: int, whole: Whole) -> int:
-    """Survive kills at random moments until at least `number` have hit; returns how many did.
-
-    How long an attempt takes depends on what else the machine does: when most kills come too late they come earlier.
-    """
-    hits, longest_s, batch = 0, whole.seconds, 10
-    for turn in range(number):
-        kills = [Kill.at_random(source, longest_s, case.world) for _ in range(batch)]
-        (folder / f"turn-{turn}").mkdir()
-        new = survive(case, folder / f"turn-{turn}", kills, whole)
-        hits += new
-        if hits >= number:
-            break
-        longest_s *= 1.0 if new > batch // 2 else 0.7
-    return hits
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _preloaded() -> None:
     preload()
@@ -223,15 +206,3 @@ def test_a_training_survives_a_kill_at_every_write_point(case: Case, tmp_path: P
     kills = at_write_points(source, range(whole.write_points))
     assert len(kills) > 60
     assert survive(case, tmp_path, kills, whole) >= len(kills) * 3 // 4
-
-
-@pytest.mark.torture
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_training_survives_kills_at_random_moments(world: int, workers: int, tmp_path: Path) -> None:
-    case = Case(world=world, workers=workers)
-    source = random.Random(f"moments {case}")
-    whole = whole_run(case, tmp_path / "whole")
-    number = 50 if world == 1 else 20
-    assert survive_moments(case, tmp_path, source, number, whole) >= number

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.sources import ROOT
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -105,26 +102,6 @@ def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behin
 
 
 # Checkpoints
-
-
-_SCRIPT = """
-import os
-import warnings
-
-warnings.simplefilter("ignore")
-from tests.helpers.runs import quiet_trainer
-from tests.strategies.fsdp.sharded import Blocks, batches
-
-quiet_trainer(devices=1, strategy="deepspeed_stage_2", max_steps=1).fit(Blocks(), batches())
-assert "LOCAL_RANK" not in os.environ  # by which other libraries recognize torchrun
-"""
-
-
-@pytest.mark.engines
-def test_a_script_leaves_the_environment_as_it_was() -> None:
-    command = [sys.executable, "-c", _SCRIPT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 class Factored(Blocks):
