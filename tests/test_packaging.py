@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.sources import PARTS, ROOT
-from trainwright.cli.new import template_names
 
 pytestmark = pytest.mark.slow
 
@@ -92,9 +91,8 @@ def test_the_installed_package_is_imported_from_outside_the_tree(installed: Path
     assert [Path(line).is_relative_to(installed) for line in shown.splitlines()] == [True, True]
 
 
-@pytest.mark.parametrize("template", template_names())
-def test_the_installed_command_writes_projects(installed: Path, tmp_path: Path, template: str) -> None:
-    new = [sys.executable, str(installed / "bin/trainwright"), "new", "digits", "--template", template]
+def test_the_installed_command_writes_projects(installed: Path, tmp_path: Path) -> None:
+    new = [sys.executable, str(installed / "bin/trainwright"), "new", "digits"]
     _run(new, cwd=tmp_path, env=_environment(installed))
     assert (tmp_path / "digits" / "src" / "digits" / "task.py").is_file()
 

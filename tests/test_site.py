@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from docs.site import build as site
-from docs.site.pictures import shown_page
 from docs.site.reference import reference_pages
 
 from tests.helpers.sources import ROOT
@@ -81,14 +80,3 @@ def test_a_broken_link_is_an_error(target: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(site, "reference_pages", lambda: pages)
     with pytest.raises(SystemExit, match=re.escape("broken.md")):
         site.build(tmp_path, pictures=False)
-
-
-@pytest.mark.engines
-@pytest.mark.exhaustive
-@pytest.mark.requires("program:chromium", reason="a picture of a report")
-def test_the_page_of_pictures_shows_what_the_tools_make(tmp_path: Path) -> None:
-    text = shown_page(tmp_path, pictures=True)
-    assert "forecast_bytes" in text
-    assert "8,030,261,376 elements" in text
-    shown = set(re.findall(r"\]\((\S+?\.png)", text))
-    assert shown == {path.name for path in tmp_path.iterdir()} == {"lr_find.png", "report-light.png", "report-dark.png"}

@@ -123,10 +123,11 @@ def function(seconds):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_the_end_of_the_calling_process_ends_the_others(number: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT + "debug_launcher(function, (600,))\n")
