@@ -288,6 +288,7 @@ def test_a_task_that_cannot_be_trained_fails(project: Path, capsys: pytest.Captu
     assert "no optimizer today" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_strategy_that_cannot_train_is_reported_with_the_others(
     project: Path, capsys: pytest.CaptureFixture[str]

@@ -155,9 +155,8 @@ def test_a_machine_that_is_started_again_resumes_the_job_bit_for_bit(tmp_path: P
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_with_the_static_rendezvous_the_other_machine_ends(restarts: str, tmp_path: Path, jobs: list[_Job]) -> None:
-    jobs.append(_Job(tmp_path / "launcher", "launcher", "--rdzv_backend", "static", "--max_restarts", restarts))
+def test_with_the_static_rendezvous_the_other_machine_ends(tmp_path: Path, jobs: list[_Job]) -> None:
+    jobs.append(_Job(tmp_path / "launcher", "launcher", "--rdzv_backend", "static", "--max_restarts", "1"))
     first, second = (jobs[-1].start("--machine_rank", str(rank)) for rank in range(2))
     assert _ends(second)[0] == -signal.SIGKILL
     start_s = time.monotonic()
@@ -165,11 +164,7 @@ def test_with_the_static_rendezvous_the_other_machine_ends(restarts: str, tmp_pa
     assert code == 1
     assert time.monotonic() - start_s < 40
     last = err.rpartition("trainwright launch: ")[2]
-    if restarts == "1":
-        assert last.startswith("machine 1 has sent no heartbeat for 15 seconds: its launcher has ended")
-    else:
-        assert last.startswith("rank 0 failed first on this machine (exit code 1")
-        assert "A process of another machine may have failed before" in last
+    assert last.startswith("machine 1 has sent no heartbeat for 15 seconds: its launcher has ended")
     assert "Traceback" not in last
     jobs[-1].wait_for_processes()
 

@@ -32,6 +32,7 @@ def documented_table() -> dict[str, dict[str, str]]:
     return {row[0].strip("`"): dict(zip(titles, row, strict=True)) for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", optimizer_names())
 def test_the_table_has_the_class_the_package_and_the_bytes_of_its_state(name: str) -> None:
     row = documented_table()[name]

@@ -154,6 +154,7 @@ def test_a_wrong_option_of_ray_is_an_error(launcher: str) -> None:
         parse_launcher(launcher)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_cannot_be_reached_is_an_error_at_once() -> None:
     pytest.importorskip("ray")
     address, start = f"127.0.0.1:{free_port()}", time.monotonic()
