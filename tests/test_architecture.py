@@ -69,50 +69,14 @@ def test_an_optional_package_has_one_file_of_its_own() -> None:
         (rules.layer_breaches, "loggers.x", "def f():\n    from trainwright.trainer import trainer", "must not import"),
         (rules.layer_breaches, "trainer.x", "from trainwright import Trainer", "public face"),
         (rules.layer_breaches, "core.x", "from .state import TrainState", "relative import"),
-        (rules.layer_breaches, "core.x", "import trainer", "bare import of 'trainer'"),
         (rules.bare_import_breaches, "x", "from trainer.trainer import Trainer", "bare import"),
         (_blind_loop_breaches, "trainer.x", "isinstance(strategy, DDPStrategy)", "asks for the type DDPStrategy"),
         (_blind_loop_breaches, "callbacks.x", "if device.type == 'cuda': pass", "'cuda'"),
-        (_blind_loop_breaches, "trainer.x", "use_ddp = True", "'use_ddp'"),
         (rules.environment_breaches, "core.x", "rank = os.environ.get('RANK')", "reads the environment"),
         (rules.environment_breaches, "core.process", "os.environ['RANK'] = '0'", "writes the environment"),
         (rules.eager_import_breaches, "loggers.x", "import wandb", "wandb is imported when the module is loaded"),
-        (rules.eager_import_breaches, "core.x", "import safetensors", "safetensors is imported"),
     ],
 )
 def test_an_offender_is_caught(rule: Callable[[Source], list[Breach]], module: str, text: str, complaint: str) -> None:
     found = rule(Source(f"trainwright.{module}", text))
     assert complaint in "\n".join(map(str, found))
-
-
-@pytest.mark.parametrize(
-    ("rule", "module", "text"),
-    [
-        (rules.layer_breaches, "strategies.x", "from trainwright.checkpoint.format.writer import write_checkpoint"),
-        (rules.layer_breaches, "cli.x", "from trainwright import Trainer, __version__"),
-        (_blind_loop_breaches, "trainer.x", '"""Runs on cuda and under DDP."""'),
-        (_blind_loop_breaches, "strategies.x", "backend = 'gloo'"),
-        (rules.environment_breaches, "core.process", "os.environ.get('RANK')"),
-        (rules.environment_breaches, "processes.launcher", "os.environ.update(values)"),
-        (rules.eager_import_breaches, "loggers.x", "def f():\n    import wandb"),
-    ],
-)
-def test_what_is_allowed_is_let_through(rule: Callable[[Source], list[Breach]], module: str, text: str) -> None:
-    assert rule(Source(f"trainwright.{module}", text)) == []
-
-
-def test_an_import_cycle_is_caught() -> None:
-    sources = [
-        Source("trainwright.core.a", "from trainwright.core.b import B"),
-        Source("trainwright.core.b", "from trainwright.core import c"),
-        Source("trainwright.core.c", "if TYPE_CHECKING:\n    from trainwright.core.a import A"),
-        Source("trainwright.core.d", "def f():\n    import trainwright.core.a"),
-    ]
-    cycle = "trainwright.core.a -> trainwright.core.b -> trainwright.core.c -> trainwright.core.a"
-    assert rules.import_cycles(sources) == [cycle]
-
-
-def test_an_optional_package_in_two_files_is_caught() -> None:
-    first = Source("trainwright.loggers.wandb", "def f():\n    import wandb")
-    second = Source("trainwright.callbacks.x", "def f():\n    require_package('wandb', purpose='x')")
-    assert rules.scattered_packages([first, second]) == ["wandb: trainwright.callbacks.x, trainwright.loggers.wandb"]

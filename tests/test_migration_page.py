@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -78,24 +77,3 @@ PAIRS = {
     **{name: ("callbacks", name) for name in OBJECTS if hasattr(callbacks, name) and name != "Callback"},
     **{name: ("loggers", name) for name in OBJECTS if name.endswith("Logger")},
 }
-
-
-@pytest.mark.slow
-@pytest.mark.requires("lightning", reason="its names are what the table is about")
-@pytest.mark.filterwarnings("ignore")
-def test_every_name_of_lightning_exists_or_is_on_the_page() -> None:
-    settled = {(of, name) for of, name, _ in VERDICTS}
-    missing = []
-    for of, (module, name) in PAIRS.items():
-        theirs = getattr(importlib.import_module(f"lightning.pytorch.{module}".rstrip(".")), name)
-        ours = OBJECTS[of]()
-        public = {entry for entry in dir(theirs) if not entry.startswith("_")}
-        missing += [(of, entry) for entry in public if entry not in dir(ours) and (of, entry) not in settled]
-    for of in ("callbacks", "loggers", "strategies", "profilers", "utilities"):
-        theirs = importlib.import_module(f"lightning.pytorch.{of}")
-        ours = OBJECTS[of]()
-        missing += [(of, entry) for entry in theirs.__all__ if entry not in ours.__all__ and (of, entry) not in settled]
-    # Both progress bars have what their base has there.
-    bar = {name for of, name in settled if of == "TQDMProgressBar"}
-    missing = [(of, name) for of, name in missing if not (of == "RichProgressBar" and name in bar)]
-    assert sorted(missing) == []

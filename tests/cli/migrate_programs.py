@@ -29,14 +29,6 @@ class Steps:
 '''
 
 SETTLED = {
-    "one_alias": '''"""Uses lightning as L; a LightningModule in words stays."""
-import lightning as L
-
-class Net(Steps, L.LightningModule): ...
-
-L.seed_everything(1)
-L.Trainer(**QUIET).fit(Net(), DataLoader(POINTS))
-''',
     "pl": """import pytorch_lightning as pl
 from pytorch_lightning.callbacks import (
     EarlyStopping,  # ends a run
@@ -49,38 +41,6 @@ trainer = pl.Trainer(**{**QUIET, "enable_checkpointing": True},
                      callbacks=[ModelCheckpoint("kept"), EarlyStopping("train_loss", check_on_train_epoch_end=True)])
 trainer.fit(Net(), DataLoader(POINTS))
 """,
-    "no_alias": """import lightning
-import lightning.pytorch
-import lightning.pytorch.callbacks
-
-class Net(Steps, lightning.LightningModule): ...
-
-class Says(lightning.pytorch.callbacks.Callback):
-    def on_train_end(self, trainer, module):
-        print("steps", trainer.global_step)
-
-lightning.pytorch.Trainer(callbacks=Says(), **QUIET).fit(Net(), DataLoader(POINTS))
-""",
-    "names": """from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
-
-class Data(LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(POINTS)
-
-class Net(Steps, LightningModule): ...
-
-def build() -> LightningModule:
-    return Net()
-
-Trainer(**{**QUIET, "logger": CSVLogger("logs")}).fit(build(), datamodule=Data())
-""",
-    "renamed_by_its_author": """from lightning import LightningModule as Base, Trainer as Runner
-
-class Net(Steps, Base): ...
-
-Runner(**QUIET).fit(Net(), DataLoader(POINTS))
-""",
     "fallback": """try:
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Callback
@@ -91,44 +51,6 @@ except ImportError:
 class Net(Steps, pl.LightningModule): ...
 
 pl.Trainer(callbacks=Callback(), **QUIET).fit(Net(), DataLoader(POINTS))
-""",
-    "shadowed": """from lightning.pytorch import LightningModule, Trainer
-
-def unrelated(LightningModule):
-    Trainer = LightningModule + 1
-    return Trainer
-
-class Net(Steps, LightningModule):
-    TaskModule = None
-
-assert unrelated(1) == 2
-Trainer(**QUIET).fit(Net(), DataLoader(POINTS))
-""",
-    "an_error": """import lightning.pytorch as pl
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
-try:
-    pl.Trainer(max_epochs="many", **{k: v for k, v in QUIET.items() if k != "max_epochs"})
-except MisconfigurationException:
-    print("refused")
-""",
-    "strategies": """import lightning.pytorch as pl
-from lightning.pytorch.strategies import SingleDeviceStrategy
-
-class Net(Steps, pl.LightningModule): ...
-
-pl.Trainer(**QUIET, strategy="auto").fit(Net(), train_dataloaders=DataLoader(POINTS))
-assert pl.strategies.SingleDeviceStrategy is SingleDeviceStrategy
-""",
-    "imported_where_it_is_used": """def main():
-    import os, lightning.pytorch as pl; from lightning.pytorch.callbacks import Timer
-
-    class Net(Steps, pl.LightningModule): ...
-
-    pl.Trainer(callbacks=[Timer()], **QUIET).fit(Net(), DataLoader(POINTS))
-    return os.sep
-
-main()
 """,
     "command_line": """import sys
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI

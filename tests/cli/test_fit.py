@@ -173,13 +173,6 @@ def test_a_configuration_builds_trainer_task_and_data() -> None:
 
 
 @pytest.mark.usefixtures("project")
-def test_everything_can_be_given_without_a_file() -> None:
-    _, asked = run("--task=cli_project.Mine", "task.width=3")
-    assert asked["task"].layer.in_features == 3
-    assert asked["datamodule"] is None
-
-
-@pytest.mark.usefixtures("project")
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 def test_every_stage_runs_from_the_same_configuration(stage: str) -> None:
     _, asked = run("--config", "config.yaml", "ckpt_path=last", stage=stage)
@@ -199,15 +192,6 @@ def test_fit_is_told_what_to_do_about_its_checkpoint_and_other_stages_read_the_s
     assert "on_damaged" not in asked
 
 
-@pytest.mark.usefixtures("project")
-def test_the_seed_makes_equal_weights() -> None:
-    first = run("--config", "config.yaml")[1]["task"].layer.weight
-    second = run("--config", "config.yaml")[1]["task"].layer.weight
-    third = run("--config", "config.yaml", "seed_everything=8")[1]["task"].layer.weight
-    assert first.equal(second)
-    assert not first.equal(third)
-
-
 _SGD = {"lr": 1e-3, "weight_decay": 0.0}  # SGD's own defaults; neither those of the file nor of the task
 
 
@@ -215,13 +199,8 @@ _SGD = {"lr": 1e-3, "weight_decay": 0.0}  # SGD's own defaults; neither those of
 @pytest.mark.parametrize(
     ("words", "name", "expected"),
     [
-        ("--config config.yaml", "AdamW", {"lr": 0.3, "weight_decay": 0.25}),
         ("--config config.yaml task.optimizer.lr=0.9", "AdamW", {"lr": 0.9, "weight_decay": 0.25}),
-        ("--config config.yaml task.optimizer=torch.optim.SGD", "SGD", _SGD),
-        ("--config config.yaml task.optimizer=SGD", "SGD", _SGD),
         ("--config config.yaml task.optimizer=SGD task.optimizer.momentum=0.5", "SGD", {**_SGD, "momentum": 0.5}),
-        ("--config config.yaml task.optimizer=SGD task.optimizer.lr=0.125", "SGD", {**_SGD, "lr": 0.125}),
-        ("--task=cli_project.Mine task.init_args.optimizer=torch.optim.SGD", "SGD", _SGD),
         ("--task=cli_project.Mine task.init_args.optimizer=SGD", "SGD", _SGD),
     ],
 )
@@ -234,22 +213,12 @@ def test_an_optimizer_has_its_own_arguments_and_inherits_none_of_another_class(
     assert ("weight_decay=0.25" in capsys.readouterr().err) == ("config.yaml" in words and name == "SGD")
 
 
-@pytest.mark.parametrize("stage", ["fit", "plan"])
-def test_without_a_class_as_its_type_an_argument_keeps_its_mapping(
-    project: Path, stage: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_class_as_its_type_an_argument_keeps_its_mapping(project: Path) -> None:
     spec = {"class_path": "cli_project.Touch", "init_args": {"name": "PWN"}}
     values = {"a": spec, "b": spec, "c": {"x": spec}, "d": [spec, {"x": [spec]}], "e": spec}
     task = {"class_path": "cli_project.Untyped", "init_args": values}
     (project / "config.yaml").write_text(yaml.safe_dump({"task": task}))
-    planned = []
-    monkeypatch.setattr(RecordingTrainer, "plan", lambda self, task, **_: planned.append(task) or 1 / 0, raising=False)
-    if stage == "plan":
-        with pytest.raises(ZeroDivisionError):
-            main(["plan", "config.yaml"])
-        built = planned[0]
-    else:
-        built = run("config.yaml")[1]["task"]
+    built = run("config.yaml")[1]["task"]
     assert not (project / "PWN").exists()
 
     def given(value: Any) -> Any:
@@ -262,11 +231,6 @@ def test_without_a_class_as_its_type_an_argument_keeps_its_mapping(
         return {name: given(item) for name, item in value.items()}
 
     assert [given(value) for value in built.values] == list(values.values())
-
-
-@pytest.mark.usefixtures("project")
-def test_another_task_does_not_inherit_the_old_one_s_arguments() -> None:
-    assert run("--config", "config.yaml", "task=cli_project.Other")[1]["task"].lr == 0.7
 
 
 def test_callbacks_and_loggers_can_be_named_without_their_module(project: Path) -> None:
@@ -293,28 +257,6 @@ def test_callbacks_and_loggers_can_be_named_without_their_module(project: Path) 
     assert [type(found).__name__ for found in trainer.logger] == ["CSVLogger"]
 
 
-def test_the_resolved_configuration_is_saved_with_the_run(project: Path) -> None:
-    run("--config", "config.yaml", "task.lr=0.25")
-    saved = yaml.safe_load((project / "runs" / "config.yaml").read_text())
-    assert saved["task"]["init_args"]["lr"] == 0.25
-    assert saved["task"]["init_args"]["width"] == 4  # a default, filled in
-    assert saved["trainer"]["max_epochs"] == 2
-
-
-def test_the_saved_configuration_builds_the_same_run(project: Path) -> None:
-    run("--config", "config.yaml", "task.lr=0.25", "task.optimizer.lr=0.125")
-    _, asked = run("--config", "runs/config.yaml")
-    assert asked["task"].lr == 0.25
-    assert optimizer_of(asked["task"]).param_groups[0]["lr"] == 0.125
-
-
-def test_the_users_own_configuration_is_never_overwritten(project: Path) -> None:
-    before = (project / "config.yaml").read_text()
-    run("--config", "config.yaml", "trainer.default_root_dir=.")
-    assert (project / "config.yaml").read_text() == before
-    assert (project / "config.resolved.yaml").is_file()
-
-
 def test_predictions_are_written_into_the_run_s_folder_or_elsewhere(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,31 +281,7 @@ def test_print_config_shows_the_settings_and_runs_nothing(project: Path, capsys:
     assert not (project / "runs").exists()
 
 
-@pytest.mark.usefixtures("project")
-def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fit", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: trainwright fit [--config FILE] [KEY=VALUE …]\n\nFit the task of --config")
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "argument"),
-    [
-        ("strategy", "FSDPStrategy", "sharding_strategy"),
-        ("callbacks", "EarlyStopping", "monitor"),
-        ("callbacks", "early_stopping", "monitor"),
-        ("logger", "CSVLogger", "save_dir"),
-        ("profiler", "SimpleProfiler", "filename"),
-    ],
-)
-def test_the_help_of_a_class_takes_its_short_name(
-    key: str, name: str, argument: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", f"--trainer.{key}.help", name]) == 0
-    assert f"--trainer.{key}.{argument}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict", "plan"])
+@pytest.mark.parametrize("stage", ["test", "plan"])
 def test_the_help_has_groups_with_a_sentence_each(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = stage if stage != "test" else "test --task=project.Net"
     assert main([*command.split(), "--help"]) == 0
@@ -415,13 +333,9 @@ def test_every_argument_of_the_real_trainer_can_be_set_and_keeps_its_default() -
         ("devices=auto", "auto"),
         ("val_check_interval=0.25", 0.25),
         ("val_check_interval=500 steps", "500 steps"),
-        ("max_time=00:12:00:00", "00:12:00:00"),
-        ("limit_train_batches=10", 10),
         ("fast_dev_run=true", True),
         ("fast_dev_run=3", 3),
         ("logger=false", False),
-        ("precision=bf16-mixed", "bf16-mixed"),
-        ("compile=true", True),
     ],
 )
 def test_the_real_trainer_s_arguments_are_read_with_the_type_that_they_mean(word: str, value: Any) -> None:

@@ -51,17 +51,9 @@ def test_a_program_is_rewritten_completely_and_runs(
     ("before", "after"),
     [
         ("import lightning as L  # why\n", "import trainwright as L  # why\n"),
-        ("import os, lightning.pytorch as pl\n", "import os, trainwright as pl\n"),
-        (
-            "from accelerate.commands.launch import launch_command\n",
-            "from trainwright.commands.launch import launch_command\n",
-        ),
-        ("from accelerate.inference import prepare_pippy\n", "from trainwright.inference import prepare_pippy\n"),
-        ("from lightning.pytorch.tuner import Tuner\n", "from trainwright.tuner import Tuner\n"),
         ("from lightning import pytorch as pl\npl.Trainer\n", "import trainwright as pl\npl.Trainer\n"),
         ("import lightning\nlightning.pytorch.LightningModule\n", "import trainwright\ntrainwright.TaskModule\n"),
         ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import trainwright as L\nL.callbacks.Timer()\n"),
-        ("import accelerate\naccelerate.utils.set_seed(1)\n", "import trainwright\ntrainwright.utils.set_seed(1)\n"),
         (
             "from lightning.pytorch.callbacks.early_stopping import EarlyStopping\n",
             "from trainwright.callbacks import EarlyStopping\n",
@@ -83,10 +75,6 @@ def test_a_program_is_rewritten_completely_and_runs(
             "from trainwright import TaskModule as LightningModule\n__all__ = ['LightningModule']\n",
         ),
         (
-            "from lightning.pytorch import LightningModule\ndef f(m: 'LightningModule'): ...\n",
-            "from trainwright import TaskModule as LightningModule\ndef f(m: 'LightningModule'): ...\n",
-        ),
-        (
             "try:\n    import lightning as L\nexcept ImportError:\n    import pytorch_lightning as L\n",
             "import trainwright as L\n",
         ),
@@ -99,18 +87,6 @@ def test_a_program_is_rewritten_completely_and_runs(
             "  super().on_fit_end(trainer=trainer, pl_module=pl_module)\n  self.show(pl_module=1)\n",
             "from trainwright import Callback\nclass A(Callback):\n def on_fit_end(self, trainer, pl_module):\n"
             "  super().on_fit_end(trainer=trainer, task=pl_module)\n  self.show(pl_module=1)\n",
-        ),
-        (
-            "from accelerate import accelerator as A\nA.Accelerator()\n",
-            "from trainwright import accelerator as A\nA.Accelerator()\n",
-        ),
-        (
-            "from lightning.pytorch.callbacks import early_stopping as E\nE.EarlyStopping()\n",
-            "from trainwright import callbacks as E\nE.EarlyStopping()\n",
-        ),
-        (
-            "import accelerate.accelerator as A\nA.Accelerator()\n",
-            "import trainwright.accelerator as A\nA.Accelerator()\n",
         ),
         (
             "from lightning.pytorch.utilities.types import STEP_OUTPUT\ndef f() -> STEP_OUTPUT: ...\n",
@@ -145,7 +121,6 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("import lightning as L\nL.Fabric()\n", 2, "Fabric of Lightning is not here: use trainwright.Accelerator"),
         ("from lightning.fabric.plugins import X\n", 1, "lightning.fabric.plugins.X has no counterpart here"),
         ("from lightning import *\n", 1, "from lightning import *: name what you use."),
-        ("from lightning.pytorch.profilers import XLAProfiler\n", 1, "XLAProfiler of Lightning is not here: "),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
         ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
@@ -156,26 +131,12 @@ def test_other_imports_are_unchanged(text: str) -> None:
             "annotation in quotes: Fabric of Lightning is not here",
         ),
         ("from accelerate.utils import install_xla\n", 1, "install torch_xla with pip"),
-        ("from accelerate.utils import AimTracker\n", 1, "AimTracker of Accelerate is not here: "),
     ],
 )
 def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: str) -> None:
     ((found, told),) = left(text)
     assert found == line
     assert says in told
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("import lightning as L\ndef f(x: 'L.LightningModule | None', y: \"L.Trainer\"): ...\n", "L.TaskModule | None"),
-        ("import lightning.pytorch as pl\nx: 'list[pl.callbacks.Callback]'\n", "list[pl.callbacks.Callback]"),
-        ("import lightning\ndef f() -> 'lightning.LightningModule': ...\n", "'trainwright.TaskModule'"),
-    ],
-)
-def test_names_in_annotations_in_quotes_are_rewritten(before: str, after: str) -> None:
-    assert left(before) == []
-    assert after in rewrite(before.encode()).code.decode()
 
 
 @pytest.mark.parametrize(
@@ -236,20 +197,6 @@ def test_a_file_that_cannot_be_read_leaves_all_unchanged(
     assert good.read_text() == "import lightning as L\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("__all__: list = ['LightningModule']\n", "import TaskModule as LightningModule"),
-        ("__all__ = []\n__all__ += ['LightningModule']\n", "import TaskModule as LightningModule"),
-        ("__all__ = []\n__all__.append('LightningModule')\n", "import TaskModule as LightningModule"),
-        ("x = f()  # type: LightningModule\n", "import TaskModule as LightningModule"),
-        ("x = f()  # type of LightningModule\n", "import TaskModule\n"),
-    ],
-)
-def test_a_name_that_a_string_or_type_comment_reads_is_kept(text: str, line: str) -> None:
-    assert line in rewritten(f"from lightning import LightningModule\n{text}")
-
-
 def test_names_are_resolved_by_scope() -> None:
     text = """import lightning as L
 def f(L): return L.LightningModule
@@ -296,37 +243,19 @@ Other().save
         ("accelerate launch --num_processes 2 train.py --lr 1", "trainwright launch --num_processes 2 train.py --lr 1"),
         ("accelerate-launch --multi_gpu t.py", "trainwright launch --multi_gpu t.py"),
         ("python3 -m accelerate.commands.launch t.py", "python3 -m trainwright launch t.py"),
-        ("python -m accelerate.commands.env", "python -m trainwright env"),
         ("python -m accelerate.commands.estimate x", "python -m trainwright.commands.estimate x"),
-        ("accelerate-env; accelerate-estimate-memory x", "trainwright env; trainwright estimate-memory x"),
         ("$BIN/accelerate launch t.py", "$BIN/trainwright launch t.py"),
-        ("srun -n 2 accelerate launch $ARGS t.py", "srun -n 2 trainwright launch $ARGS t.py"),
         ("x && accelerate launch \\\n  t.py  # why\n", "x && trainwright launch \\\n  t.py  # why\n"),
         ("t:\n\t@$(BIN)/accelerate launch t.py\n", "t:\n\t@$(BIN)/trainwright launch t.py\n"),
         ("- run: accelerate launch t.py\n", "- run: trainwright launch t.py\n"),
-        ('L="accelerate launch --cpu"; $L t.py', 'L="trainwright launch --cpu"; $L t.py'),
         ('command: ["accelerate", "launch", "t.py"]', 'command: ["trainwright", "launch", "t.py"]'),
         ("command:\n  - accelerate\n  - launch\n", "command:\n  - trainwright\n  - launch\n"),
-        ("accelerate env; accelerate estimate-memory x", "trainwright env; trainwright estimate-memory x"),
         ("accelerate config default && accelerate-config", "trainwright config default && trainwright config"),
-        ("accelerate to-fsdp2 --overwrite", "trainwright to-fsdp2 --overwrite"),
-        ("accelerate merge-weights a b", "trainwright merge-weights a b"),
-        ("accelerate tpu-config --debug", "trainwright tpu-config --debug"),
         ("accelerate test --config_file c.yaml", "trainwright check --config_file c.yaml"),
         ("accelerate-test", "trainwright check"),
         ("cp c/accelerate-config.yaml c/accelerate-test-suite", "cp c/accelerate-config.yaml c/accelerate-test-suite"),
-        ("- accelerate\n- test-tube\n", "- accelerate\n- test-tube\n"),
-        (
-            "accelerate launch --config_file accelerate-config.yaml t.py",
-            "trainwright launch --config_file accelerate-config.yaml t.py",
-        ),
         ("python -m accelerate.commands.accelerate_cli test", "python -m trainwright check"),
         ('command: ["accelerate", "test"]', 'command: ["trainwright", "check"]'),
-        ("accelerate launch --deepspeed_hostfile h t.py", "trainwright launch --deepspeed_hostfile h t.py"),
-        (
-            "accelerate launch --main_training_function main t.py",
-            "trainwright launch --main_training_function main t.py",
-        ),
         ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
     ],
 )
@@ -334,19 +263,6 @@ def test_commands_are_rewritten(before: str, after: str) -> None:
     found = rewrite_launch(before.encode())
     assert (found.code.decode(), found.unsettled) == (after, [])
     assert rewrite_launch(found.code).code == found.code
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "says"),
-    [
-        ("accelerate launch \\\n --ipex t.py", 2, "--ipex is not supported: "),
-        ("accelerate launch --tpu_cluster t.py", 1, "start the script on each machine of a pod"),
-    ],
-)
-def test_an_option_without_a_counterpart_is_reported(text: str, line: int, says: str) -> None:
-    (note,) = rewrite_launch(text.encode()).unsettled
-    assert note.line == line
-    assert says in note.text
 
 
 def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,10 +274,9 @@ def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: p
     assert "compute_environment='AZURE' is not supported" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("backend", ["", "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP"])
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_a_migrated_script_and_its_command_run(backend: str, tmp_path: Path) -> None:
+def test_a_migrated_script_and_its_command_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys, torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
         "model, optimizer = torch.nn.Linear(2, 1), None\n"
@@ -372,14 +287,15 @@ def test_a_migrated_script_and_its_command_run(backend: str, tmp_path: Path) -> 
         "accelerator.end_training()\n"
     )
     script = tmp_path / "run.sh"
-    script.write_text(f"cd {tmp_path}\naccelerate launch --cpu --num_processes 2 {backend} train.py --x\n")
+    options = "--cpu --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP"
+    script.write_text(f"cd {tmp_path}\naccelerate launch {options} train.py --x\n")
     assert main(["migrate", str(script), str(tmp_path / "train.py")]) == 0
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     ended = subprocess.run(
         ["bash", "-e", str(script)], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split() == ["2", "FSDP" if backend else "MULTI_CPU", "--x"]
+    assert ended.stdout.split() == ["2", "FSDP", "--x"]
 
 
 def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
@@ -406,27 +322,6 @@ def test_class_paths_of_hydra_and_lightnings_cli_are_rewritten(
         "",
     ]
     assert "5: lightning.pytorch.loggers.Mine has no counterpart here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (
-            "import accelerate\naccelerate.__version__\n",
-            "import trainwright\ntrainwright.utils.constants.ACCELERATE_VERSION\n",
-        ),
-        (
-            "from accelerate import __version__ as v\nv\n",
-            "from trainwright.utils.constants import ACCELERATE_VERSION as v\nv\n",
-        ),
-        (
-            "from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_only\n",
-            "from trainwright.utilities import rank_prefixed_message, rank_zero_only\n",
-        ),
-    ],
-)
-def test_the_version_of_accelerate_and_helpers_of_lightning_utilities_are_rewritten(before: str, after: str) -> None:
-    assert rewritten(before) == after
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,6 @@ from trainwright.cli.configs.overrides import read_command_line, read_configs, s
 from trainwright.core.errors import ConfigurationError
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("trainer.max_epochs=3", [("trainer.max_epochs", "3")]),
-        ("--trainer.max_epochs=3", [("trainer.max_epochs", "3")]),
-        ("--trainer.max_epochs 3", [("trainer.max_epochs", "3")]),
-        ("--trainer.max_steps -1 task.formula=a=b", [("trainer.max_steps", "-1"), ("task.formula", "a=b")]),
-        ("--config a.yaml", [Path("a.yaml")]),
-        ("-c a.yaml", [Path("a.yaml")]),
-        ("--config=a.yaml", [Path("a.yaml")]),
-        ("config=a.yaml", [Path("a.yaml")]),
-    ],
-)
-def test_settings_and_files_can_be_written_in_several_ways(text: str, expected: list[Any]) -> None:
-    found = read_command_line(text.split())
-    assert [*found.configs, *found.assignments] == expected
-
-
 def test_the_class_after_a_help_option_is_its_value() -> None:
     assert read_command_line(["--model.help", "project.Net"]).flags == ["--model.help=project.Net"]
     found = read_command_line(["--trainer.strategy.help", "run.yaml", "--model.help", "seed_everything=1"])
@@ -79,12 +61,3 @@ def test_another_optimizer_starts_from_its_own_defaults_and_a_note_says_what_wen
     assert len(notes) == 1
     assert "lr=0.3" in notes[0]
     assert "weight_decay=0.5" in notes[0]
-
-
-@pytest.mark.parametrize(
-    "assignment", [("task.width", "9"), ("task.optimizer", "null"), ("trainer.max_epochs", "3"), ("data", "data.Mine")]
-)
-def test_assignments_that_swap_no_class_are_left_as_they_are(assignment: tuple[str, str]) -> None:
-    config = _config()
-    assert swap_classes(config, [assignment]) == ([assignment], [])
-    assert config == _config()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
@@ -123,12 +123,6 @@ def test_the_first_different_gradient_is_reported_with_its_values_and_index(tmp_
     assert "at [0, 5]; greatest difference 2 " in result.found[0].text  # of two micro-batches
 
 
-def test_tolerances_are_wider_in_lower_precisions_and_can_be_given() -> None:
-    rtols = [Tolerance.of(name, None, None).rtol for name in ("64-true", "32-true", "bf16-mixed")]
-    assert rtols == sorted(rtols)
-    assert Tolerance.of("32-true", 0.5, 0.25).bound(torch.tensor([1.0, -2.0])) == 1.0
-
-
 def test_gradients_that_are_rounding_noise_are_reported_and_not_compared(tmp_path: Path) -> None:
     class Noisy(RegressionTask):
         noise = 1e-9
@@ -228,22 +222,11 @@ class Sound(TaskModule):
     def training_step(self, batch, batch_idx):
         return (self.net(batch[0]) - batch[1]).square().mean()
 
-    def tensor_parallel_plan(self, mesh):
-        return {"net.0": "colwise", "net.2": "rowwise"}
-
     def num_items(self, batch):
         return len(batch[0])
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
-class RankBound(Sound):
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        if self.global_rank == 1 and self.trainer.state.step >= 2:
-            loss = loss + self.net[2].bias.sum()
-        return loss
 
 
 class Failing(Sound):
@@ -277,41 +260,17 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.distributed
-@pytest.mark.exhaustive
-def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    strategies = "single,ddp,fsdp,tp,deepspeed_stage_2,deepspeed_stage_3"
-    code = main(["parity", "config.yaml", "--strategies", strategies, "--steps", "4", "task.lr=0.02"])
-    printed, told = capfd.readouterr()
-    assert code == 0, printed + told
-    lines = printed.splitlines()
-    assert lines[0].startswith("Sound: 4 step(s) of 4 micro-batch(es), seed 0, precision 32-true")
-    assert [(line.split()[0], line.split()[1], line.split()[-1]) for line in lines[2:8]] == [
-        ("single", "1", "reference"),
-        ("ddp", "2", "equal"),
-        ("fsdp", "2", "equal"),
-        ("tp", "2", "equal"),
-        ("deepspeed_stage_2", "2", "equal"),
-        ("deepspeed_stage_3", "2", "equal"),
-    ]
-    figures = [float(figure) for line in lines[3:8] for figure in re.findall(r"\d\.\de-\d\d", line)]
-    assert figures
-    assert "–" not in "".join(lines[3:8])  # everything is compared, sharded gradients included
-    assert max(figures) < 1e-5
-    assert "callbacks are not used" in told
-
-
-@pytest.mark.distributed
 @pytest.mark.slow
-def test_meshes_with_a_pipeline_equal_one_process(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    meshes = ["single", "megatron:pp=2", "megatron:pp=2:tp=2", "megatron:pp=2:dp_shard=2"]
-    arguments = ["--devices", "4", "--steps", "2", "trainer.accumulate_grad_batches=1", "--strategies"]
+def test_a_pipeline_equals_one_process(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    meshes = ["single", "megatron:pp=2"]
+    arguments = ["--devices", "2", "--steps", "2", "trainer.accumulate_grad_batches=1", "--strategies"]
     code = main(["parity", "config.yaml", *arguments, ",".join(meshes)])
     printed, told = capfd.readouterr()
     assert code == 0, printed + told
     rows = [line.split() for line in printed.splitlines()[2 : 2 + len(meshes)]]
     assert [(row[0], row[1], row[-1]) for row in rows] == [
         ("single", "1", "reference"),
-        *((mesh, "4", "equal") for mesh in meshes[1:]),
+        ("megatron:pp=2", "2", "equal"),
     ]
 
 
@@ -329,6 +288,7 @@ def test_a_task_that_cannot_be_trained_fails(project: Path, capsys: pytest.Captu
     assert "no optimizer today" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_a_strategy_that_cannot_train_is_reported_with_the_others(
     project: Path, capsys: pytest.CaptureFixture[str]
@@ -369,22 +329,6 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
     assert devices == 3
     with pytest.raises(ConfigurationError, match="a dict is not a Strategy"):
         load("builtins:dict")
-
-
-def test_one_process_records_every_micro_batch(tmp_path: Path) -> None:
-    data = TensorDataset(torch.arange(16.0).view(8, 2))
-
-    class Plain(RegressionTask):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(2, 1))
-
-        def loss(self, batch: Batch) -> torch.Tensor:
-            return self(batch[0]).square().mean()
-
-    tape = record(tmp_path / "a", Plain(), data=DataLoader(data, batch_size=1, shuffle=True))
-    assert [list(step.data) for step in tape.steps[1:]] == [[f"0/{2 * i}", f"0/{2 * i + 1}"] for i in range(4)]
-    assert len({digest for step in tape.steps for digest in step.data.values()}) == 8
 
 
 def test_a_step_that_ranks_do_not_divide_is_an_error(tmp_path: Path) -> None:

@@ -80,23 +80,6 @@ def test_setup_data_counts_the_batches_of_the_data_module(capsys: pytest.Capture
     assert (found["batches_per_epoch"], found["samples_per_epoch"], found["total_steps"]) == (5, 20, 15)
 
 
-@pytest.mark.parametrize("in_file", [False, True])
-def test_a_strategy_may_be_named_by_its_class(
-    in_file: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = ["trainer.strategy=FSDPStrategy"]
-    if in_file:
-        words = []
-        changed = _CONFIG.replace(
-            "strategy: ddp", "strategy: {class_path: FSDPStrategy, init_args: {min_num_params: 9}}"
-        )
-        (tmp_path / "config.yaml").write_text(changed)
-    assert main(["plan", "config.yaml", "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["strategy"]["name"] == "FSDPStrategy"
-    assert found["settings"]["strategy"]["source"] == ("config.yaml" if in_file else "command line")
-
-
 @pytest.mark.parametrize("word", ["trainer.max_epoch=3", "--ckpt_path=missing", "trainer.min_epochs=9"])
 def test_errors_are_those_of_fit(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config", "config.yaml", word]) == 2

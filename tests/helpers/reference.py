@@ -144,12 +144,10 @@ class ReferenceTask(TaskModule):
         self.model = make_model(case)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the model's loss."""
         loss: torch.Tensor = self.model(batch)
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer, with its schedule by steps if there is one."""
         optimizer, schedule = make_optimizer(self.case, self.model)
         if schedule is None:
             return optimizer

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
@@ -14,9 +13,6 @@ from trainwright.strategies.registry import STRATEGIES
 from trainwright.strategies.shards import gather_full
 from trainwright.trainer.trainer import Trainer
 
-# The functions by which torch's FSDP exchanges; torch 2.9 has others.
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,

@@ -48,7 +48,6 @@ class RegressionTask(TaskModule):
             self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(batch, 4)` to `(batch, 1)`."""
         outputs: torch.Tensor = self.net(inputs)
         return outputs
 
@@ -58,13 +57,11 @@ class RegressionTask(TaskModule):
         return nn.functional.mse_loss(self(inputs), targets)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log and return the loss."""
         loss = self.loss(batch)
         self.log("train_loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss as `val_loss`."""
         self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -72,7 +69,6 @@ class RegressionTask(TaskModule):
         self.log("test_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD over all parameters."""
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.selection import mostly_exhaustive
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch import check_options
 from trainwright.launch.launch_config import LaunchConfig
@@ -32,7 +31,7 @@ from trainwright.callbacks import Callback, ModelCheckpoint
 class Reports(Callback):
     def on_train_step_end(self, trainer, task, result):
         Path(f"group-{os.environ['GROUP_RANK']}").write_text(f"{trainer.global_step} {trainer.world_size}")
-        time.sleep(3.0 if trainer.world_size == 1 and Path("returns").exists() else 0.1)
+        time.sleep(3.0 if trainer.world_size == 1 else 0.1)
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
@@ -74,13 +73,11 @@ def _wait_for(folder: Path, name: str, step: int, world: int, launcher: subproce
     raise AssertionError(f"step {step} with {world} processes was not reached:\n{(folder / 'first.out').read_text()}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("returns", mostly_exhaustive([False, True], keep=[True]))
-def test_a_run_continues_without_a_machine_and_takes_it_back(returns: bool, tmp_path: Path) -> None:
+def test_a_run_continues_without_a_machine_and_takes_it_back(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
-    if returns:
-        (tmp_path / "returns").touch()
     port = free_port()
     launchers = [_start(tmp_path, port, "first")]
     try:
@@ -94,16 +91,15 @@ def test_a_run_continues_without_a_machine_and_takes_it_back(returns: bool, tmp_
         _wait_for(tmp_path, "group-1", 5, 2, launchers[0])
         os.killpg(launchers[1].pid, signal.SIGKILL)
         _wait_for(tmp_path, "group-0", 6, 1, launchers[0])
-        if returns:
-            launchers.append(_start(tmp_path, port, "third"))
-            _wait_for(tmp_path, "group-1", 9, 2, launchers[0])
+        launchers.append(_start(tmp_path, port, "third"))
+        _wait_for(tmp_path, "group-1", 9, 2, launchers[0])
         assert launchers[0].wait(timeout=150) == 0, (tmp_path / "first.out").read_text()
     finally:
         for launcher in launchers:
             if launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
-    assert (tmp_path / "sizes").read_text() == ("2 1" if returns else "1 2")
+    assert (tmp_path / "sizes").read_text() == "2 1"
     # Equal weights: the global batch stayed the same, and each sample was read once.
     plain = tmp_path / "plain"
     plain.mkdir()

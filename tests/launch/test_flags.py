@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch import check_options
 from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.reading import check_supported, known_options, options_of, read_command
+from trainwright.launch.reading import check_supported, known_options, read_command
 
 # Flags with a value that requests something.
 _ACCEPTED = """
@@ -91,34 +90,3 @@ def test_the_tables_hold_every_option() -> None:
     clusters |= {name for name, option in known_options().items() if option.group == "Amazon SageMaker"}
     hostfile = {"deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter"}  # test_hostfile.py
     assert set(known_options()) - own - hostfile - clusters <= names
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ({"downcast_bf16": "no", "main_training_function": "main", "tpu_env": [], "tpu_vm": None,
-          "tpu_use_cluster": False, "tpu_use_sudo": False}, None),
-        ({"tpu_name": "a", "tpu_zone": "b", "commands": ["c"], "command_file": None}, None),
-        ({"megatron_lm_config": {}, "ipex_config": {"ipex": False, "use_xpu": True}}, None),
-        ({"mpirun_config": {"mpirun_ccl": "1"}, "fp8_config": {"backend": "TE", "fp8_format": "E4M3", "margin": 0,
-          "interval": 1, "amax_history_length": 16, "amax_compute_algorithm": "max", "use_autocast_during_eval": True,
-          "override_linear_precision": [True, False, False], "optimization_level": "O2"}}, None),
-        ({"parallelism_config": {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 1}}, None),
-        ({"deepspeed_config": {"deepspeed_multinode_launcher": "standard", "deepspeed_hostfile": None}}, None),
-        ({"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}}, None),
-        ({"tpu_env": ["A=1"]}, "tpu_env"),
-        ({"distributed_type": "XLA", "downcast_bf16": "yes", "num_processes": 1}, None),
-        ({"ipex_config": {"ipex": True}}, "--ipex"),
-        ({"mpirun_config": {"mpirun_hostfile": "hosts"}, "num_processes": 2}, "--mpirun_hostfile hosts does not exist"),
-        ({"fsdp_config": {"activation_checkpointing_offload": True}}, "fsdp_activation_checkpointing_offload"),
-        ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "opt_level": "O1"}}, "MS-AMP needs"),
-        ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO"}}, None),
-    ],
-)  # fmt: skip
-def test_a_file_with_defaults_is_read_and_a_request_is_refused(content: dict[str, Any], expected: str | None) -> None:
-    if expected is None:
-        check_options(LaunchConfig(**options_of(content, "a.yaml")))
-        return
-    with pytest.raises(ConfigurationError) as caught:
-        check_options(LaunchConfig(**options_of(content, "a.yaml")))
-    assert expected in str(caught.value)

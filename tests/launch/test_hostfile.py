@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -35,11 +34,9 @@ def _command(text: str, tmp_path: Path, **options: object) -> LaunchCommand:
     ("include", "exclude", "expected"),
     [
         ("", "", {"node-1": [0, 1, 2, 3], "node-2": [0, 1, 2, 3], "node-3": [0, 1, 2, 3]}),
-        ("node-2", "", {"node-2": [0, 1, 2, 3]}),
         ("node-3:2,0,2@node-1:1,3", "", {"node-1": [1, 3], "node-3": [0, 2]}),
         ("", "node-2", {"node-1": [0, 1, 2, 3], "node-3": [0, 1, 2, 3]}),
         ("", "node-1:0@node-2:1@node-3:2", {"node-1": [1, 2, 3], "node-2": [0, 2, 3], "node-3": [0, 1, 3]}),
-        ("", "node-1:0,1,2,3", {"node-2": [0, 1, 2, 3], "node-3": [0, 1, 2, 3]}),
     ],
 )
 def test_filters_choose_machines_and_slots(
@@ -66,7 +63,6 @@ def test_filters_choose_machines_and_slots(
         ("node-1\n", "", "", "a bad entry: node-1"),
         ("", "", "", "Hostfile is empty"),
         ("-oProxyCommand=x slots=1\n", "", "", "'-oProxyCommand=x' is not the name of a machine"),
-        ("^/etc/passwd slots=1\n", "", "", "is not the name of a machine"),
     ],
 )
 def test_what_is_wrong_is_an_error(text: str, include: str, exclude: str, expected: str, tmp_path: Path) -> None:
@@ -134,18 +130,13 @@ def test_variables_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 _SCRIPT = """
-import os, sys, time
+import os, sys
 import torch
 from trainwright import Accelerator
 
 accelerator = Accelerator()
 total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0)).item()
 print("sum", total, os.getcwd(), os.environ.get("GREETING"), *sys.argv[1:], flush=True)
-if "fail" in sys.argv and accelerator.process_index == 1:
-    raise ValueError("bad luck")
-if {"fail", "wait"} & set(sys.argv):
-    open(f"{os.getpid()}.pid", "w").close()
-    time.sleep(100)
 """
 
 
@@ -161,7 +152,7 @@ def _start(tmp_path: Path, *words: str, launcher: str, **variables: str) -> subp
     return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 def test_standard_is_started_on_each_machine(tmp_path: Path) -> None:
     runs = [_start(tmp_path, "--machine_rank", str(rank), "script.py", launcher="standard") for rank in range(2)]
@@ -180,50 +171,13 @@ cd / && exec sh -c "$*"
 @pytest.mark.engines
 @pytest.mark.distributed
 @_needs_pdsh
-@pytest.mark.parametrize("kind", ["exec", "ssh"])
-def test_pdsh_starts_all_machines(kind: str, tmp_path: Path) -> None:
+def test_pdsh_starts_all_machines(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/ssh").write_text(_SSH)
     (tmp_path / "bin/ssh").chmod(0o755)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    run = _start(tmp_path, "script.py", "a  b", "%n;$HOME", launcher="pdsh", PATH=path, PDSH_RCMD_TYPE=kind)
+    run = _start(tmp_path, "script.py", "a  b", "%n;$HOME", launcher="pdsh", PATH=path, PDSH_RCMD_TYPE="ssh")
     out, err = run.communicate(timeout=100)
     assert run.returncode == 0, err
     line = f"sum 3.0 {tmp_path} it's 100% a  b %n;$HOME"
     assert sorted(out.splitlines()) == [f"127.0.0.1: {line}", f"localhost: {line}"]
-
-
-def _ended(tmp_path: Path) -> None:
-    deadline = time.monotonic() + 15
-    while any(Path(f"/proc/{file.stem}").exists() for file in tmp_path.glob("*.pid")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-@pytest.mark.engines
-@pytest.mark.distributed
-@_needs_pdsh
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends pdsh with a killed launcher")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_the_launcher_ends_all_machines(number: int, tmp_path: Path) -> None:
-    run = _start(tmp_path, "script.py", "wait", launcher="pdsh")
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.pid"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    run.send_signal(number)
-    run.communicate(timeout=30)
-    assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
-    _ended(tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@_needs_pdsh
-def test_a_failure_ends_all_machines(tmp_path: Path) -> None:
-    run = _start(tmp_path, "script.py", "fail", launcher="pdsh")
-    _, err = run.communicate(timeout=100)
-    assert run.returncode == 1
-    assert "127.0.0.1: trainwright launch: rank 1 failed first" in err
-    assert "127.0.0.1: trainwright launch: this machine ended with exit code 1" in err
-    _ended(tmp_path)

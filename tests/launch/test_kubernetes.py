@@ -49,6 +49,7 @@ def _check_pod(pod: dict[str, Any]) -> None:
     assert pod["containers"][0]["volumeMounts"] == _MOUNTS
 
 
+@pytest.mark.slow
 @_needs_models
 def test_a_pytorch_job(capsys: pytest.CaptureFixture[str]) -> None:
     found = _manifest(capsys)

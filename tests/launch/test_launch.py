@@ -43,19 +43,6 @@ def test_one_process_gets_the_options(script: Path) -> None:
     assert (found.stdout.split(), found.returncode) == (["0", "1", "bf16", "3", "NO", "x", "--flag"], 0)
 
 
-def test_a_trainer_gets_them_too(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from trainwright import Trainer\n"
-        "selection = Trainer(logger=False).settings.selection\n"
-        "print(type(selection.strategy).__name__, selection.settings.num_processes, selection.settings.precision.name,"
-        " selection.settings.accumulate_grad_batches, flush=True)"
-    )
-    options = ["--use_fsdp", "--mixed_precision", "bf16", "--gradient_accumulation_steps", 3]
-    found = _launch("--cpu", "--num_processes", 2, *options, script)
-    assert "FSDPStrategy 2 bf16-mixed 3" in found.stdout.splitlines(), found.stderr
-
-
 def test_a_failure_names_the_rank_and_the_error_last(script: Path) -> None:
     found = _launch("--cpu", "--num_processes", 2, script, "fail")
     assert found.returncode == 1

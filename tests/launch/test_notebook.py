@@ -36,24 +36,19 @@ def _fail(how: str) -> object:
     return None
 
 
-def _fail_once(file: Path) -> int:
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    Accelerator(cpu=True).wait_for_everyone()
-    with file.open("a") as opened:
-        opened.write("x")
-    if attempt == 0:
+def _fail_once(word: str) -> tuple[object, ...]:
+    found = _facts(word)
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         raise ArithmeticError("seven is odd")
-    return attempt
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_processes_share_topology_and_precision_and_the_first_ones_result_returns() -> None:
+def test_the_processes_share_a_topology_start_again_after_a_failure_and_the_first_ones_result_returns() -> None:
     before, handlers = dict(os.environ), [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
-    found = notebook_launcher(_facts, ("w",), num_processes=2, mixed_precision="bf16", use_port=str(_PORTS))
-    assert found == ("w", 2, [0, 1], "bf16")
-    Accelerator(cpu=True)
-    assert debug_launcher(_facts, ("d",)) == ("d", 2, [0, 1], "no")
+    options = {"mixed_precision": "bf16", "use_port": str(_PORTS), "max_restarts": 1}
+    assert notebook_launcher(_fail_once, ("w",), num_processes=2, **options) == ("w", 2, [0, 1], "bf16")
     assert dict(os.environ) == before
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
 
@@ -61,7 +56,11 @@ def test_the_processes_share_topology_and_precision_and_the_first_ones_result_re
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("how", "told"), [("raised", "rank 1:\n.*ArithmeticError: seven is odd"), ("killed", "rank 1 .*SIGKILL")]
+    ("how", "told"),
+    [
+        ("raised", "rank 1:\n.*ArithmeticError: seven is odd"),
+        pytest.param("killed", "rank 1 .*SIGKILL", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_an_error_is_raised_once_and_ends_the_others(how: str, told: str, capfd: pytest.CaptureFixture[str]) -> None:
     start_s = time.monotonic()
@@ -70,13 +69,6 @@ def test_an_error_is_raised_once_and_ends_the_others(how: str, told: str, capfd:
     assert time.monotonic() - start_s < 45
     assert str(caught.value).count("Traceback") == (how == "raised")
     assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_processes_start_again_after_a_failure(tmp_path: Path) -> None:
-    assert notebook_launcher(_fail_once, (tmp_path / "calls",), num_processes=2, max_restarts=1) == 1
-    assert len((tmp_path / "calls").read_text()) == 4
 
 
 def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,26 +123,7 @@ def function(seconds):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_two_machines_meet_and_a_script_needs_no_guard(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        _SCRIPT + f"found = notebook_launcher(function, (0,), num_processes=2, num_nodes=2, use_port={_PORTS + 1}, "
-        "node_rank=int(sys.argv[1]), **eval(sys.argv[2]))\nprint('got', isinstance(found, Own), *found.facts)\n"
-    )
-    for more in ({}, {"rdzv_backend": "c10d", "rdzv_endpoint": f"127.0.0.1:{_PORTS + 2}", "rdzv_id": "both"}):
-        runs = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(rank), repr(more)],
-                stdout=subprocess.PIPE, env=environment(), text=True,
-            )
-            for rank in range(2)
-        ]  # fmt: skip
-        found = [run.communicate(timeout=120)[0].splitlines()[-1] for run in runs]
-        assert sorted(found) == ["got True 0 4", "got True 2 4"]
-
-
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
@@ -168,56 +141,6 @@ def test_the_end_of_the_calling_process_ends_the_others(number: int, tmp_path: P
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-_CELLS = [
-    "from trainwright import Accelerator, notebook_launcher\nclass Own:\n    scale = 2",
-    """
-def function(value, word):
-    accelerator = Accelerator()
-    print(word, accelerator.process_index, flush=True)
-    if word == "fail" and accelerator.process_index == 1:
-        raise ArithmeticError("seven is odd")
-    accelerator.wait_for_everyone()
-    value.facts = accelerator.num_processes, accelerator.mixed_precision, value.scale
-    return value
-""",
-    'found = notebook_launcher(function, (Own(), "hello"), num_processes=2, mixed_precision="bf16")',
-    "print(isinstance(found, Own), *found.facts)",
-    'notebook_launcher(function, (Own(), "fail"), num_processes=2)',
-    "accelerator = Accelerator()",
-    'notebook_launcher(function, (Own(), "hello"), num_processes=2)',
-]
-
-
-@pytest.mark.engines
-@pytest.mark.distributed
-@pytest.mark.requires("nbclient", "a notebook is executed for real")
-@pytest.mark.requires("ipykernel", "by a real kernel")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of the notebook's client
-def test_a_notebook_launches_its_own_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import nbclient
-    import nbformat
-
-    for name, value in environment(JUPYTER_PLATFORM_DIRS="1", ACCELERATE_USE_CPU="true").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, a kernel does not show the output of other processes
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in _CELLS])
-    client = nbclient.NotebookClient(
-        book, timeout=120, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute()
-    outputs = [cell.outputs for cell in book.cells]
-    shown = "".join(one.get("text", "") for one in outputs[2])
-    assert sorted(shown.splitlines()) == ["[rank 1] hello 1", "hello 0"]
-    assert [one["text"] for one in outputs[3]] == ["True 2 bf16 2\n"]
-    (error,) = (one for one in outputs[4] if one["output_type"] == "error")
-    assert error["ename"] == "WorkerError"
-    assert error["evalue"].count("ArithmeticError: seven is odd") == 1
-    (error,) = (one for one in outputs[6] if one["output_type"] == "error")
-    assert "has created an Accelerator or PartialState already" in error["evalue"]
-    assert "(accelerator = Accelerator())" in error["evalue"]
 
 
 def _lock() -> object:

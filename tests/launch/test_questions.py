@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import math
-import os
-import pty
-import select
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import yaml
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from trainwright.launch import questions
-from trainwright.launch.config_file import content_of
-from trainwright.launch.launch import check_options
-from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.questions import Questions, ask
-from trainwright.launch.reading import options_of
+from trainwright.cli.main import main
+from trainwright.launch.questions import ask
 
 _DOWN, _ENTER, _CLEAR = "\x1b[B", "\r", "\x15"
 
@@ -64,147 +52,34 @@ def test_only_what_is_needed_is_asked(devices: int, keys: list[str], expected: d
         assert ask(devices).set_options() == expected
 
 
-class _Drawn:
-    """In place of questionary: answers that hypothesis draws, of those that a question accepts."""
-
-    def __init__(self, data: st.DataObject) -> None:
-        self.data = data
-
-    def confirm(self, message: str, default: bool) -> Any:
-        return self._answer([True, False])
-
-    def select(self, message: str, choices: tuple[str, ...], default: str) -> Any:
-        assert default in choices
-        return self._answer(list(choices))
-
-    def text(self, message: str, default: str, validate: Callable[[str], Any]) -> Any:
-        return self._answer([text for text in (default, "0", "1", "2", "4", "8", "a", "") if validate(text) is True])
-
-    def _answer(self, answers: list[Any]) -> Any:
-        return SimpleNamespace(unsafe_ask=lambda: self.data.draw(st.sampled_from(answers)))
-
-
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_any_answers_make_options_that_launch_accepts(data: st.DataObject) -> None:
-    devices = data.draw(st.integers(0, 4))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(questions, "_questionary", lambda: _Drawn(data))
-        found = ask(devices)
-    check_options(found)
-    assert LaunchConfig(**options_of(content_of(found), "a.yaml")) == found
-    if found.use_parallelism_config:
-        axes = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-        sizes = [getattr(found, f"parallelism_config_{axis}_size") or 1 for axis in axes]
-        assert math.prod(sizes) == found.num_processes
-    assert not (found.use_fsdp and found.use_deepspeed)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "options", "problem"),
-    [
-        ("num_machines", "0", {"default": 1}, "at least 1"),
-        ("num_machines", "two", {"default": 1}, "expected a whole number"),
-        ("num_machines", " ", {"default": 1}, "Write a value"),
-        ("machine_rank", "-1", {"default": 0, "least": 0}, "at least 0"),
-        ("num_processes", "3", {"default": 2, "problem": lambda number: f"not {number}"}, "not 3"),
-        ("parallelism_config_dp_shard_size", "3", {"default": 4, "problem": questions._divisor(4)}, "divided by 3"),
-        ("gradient_clipping", "", {"default": "", "least": 0}, ""),
-        ("gradient_clipping", "nan", {"default": "", "least": 0}, "at least 0"),
-    ],
-)
-def test_a_wrong_answer_is_refused(
-    name: str, text: str, options: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+def test_answers_are_written_to_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found: list[Any] = []
-
-    def ask_text(message: str, default: str, validate: Callable[[str], Any]) -> Any:
-        found.append(validate(text))
-        return SimpleNamespace(unsafe_ask=lambda: "")
-
-    monkeypatch.setattr(questions, "_questionary", lambda: SimpleNamespace(text=ask_text))
-    Questions().number(name, **options)
-    assert (problem in found[0]) if problem else found == [True]
-
-
-class _Terminal:
-    """`trainwright config` in a pseudo-terminal."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.keyboard, screen = pty.openpty()
-        environment = os.environ | {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
-        command = [sys.executable, "-m", "trainwright", "config", *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=screen, stdout=screen, stderr=screen, env=environment, start_new_session=True
-        )
-        os.close(screen)
-        self.shown = ""
-
-    def answer(self, question: str, keys: str) -> None:
-        """Wait until a question is shown, and press keys."""
-        self._read_until(question)
-        os.write(self.keyboard, keys.encode())
-
-    def end(self) -> int:
-        self._read_until(None)
-        os.close(self.keyboard)
-        return self.process.wait(30)
-
-    def _read_until(self, text: str | None) -> None:
-        limit = time.monotonic() + 60
-        seen = ""
-        while text is None or text not in seen:
-            assert time.monotonic() < limit, f"{text} is not shown in: {self.shown}"
-            if not select.select([self.keyboard], [], [], 1)[0]:
-                continue
-            try:
-                read = os.read(self.keyboard, 65536).decode(errors="replace")
-            except OSError:  # the process has ended
-                read = ""
-            if not read:
-                assert text is None, f"{text} is not shown in: {self.shown}"
-                return
-            seen += read
-            self.shown += read
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_terminal_asks_and_a_file_is_written(tmp_path: Path) -> None:
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
     file = tmp_path / "new/config.yaml"
-    terminal = _Terminal("--config_file", str(file))
-    terminal.answer("sagemaker: ", "n")
-    terminal.answer("num_machines: ", _ENTER)
-    terminal.answer("cpu: ", "y")
-    terminal.answer("num_processes: ", f"{_CLEAR}2{_ENTER}")
-    terminal.answer("debug: ", "y")
-    terminal.answer("use_fsdp: ", "n")
-    terminal.answer("use_deepspeed: ", "y")
-    terminal.answer("deepspeed_config_file: ", _ENTER)
-    terminal.answer("zero_stage: ", f"{_DOWN}{_ENTER}")
-    terminal.answer("offload_optimizer_device: ", _ENTER)
-    terminal.answer("offload_param_device: ", f"{_DOWN}{_ENTER}")
-    terminal.answer("zero3_init_flag: ", "n")
-    terminal.answer("gradient_clipping: ", f"1.5{_ENTER}")
-    terminal.answer("dynamo_backend: ", _ENTER)
-    terminal.answer("mixed_precision: ", f"{_DOWN}{_DOWN}{_ENTER}")
-    terminal.answer("gradient_accumulation_steps: ", f"{_CLEAR}0{_ENTER}")
-    terminal.answer("at least 1", f"{_CLEAR}4{_ENTER}")
-    assert terminal.end() == 0, terminal.shown
-    assert f"trainwright launch --config_file {file} script.py" in terminal.shown.replace("\r\n", "")
-    assert file.read_text() == (
-        "compute_environment: LOCAL_MACHINE\n"
-        "debug: true\n"
-        "deepspeed_config:\n"
-        "  gradient_accumulation_steps: 4\n"
-        "  gradient_clipping: 1.5\n"
-        "  offload_optimizer_device: none\n"
-        "  offload_param_device: cpu\n"
-        "  zero3_init_flag: false\n"
-        "  zero_stage: 3\n"
-        "distributed_type: DEEPSPEED\n"
-        "mixed_precision: bf16\n"
-        "num_machines: 1\n"
-        "num_processes: 2\n"
-        "use_cpu: true\n"
-    )
+    # sagemaker, machines, cpu, processes, debug, fsdp, deepspeed and its file, stage, optimizer on, parameters on,
+    # init flag, clipping, dynamo, precision, accumulation: a wrong and a right answer
+    keys = ["n", _ENTER, "y", f"{_CLEAR}2{_ENTER}", "y", "n", "y", _ENTER, f"{_DOWN}{_ENTER}", _ENTER]
+    keys += [f"{_DOWN}{_ENTER}", "n", f"1.5{_ENTER}", _ENTER, f"{_DOWN}{_DOWN}{_ENTER}"]
+    keys += [f"{_CLEAR}0{_ENTER}", f"{_CLEAR}4{_ENTER}"]
+    with _typed("".join(keys)):
+        assert main(["config", "--config_file", str(file)]) == 0
+    assert f"trainwright launch --config_file {file} script.py" in capsys.readouterr().out.replace("\n", "")
+    assert yaml.safe_load(file.read_text()) == {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": True,
+        "deepspeed_config": {
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 1.5,
+            "offload_optimizer_device": "none",
+            "offload_param_device": "cpu",
+            "zero3_init_flag": False,
+            "zero_stage": 3,
+        },
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 2,
+        "use_cpu": True,
+    }

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.helpers.sources import ROOT
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch import check
 from trainwright.launch.launch_config import LaunchConfig, options
@@ -95,7 +93,6 @@ _READ = {"machine_rank": 0, "num_machines": 1, "num_processes": 2, "downcast_bf1
     ("content", "expected"),
     [
         ({"distributed_type": "NO", "use_cpu": False}, {"cpu": False}),
-        (yaml.safe_load("distributed_type: NO\nmixed_precision: no"), {"mixed_precision": "no"}),
         (yaml.safe_load("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO"),
          {"sagemaker": True, "sagemaker_distributed_type": "NO"}),
         ({"distributed_type": "MULTI_CPU"}, {"cpu": True}),
@@ -136,8 +133,6 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--tpu", "{script}"], "--tpu needs torch_xla and the torch that it was built for"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
-        (["--use_megatron_lm", "--use_fsdp", "{script}"], "--use_fsdp and --use_megatron_lm exclude each other"),
-        (["--megatron_lm_tp_degree", "2", "{script}"], "--megatron_lm_tp_degree needs --use_megatron_lm too"),
         (["--fp8_backend", "msamp", "{script}"], "fp8_backend='msamp' is unknown. Known: AO, TE. MS-AMP needs"),
         (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),
@@ -172,26 +167,6 @@ def test_a_file_that_cannot_be_served_is_an_error(content: object, text: str) ->
     with pytest.raises(ConfigurationError) as caught:
         options_of(content, "a.yaml")
     assert text in str(caught.value)
-
-
-def _documented_files() -> list[str]:
-    page = (ROOT / "docs" / "launching.md").read_text()
-    return re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-
-
-@pytest.mark.parametrize("content", _documented_files())
-def test_each_documented_file_is_read_with_all_of_its_keys(
-    content: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
-) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-    found = _set(read_command(["--config_file", str(tmp_path / "config.yaml"), "a.py"]).config)
-    given = yaml.safe_load(content)
-    assert found["num_processes"] == given["num_processes"]
-    assert found["mixed_precision" if "mixed_precision" in given else "cpu"]
-    sections = {key for value in given.values() if isinstance(value, dict) for key in value}
-    renamed = {"backend", "amax_history_length", "amax_compute_algorithm"}  # tests/strategies/test_fp8.py reads them
-    assert {key for key in sections if key not in found} <= {*renamed, "fsdp_version", "fsdp_reshard_after_forward"}
-    assert not recwarn
 
 
 def _nested(depth: int) -> str:

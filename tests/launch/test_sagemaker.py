@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import subprocess
-import sys
-import tarfile
 import types
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,9 @@ import pytest
 
 from tests.launch.sagemaker_signatures import RECORDED, signatures
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch import questions, sagemaker
-from trainwright.launch.config_file import content_of
+from trainwright.launch import sagemaker
 from trainwright.launch.launch import launch
-from trainwright.launch.launch_config import LaunchConfig
-from trainwright.launch.reading import options_of
 from trainwright.launch.sagemaker import container_options, hyperparameters
-from trainwright.processes.launcher import free_port
 
 _COMMAND = ("--config_file", "sm.yaml", "train.py")
 # A file of `accelerate config`.
@@ -192,102 +184,12 @@ def test_a_session_without_region_or_credentials_submits_nothing(change: dict[st
     assert sdk.jobs == []
 
 
-def test_answers_make_a_file_that_accelerate_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {
-        "sagemaker": True,
-        "profile": "lab",
-        "region": "us-east-1",
-        "iam_role_name": "train",
-        "image_uri": "lab/train:1",
-        "sagemaker_distributed_type": "DATA_PARALLEL",
-        "num_machines": "2",
-        "mixed_precision": "bf16",
-    }
-
-    def answer(message: str, *default: Any, **_: Any) -> Any:
-        given = default[-1] if default else False
-        return types.SimpleNamespace(unsafe_ask=lambda: answers.get(message.partition(":")[0], given))
-
-    dialog = types.SimpleNamespace(text=answer, select=answer, confirm=answer)
-    monkeypatch.setattr(questions, "_questionary", lambda: dialog)
-    found = questions.ask(0)
-    content = content_of(found)
-    assert content == {
-        "compute_environment": "AMAZON_SAGEMAKER",
-        "distributed_type": "DATA_PARALLEL",
-        "profile": "lab",
-        "region": "us-east-1",
-        "iam_role_name": "train",
-        "image_uri": "lab/train:1",
-        "ec2_instance_type": "ml.g5.xlarge",
-        "num_machines": 2,
-        "mixed_precision": "bf16",
-    }
-    assert LaunchConfig(**options_of(content, "a.yaml")) == found
-
-
-_SCRIPT = """
-import sys
-import torch
-from trainwright import Accelerator
-accelerator = Accelerator()
-total = int(accelerator.reduce(torch.tensor(accelerator.process_index + 1)))
-open(f"rank-{accelerator.process_index}", "w").write(f"{total} {sys.argv[1:]}")
-"""
-
-
-@pytest.mark.engines
-@pytest.mark.distributed
-def test_the_containers_of_two_hosts_train_together(sdk: _Sdk) -> None:
-    Path("train.py").write_text(_SCRIPT)
-    assert launch([*_COMMAND, "--lr", "0.1"]) == 0
-    Path("trainwright_sagemaker.py").write_text(sdk.jobs[0]["source"]["trainwright_sagemaker.py"])
-    hosts = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_NUM_GPUS": "0"}
-    hosts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "trainwright_sagemaker.py", "--lr", "0.1"],
-            env=os.environ | hosts | {"SM_CURRENT_HOST": host},
-        )
-        for host in ("algo-1", "algo-2")
-    ]
-    assert [run.wait(120) for run in runs] == [0, 0]
-    for rank in range(2):
-        assert Path(f"rank-{rank}").read_text() == "3 ['--lr', '0.1']"
-
-
 _needs_sagemaker = pytest.mark.requires("sagemaker", reason="the estimators themselves")
 
 
 @_needs_sagemaker
 def test_the_recorded_arguments_are_those_of_the_package() -> None:
     assert json.loads(RECORDED.read_text()) == signatures()
-
-
-@_needs_sagemaker
-def test_the_estimator_uploads_the_script_and_creates_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = mock.MagicMock(boto_region_name="us-east-1", local_mode=False, sagemaker_config={}, config=None)
-    session.default_bucket.return_value, session.default_bucket_prefix = "bucket", None
-    session.settings.local_download_dir = None
-    session.expand_role.side_effect = lambda role: role
-    model = {"ModelArtifacts": {"S3ModelArtifacts": "s3://bucket/model.tar.gz"}}
-    session.sagemaker_client.describe_training_job.return_value = model
-    uploaded: list[str] = []
-
-    def upload(file: str, **_: Any) -> None:
-        with tarfile.open(file) as archive:
-            uploaded.extend(sorted(member.name for member in archive if member.isfile()))
-
-    session.s3_resource.Object.return_value.upload_file.side_effect = upload
-    monkeypatch.setattr(sagemaker, "_session", lambda config: session)
-    assert launch([*_COMMAND, "--lr", "0.1"]) == 0
-    assert uploaded == ["requirements.txt", "sm.yaml", "train.py", "trainwright_sagemaker.py"]
-    job = session.train.call_args.kwargs
-    assert job["hyperparameters"]["sagemaker_program"] == '"trainwright_sagemaker.py"'
-    assert job["hyperparameters"]["lr"] == "0.1"
-    assert job["resource_config"]["InstanceCount"] == 2
-    assert job["stop_condition"]["MaxWaitTimeInSeconds"] == 7200
-    assert job["environment"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
 def test_a_container_with_gpus_has_the_options_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +218,6 @@ def test_errors_of_the_service_are_reported(sdk: _Sdk, capsys: pytest.CaptureFix
         ("--a 3 --b 0.5 --c x --d True --e=False", {"a": 3, "b": 0.5, "c": "x", "d": True, "e": False}),
         ("-b -1 --big 12345678901234567 --n nan --f 1e3", {"b": -1, "big": 12345678901234567, "n": "nan", "f": 1000}),
         ("--flag", "--flag has no value"),
-        ("--flag --a 3", "--flag has no value"),
         ("--a 3 4", "4: SageMaker passes named arguments only"),
         ("--a 3 --a 4", "--a is given twice"),
     ],

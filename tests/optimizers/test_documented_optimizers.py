@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.helpers.sources import ROOT
 from tests.optimizers.test_optimizers import Autoencoder, batches
-from trainwright import CLI, DataModule, TaskModule
+from trainwright import DataModule
 from trainwright.checkpoint.format.optimizer import named_optimizer_state
 from trainwright.cli.main import main
 from trainwright.core.tree import iterate_tensors
@@ -32,6 +32,7 @@ def documented_table() -> dict[str, dict[str, str]]:
     return {row[0].strip("`"): dict(zip(titles, row, strict=True)) for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", optimizer_names())
 def test_the_table_has_the_class_the_package_and_the_bytes_of_its_state(name: str) -> None:
     row = documented_table()[name]
@@ -61,27 +62,7 @@ class Data(DataModule):
         return batches()
 
 
-class Net(TaskModule):
-    """Without an optimizer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 4)
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
-
-
 QUIET: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-
-
-def test_a_script_names_an_optimizer_and_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["name=adamw_low_rank", "lr=0.5", "dict_kwargs.rank=2"]
-    line = ["fit", "--optimizer=trainwright.optimizers.create_optimizer", *(f"--optimizer.{word}" for word in words)]
-    cli = CLI(Net, Data, trainer_defaults=QUIET, args=line)
-    (group,) = cli.trainer.optimizers[0].param_groups
-    assert (type(cli.trainer.optimizers[0]).__name__, group["lr"], group["rank"]) == ("LowRankAdamW", 0.5, 2)
 
 
 def test_a_configuration_names_the_optimizer_of_a_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

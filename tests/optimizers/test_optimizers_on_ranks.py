@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -19,7 +18,6 @@ from trainwright import Accelerator
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.optimizers import create_optimizer, optimizer_names
-from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = [
@@ -29,7 +27,7 @@ pytestmark = [
     pytest.mark.requires("torchao", reason="AdamW in 8 and 4 bits"),
     pytest.mark.filterwarnings("ignore"),
 ]
-QUANTIZED = ["adamw_8bit", "adamw_4bit", "adamw_fp8"]
+QUANTIZED = ["adamw_8bit", "adamw_4bit"]
 Weights = dict[str, torch.Tensor]
 
 
@@ -41,10 +39,9 @@ def fit(
     save: Path | None = None,
     resume: Path | None = None,
     processes: int = 2,
-    compiles: bool = False,
 ) -> Weights:
     """Train on so many ranks; return the full weights."""
-    with torch.compiler.set_stance("default" if compiles else "force_eager"):
+    with torch.compiler.set_stance("force_eager"):
         task = Autoencoder(name)
         trainer = quiet_trainer(
             devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,
@@ -67,7 +64,7 @@ def fit_straight_and_resumed(names: list[str], make_strategy: Any, folder: Path)
 
 
 def test_ddp_trains_as_one_process_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    names = [*QUANTIZED, "adamw_bnb_8bit", "adamw_low_rank", "adafactor"]
+    names = ["adamw_8bit", "adamw_bnb_8bit", "adamw_low_rank"]
     by_rank = run_distributed(
         functools.partial(fit_straight_and_resumed, names, lambda: "ddp", tmp_path), 2, init=False, timeout=300
     )
@@ -110,21 +107,6 @@ def test_fsdp_trains_as_ddp_and_resumes_bit_for_bit_in_shards(tmp_path: Path) ->
     assert (state["quantized"], state["codes"].shape, state["scale"].shape) == ("OptimState8bit", (128, 64), (32,))
 
 
-def fit_compiled(folder: Path) -> tuple[Weights, Weights]:
-    """Train with shards and compiled steps, at once and in two fits."""
-    straight = fit("adamw_8bit", 2, "fsdp", compiles=True)
-    fit("adamw_8bit", 1, "fsdp", save=folder / "saved", compiles=True)
-    return straight, fit("adamw_8bit", 2, "fsdp", resume=folder / "saved", compiles=True)
-
-
-@pytest.mark.slow
-def test_fsdp_resumes_compiled_steps_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
-    for straight, resumed in run_distributed(functools.partial(fit_compiled, tmp_path), 2, init=False, timeout=300):
-        assert_equal_weights(resumed, straight)
-
-
 def refusals(strategy: Any) -> dict[str, str]:
     """Return the messages of what cannot be trained, by the optimizer's name."""
     found = {}
@@ -136,19 +118,16 @@ def refusals(strategy: Any) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize(("strategy", "column"), [("fsdp", "FSDP"), ("deepspeed_stage_2", "DeepSpeed")])
+@pytest.mark.parametrize(
+    ("strategy", "column"),
+    [("fsdp", "FSDP"), pytest.param("deepspeed_stage_2", "DeepSpeed", marks=pytest.mark.exhaustive)],
+)
 def test_what_needs_full_parameters_is_refused_as_documented(strategy: str, column: str) -> None:
     expected = {name for name, row in documented_table().items() if row[column] == "refused"}
     for found in run_distributed(functools.partial(refusals, strategy), 2, init=False, timeout=300):
         assert set(found) == expected
         advice = {"FSDP": "create_optimizer('adamw_8bit', …)", "DeepSpeed": "quantizes its states in blocks"}
         assert advice[column] in found["adamw_bnb_8bit"]
-
-
-def test_deepspeed_at_stage_0_refuses_quantized_states_alone() -> None:
-    call = functools.partial(refusals, DeepSpeedStrategy(stage=0))
-    for found in run_distributed(call, 2, init=False, timeout=300):
-        assert set(found) == {*QUANTIZED, "adamw_bnb_8bit"}
 
 
 def prepare_uneven() -> str:
@@ -163,35 +142,3 @@ def prepare_uneven() -> str:
 def test_rows_that_are_not_divided_evenly_are_refused() -> None:
     for message in run_distributed(prepare_uneven, 2, init=False, timeout=120):
         assert "a parameter of shape (129, 64) are not divisible by the number of ranks" in message
-
-
-def loop(folder: Path, strategy: str) -> list[Weights]:
-    """Save and resume a user-written loop; return the weights of both."""
-
-    def begin() -> tuple[Accelerator, Any, Any]:
-        accelerator, net = Accelerator(strategy=strategy), Autoencoder("adamw_8bit").net
-        return accelerator, *accelerator.prepare(net, create_optimizer("adamw_8bit", net.parameters(), lr=0.01))
-
-    def train(accelerator: Accelerator, model: Any, optimizer: Any) -> Weights:
-        for batch in batches()[accelerator.process_index :: 2]:
-            accelerator.backward(functional.mse_loss(model(batch), batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        return {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
-
-    with torch.compiler.set_stance("force_eager"):
-        first = begin()
-        train(*first)
-        first[0].save_state(folder)
-        expected = train(*first)
-        second = begin()
-        second[0].load_state(folder)
-        return [train(*second), expected]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loop_on_two_ranks_resumes_bit_for_bit(strategy: str, tmp_path: Path) -> None:
-    call = functools.partial(loop, tmp_path / "saved", strategy)
-    resumed, expected = run_distributed(call, 2, init=False, timeout=200)[0]
-    assert expected
-    assert_equal_weights(resumed, expected)

@@ -47,30 +47,22 @@ def serve() -> dict[str, Any]:
     sys.exit()
 
 
-OPTIONS = {"way": "step", "workers": 2, "persistent": False, "grace": 30.0, "devices": 1, "rank": 0}
+OPTIONS = {"way": "step", "workers": 2, "persistent": False, "grace": 30.0}
 OPTIONS |= serve() if sys.argv[1] == "serve" else json.loads(sys.argv[1])
 WAY = str(OPTIONS["way"])
 
 
 def end() -> None:
-    """End as it is asked for, on the rank that it is asked of, and note when."""
-    if OPTIONS["rank"] not in (int(os.environ.get("RANK", "0")), "all"):
-        return
+    """End as it is asked for, and note when."""
     with open("ended-at", "a") as file:
         file.write(f"{time.time()}\n")
     if WAY in ("killed worker", "kill"):
         os.kill(os.getpid(), signal.SIGKILL)
-    elif WAY == "crashed worker":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    elif WAY == "left worker":
-        os._exit(3)
     elif WAY == "interrupt":
         signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored in what a shell has started
         os.kill(os.getpid(), signal.SIGINT)
     elif WAY == "term":
         os.kill(os.getpid(), signal.SIGTERM)
-    elif WAY == "term all":
-        os.killpg(0, signal.SIGTERM)
     elif WAY == "exit":
         sys.exit(7)
     else:
@@ -103,7 +95,7 @@ class EndingTask(TaskModule):
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         """Train; the fourth step is a place."""
-        if batch_idx == 3 and WAY in ("step", "busy workers", "interrupt", "term", "term all", "kill", "exit"):
+        if batch_idx == 3 and WAY in ("step", "busy workers", "interrupt", "term", "kill", "exit"):
             end()
         return self.net(batch).square().mean()
 
@@ -113,7 +105,6 @@ class EndingTask(TaskModule):
             end()
 
     def configure_optimizers(self) -> Any:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -122,7 +113,7 @@ def loader(samples: Samples, workers: int) -> DataLoader[torch.Tensor]:
     return DataLoader(samples, batch_size=2, num_workers=workers, persistent_workers=OPTIONS["persistent"] and workers)
 
 
-in_worker = WAY in ("data set", "killed worker", "crashed worker", "left worker")
+in_worker = WAY in ("data set", "killed worker")
 train = loader(Samples(20 if in_worker else None, slow_from=8 if WAY == "busy workers" else 64), OPTIONS["workers"])
 if WAY == "own loop":
     for number, _ in enumerate(Accelerator(cpu=True).prepare(train)):
@@ -130,7 +121,7 @@ if WAY == "own loop":
             end()
 validation = loader(Samples(20 if WAY == "data set without workers" else None), 0 if "without" in WAY else 2)
 trainer = Trainer(
-    accelerator="cpu", devices=OPTIONS["devices"], max_epochs=2, logger=False, preemption_grace=OPTIONS["grace"],
+    accelerator="cpu", devices=1, max_epochs=2, logger=False, preemption_grace=OPTIONS["grace"],
     num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False, default_root_dir=".",
 )  # fmt: skip
 trainer.fit(EndingTask(), train, validation)

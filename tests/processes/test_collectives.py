@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -31,23 +30,7 @@ class Pair(NamedTuple):
     right: Any
 
 
-@dataclass
-class Output:
-    loss: torch.Tensor
-    name: str = "x"
-
-
 # Without other processes
-
-
-def test_a_reduction_of_a_process_that_is_alone_is_a_copy() -> None:
-    value = torch.tensor([2.0])
-    for reduction in ("mean", "sum", "none"):
-        found = reduce(value, reduction)
-        assert found is not value
-        assert found.tolist() == [2.0]
-    assert reduce(value, scale=0.25).tolist() == [0.5]
-    assert reduce(torch.tensor(3)).item() == 3
 
 
 @pytest.mark.parametrize("operation", [reduce, pad_across_processes])

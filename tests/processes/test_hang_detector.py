@@ -7,7 +7,6 @@ import json
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,7 +119,7 @@ def test_a_run_that_stands_still_is_reported_once_with_every_rank_and_its_stack(
 ) -> None:
     ranks = start(3, hang_timeout_s=0.5)
     ranks.steps[:] = [4, 5, 5]
-    time.sleep(3.0)
+    time.sleep(1.5)
     text = capfd.readouterr().err
     assert text.count("(hang_timeout)") == 1
     assert "rank 0 is in no collective: fit, step 4" in text
@@ -147,15 +146,6 @@ def test_a_run_that_was_only_slow_is_said_to_have_moved_on_and_is_reported_again
         ranks.steps[0] = step
         eventually(lambda: said("rank 0 has moved on after"))
         assert f"fit, step {step}" in text.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_a_rank_that_moves_is_not_reported(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    ranks = start(1, hang_timeout_s=1.0)
-    for _ in range(25):
-        ranks.steps[0] += 1
-        time.sleep(0.1)
-    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
@@ -215,26 +205,18 @@ def test_survivors_let_a_failed_rank_finish_its_save_first(
     monkeypatch.setattr(hang_detector, "activity_of", lambda frames: "saving")
     ranks = start(2)
     ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
-    time.sleep(3.0)  # three times what a rank that does not save is given
+    time.sleep(1.5)  # longer than a rank that does not save is given
     assert ends == []
     ranks.watches[1].close()
     eventually(lambda: ends)
 
 
 @pytest.mark.slow
-def test_a_failed_rank_that_neither_saves_nor_leaves_is_not_waited_for(start: Start, ends: Ends) -> None:
+def test_a_rank_that_leaves_on_purpose_has_not_failed(start: Start, ends: Ends) -> None:
     ranks = start(2)
-    ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
-    eventually(lambda: ends)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()])
-def test_a_rank_that_leaves_on_purpose_has_not_failed(start: Start, ends: Ends, error: BaseException) -> None:
-    ranks = start(2)
-    ranks.watches[1].leave(_raised(error))
+    ranks.watches[1].leave(_raised(SystemExit(143)))
     ranks.watches[1].close()
-    time.sleep(1.5)
+    time.sleep(1.0)
     assert ends == []
     assert not ranks.client().check(["failure"])
 
@@ -270,16 +252,6 @@ def test_a_process_that_was_killed_is_named_by_its_neighbour_though_its_parent_h
     assert (failure.rank, failure.gone) == (1, True)
     assert f"rank 1: its process {process.pid}" in failure.text
     assert "has ended without a traceback" in failure.text
-
-
-@pytest.mark.slow
-def test_a_store_that_is_gone_ends_neither_the_watch_nor_the_test(start: Start, ends: Ends) -> None:
-    ranks = start(2, store_dies_with_rank_0=False)
-    ranks.server = None
-    time.sleep(1.0)
-    ranks.close()
-    assert ends == []
-    assert not any(thread.name == "trainwright-hang-detector" for thread in threading.enumerate())
 
 
 def test_when_the_store_dies_with_rank_0_the_others_end(
@@ -390,6 +362,3 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     group = ProcessGroup(place, timeout=datetime.timedelta(seconds=0.5))
     with pytest.raises(TimeoutError, match=r"ranks 1-2 of 3 did not arrive within 0:00:00\.5"):
         group.open(torch.device("cpu"))
-
-
-# Whole runs

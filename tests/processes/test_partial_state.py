@@ -6,11 +6,8 @@ import contextlib
 import io
 import os
 import pickle
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,6 @@ from hypothesis import strategies as st
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import ConfigurationError, DistributedType, PartialState, WorkerError
 from trainwright.processes.process_shares import share_of
@@ -78,27 +74,6 @@ def test_a_pickled_state_is_the_one_of_the_process_that_reads_it() -> None:
     packed = pickle.dumps(state)
     PartialState._reset_state()
     assert pickle.loads(packed).num_processes == 1
-
-
-def test_functions_for_one_process_run_where_there_is_no_other() -> None:
-    state = PartialState(cpu=True)
-
-    def add(a: int, b: int = 2) -> int:
-        """Add."""
-        return a + b
-
-    decorated: list[Callable[..., Any]] = [
-        state.on_main_process(add),
-        state.on_main_process()(add),
-        state.on_local_main_process(add),
-        state.on_last_process(add),
-        state.on_process(add, process_index=3),
-        state.on_process(process_index=3)(add),
-        state.on_local_process(local_process_index=1)(add),
-        state.on_local_process(local_process_idx=0)(add),
-    ]
-    assert [function(1, b=4) for function in decorated] == [5] * len(decorated)
-    assert {function.__doc__ for function in decorated} == {"Add."}
 
 
 # Shares
@@ -277,48 +252,6 @@ def test_a_group_that_was_destroyed_is_made_anew_when_it_is_needed(lives: list[d
 
 
 # Scripts
-
-
-def _script(folder: Path, text: str) -> list[str]:
-    file = folder / "script.py"
-    file.write_text(textwrap.dedent(text))
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(file)]
-
-
-def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            output, errors = process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its processes, which are in sessions of their own
-            raise
-        return subprocess.CompletedProcess(command, process.returncode, output, errors)
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_script_that_fails_on_one_process_ends_on_all(tmp_path: Path) -> None:
-    done = _run(
-        _script(
-            tmp_path,
-            """
-            import torch
-            import torch.distributed as dist
-            from trainwright import PartialState
-
-            state = PartialState(cpu=True)
-            if state.process_index == 1:
-                pending = dist.all_reduce(torch.ones(4), async_op=True)
-                raise ArithmeticError("no such number")
-            state.wait_for_everyone()
-            """,
-        ),
-        tmp_path,
-    )
-    assert done.returncode != 0
-    assert "ArithmeticError: no such number" in done.stderr
 
 
 def _join_the_script_s_own(folder: str, rank: int) -> list[Any]:

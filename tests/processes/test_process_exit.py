@@ -26,38 +26,24 @@ _OWN = "ValueError: the user's own"
 
 ALONE: list[tuple[dict[str, Any], int, str]] = [
     ({"way": "step"}, 1, _OWN),
-    ({"way": "step", "persistent": True}, 1, _OWN),
     ({"way": "step", "grace": None}, 1, _OWN),
-    ({"way": "step", "workers": 0}, 1, _OWN),
     ({"way": "busy workers"}, 1, _OWN),
     ({"way": "validation step"}, 1, _OWN),
     ({"way": "data set"}, 1, _OWN),
-    ({"way": "data set", "persistent": True}, 1, _OWN),
     ({"way": "data set without workers"}, 1, _OWN),
     ({"way": "killed worker"}, 1, _OF_TORCH),
-    ({"way": "killed worker", "persistent": True}, 1, _OF_TORCH),
-    ({"way": "crashed worker"}, 1, _OF_TORCH),
-    ({"way": "left worker"}, 1, _OF_TORCH),
     ({"way": "interrupt"}, -signal.SIGINT, "KeyboardInterrupt"),
     ({"way": "term"}, 143, "rank 0 received SIGTERM"),
-    ({"way": "term all"}, 143, "rank 0 received SIGTERM"),
     ({"way": "term", "grace": None}, -signal.SIGTERM, ""),
     ({"way": "kill"}, -signal.SIGKILL, ""),
     ({"way": "exit"}, 7, ""),
     ({"way": "own loop"}, 1, _OWN),
 ]
 
-TOGETHER: list[tuple[dict[str, Any], int, str]] = [
-    ({"way": "step"}, 1, _OWN),
-    ({"way": "killed worker", "rank": "all"}, 1, _OF_TORCH),
-    ({"way": "interrupt"}, -signal.SIGINT, "KeyboardInterrupt"),
-    ({"way": "kill"}, -signal.SIGKILL, ""),
-]
-
 
 def _marks(options: dict[str, Any]) -> list[pytest.MarkDecorator]:
-    """Mark what differs from another way in one option or in who ends a worker."""
-    kept = len(options) == 1 and options["way"] not in ("crashed worker", "left worker", "term all")
+    """Mark all but an error, a worker that dies, and signals."""
+    kept = len(options) == 1 and options["way"] in ("step", "killed worker", "interrupt", "term")
     return [] if kept else [pytest.mark.exhaustive]
 
 
@@ -120,28 +106,22 @@ def check(folder: Path, temporary: Path, code: int, expected: int, text: str, wa
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "text", "devices"),
-    [
-        *(pytest.param(*case, 1, marks=_marks(case[0])) for case in ALONE),
-        *(pytest.param(*case, 2, marks=pytest.mark.exhaustive) for case in TOGETHER),
-    ],
+    ("options", "code", "text"),
+    [pytest.param(*case, marks=_marks(case[0])) for case in ALONE],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_every_process_exits(
     options: dict[str, Any],
     code: int,
     text: str,
-    devices: int,
     server: subprocess.Popen[str],
     tmp_path: Path,
     temporary: Path,
 ) -> None:
     assert server.stdin is not None
     assert server.stdout is not None
-    server.stdin.write(
-        json.dumps({**options, "devices": devices, "folder": str(tmp_path), "tmp": str(temporary)}) + "\n"
-    )
+    server.stdin.write(json.dumps({**options, "folder": str(tmp_path), "tmp": str(temporary)}) + "\n")
     server.stdin.flush()
     taken_s = wait_for_end(tmp_path)
-    print(f"{options} on {devices}: {taken_s:.2f} s")
+    print(f"{options}: {taken_s:.2f} s")
     check(tmp_path, temporary, int(server.stdout.readline()), code, text, options["way"])

@@ -3,91 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import socket
-import sys
-import time
 
-import pytest
 import torch
 
-from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.process import Topology
 from trainwright.processes.process_group import ProcessGroup
-
-_STAGES = 12
-
-
-def _many_stages() -> int:
-    task, steps = RegressionTask(), 0
-    for stage in range(_STAGES):
-        trainer = quiet_trainer(devices="auto", max_steps=1)
-        trainer.fit(task, regression_loader(4))
-        steps += trainer.global_step
-        trainer.validate(task, regression_loader(3), verbose=False)
-        if trainer.global_rank == stage % 2:
-            time.sleep(0.03)  # one is still leaving while the other begins anew
-    return steps
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_many_stages_follow_each_other_without_a_deadlock() -> None:
-    # Each stage has a group of its own. A rank must never wait in the last stage's store, nor for its reducer.
-    assert run_distributed(_many_stages, 2, init=False, timeout=60) == [_STAGES, _STAGES]
-
-
-def _traceback_prefixes() -> str:
-    for _ in range(3):
-        quiet_trainer(devices="auto", max_steps=1).fit(RegressionTask(), regression_loader(4))
-    with contextlib.redirect_stderr(io.StringIO()) as text:
-        sys.excepthook(ValueError, ValueError("after three stages"), None)
-    return text.getvalue()
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_traceback_after_several_stages_shows_its_rank_once() -> None:
-    texts = run_distributed(_traceback_prefixes, 2, init=False, timeout=60)
-    assert texts == [f"[rank{rank}]: ValueError: after three stages\n" for rank in (0, 1)]
-
-
-def _exchange_on_rank(rank: int, world: int, port: int) -> dict[str, object]:
-    group = ProcessGroup(Topology("torchrun", rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port))
-    group.open(torch.device("cpu"))
-    try:
-        return {
-            "objects": group.gather_object({"rank": rank}),
-            "integers": group.gather_integers([rank, 10 * rank]),
-            "from_one": group.broadcast_object(f"rank {rank}", src=1),
-            "any": group.any(rank == 1),
-            "none": group.any(False),
-        }
-    finally:
-        group.barrier()
-        group.close()
-
-
-def _exchange() -> dict[str, object]:
-    from trainwright.core.process import detect
-
-    place = detect()
-    assert place.master_port is not None
-    return _exchange_on_rank(place.rank, place.world_size, place.master_port)
-
-
-@pytest.mark.distributed
-def test_what_is_exchanged_on_the_host_is_the_same_on_every_rank() -> None:
-    for found in run_distributed(_exchange, 2, init=False):
-        assert found == {
-            "objects": [{"rank": 0}, {"rank": 1}],
-            "integers": [[0, 0], [1, 10]],
-            "from_one": "rank 1",
-            "any": True,
-            "none": False,
-        }
 
 
 def test_a_process_that_is_alone_takes_a_port_that_is_free() -> None:

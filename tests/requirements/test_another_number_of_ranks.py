@@ -1,7 +1,4 @@
-"""The place is counted in samples of all ranks, so that another number of them goes on and visits each sample once.
-
-With the global batch unchanged, step by step and by kills as well: tests/torture/test_changing_ranks.py.
-"""
+"""The place is counted in samples of all ranks, so that another number of them goes on and visits each sample once."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.requires("torchao", reason="it converts the layers"),
     pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products"),
 ]
-_STEPS, _VOCABULARY, _LENGTH = 20, 32, 16
+_STEPS, _VOCABULARY, _LENGTH = 8, 32, 16
 
 
 class Block(nn.Module):

@@ -186,7 +186,6 @@ def test_the_choice_of_kernels_ends_with_the_stage(before: bool, arguments: tupl
 @pytest.mark.parametrize(
     ("shape", "of_ranks", "members"),
     [
-        (MeshShape(dp_replicate=2, dp_shard=2), [0, 1, 2, 3], [0, 1, 2, 3]),
         (MeshShape(dp_shard=2, tp=2), [0, 0, 1, 1], [0, 2]),  # neighbours work on one batch
         (MeshShape(pp=2, dp_shard=2), [0, 1, 0, 1], [0, 1]),  # stages of one batch are not neighbours
         (MeshShape(pp=2, dp_replicate=2, tp=2), [0, 0, 1, 1, 0, 0, 1, 1], [0, 2]),

@@ -131,37 +131,6 @@ def test_layers_are_replaced_during_a_stage_and_checkpoints_are_those_of_bf16(
     assert_equal_weights(weights_of(further), weights_of(again))
 
 
-@pytest.mark.parametrize(
-    ("handler", "recipe"),
-    [
-        (
-            FP8RecipeKwargs(amax_history_len=16, amax_compute_algo="max", use_autocast_during_eval=True),
-            ("delayed", {"amax_history_len": 16, "amax_compute_algo": "max"}),
-        ),
-        (TERecipeKwargs(use_mxfp8_block_scaling=True, fp8_format="E4M3"), ("mxfp8", {"fp8_format": "e4m3"})),
-    ],
-)
-def test_a_loop_has_the_recipe_of_its_handler(handler: TERecipeKwargs, recipe: Any, contexts: list[Any]) -> None:
-    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True)
-    assert (accelerator.mixed_precision, accelerator.fp8_backend) == ("fp8", "TE")
-    task = _Net()
-    given = torch.optim.AdamW(task.parameters(), lr=1e-2)
-    model, optimizer, data = accelerator.prepare(task, given, _loader())
-    assert _kinds(task) == _CONVERTED
-    assert [p for group in given.param_groups for p in group["params"]] == list(task.parameters())
-    for (x,) in data:
-        accelerator.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert contexts == [(True, recipe)] * 4
-    contexts.clear()
-    with torch.no_grad():
-        model(torch.randn(2, 16))
-    assert contexts == [(bool(handler.use_autocast_during_eval), recipe)]
-    accelerator.end_training()
-    assert _kinds(task) == _OWN
-
-
 def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.core.errors.importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match=r"pip install --no-build-isolation 'transformer_engine\[pytorch\]'"):

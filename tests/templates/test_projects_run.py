@@ -7,17 +7,12 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 import trainwright
 from tests.helpers.selection import mostly_exhaustive
-from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -49,7 +44,7 @@ def checkpoints(project: Path) -> list[Path]:
     return sorted(path.parent for path in (project / "runs" / "checkpoints").glob("*/manifest.json"))
 
 
-@pytest.mark.parametrize("template", mostly_exhaustive(TEMPLATES, keep=["language-model"]))
+@pytest.mark.parametrize("template", mostly_exhaustive(TEMPLATES, keep=["classifier"]))
 def test_a_project_s_own_tests_pass(tmp_path: Path, template: str) -> None:
     project = write(tmp_path, template)
     printed = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
@@ -72,24 +67,6 @@ def test_the_classifier_reads_held_out_digits_and_says_where_everything_lies(tmp
     assert {"train_loss", "val_acc"} <= set(columns)
 
 
-@pytest.mark.parametrize("template", ["classifier", "language-model"])
-@pytest.mark.exhaustive
-def test_the_configuration_trains_overrides_apply_and_the_checkpoint_can_be_tested(
-    tmp_path: Path, template: str
-) -> None:
-    project = write(tmp_path, template)
-    few = ("trainer.max_epochs=1", "trainer.limit_train_batches=10", "trainer.limit_val_batches=2")
-    run(project, "-m", "trainwright", "fit", "--config", "config.yaml", *few, "task.lr=0.002")
-    saved = yaml.safe_load((project / "runs" / "config.yaml").read_text())
-    assert saved["task"]["init_args"]["lr"] == 0.002
-    assert saved["trainer"]["max_epochs"] == 1
-
-    checkpoint = checkpoints(project)[-1]
-    words = ("trainer.logger=false", "trainer.limit_test_batches=2", f"ckpt_path={checkpoint}")
-    printed = run(project, "-m", "trainwright", "test", "--config", "config.yaml", *words)
-    assert "test_loss" in printed
-
-
 def learning_rates(project: Path) -> list[float]:
     """Return the learning rates of the newest run, which a resumed run continues."""
     newest = max((project / "runs" / "csv").glob("version_*"), key=lambda path: int(path.name.rpartition("_")[2]))
@@ -103,6 +80,7 @@ FIT = (*STRICT, "-m", "trainwright", "fit", "--config", "config.yaml", "trainer.
 TEST = (*STRICT, "-m", "trainwright", "test", "--config", "config.yaml", "--ckpt_path", "best")
 
 
+@pytest.mark.exhaustive
 def test_the_classifier_trains_longer_is_exported_and_searched_without_a_warning(tmp_path: Path) -> None:
     project = write(tmp_path, "classifier")
     run(project, *FIT, "trainer.max_epochs=1")
@@ -120,118 +98,6 @@ def test_the_classifier_trains_longer_is_exported_and_searched_without_a_warning
     assert "trainwright fit --config config.yaml task.lr=" in searched
 
 
-REGRESSION_DATA = """
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from trainwright import DataModule
-
-
-class Houses(DataModule):
-    def __init__(self, path: str, batch_size: int = 8) -> None:
-        super().__init__()
-        self.path = path
-        self.batch_size = batch_size
-
-    def setup(self, stage: str) -> None:
-        with open(self.path) as lines:
-            next(lines)
-            rows = torch.tensor([[float(word) for word in line.split(",")] for line in lines])
-        self.rows = TensorDataset(rows[:, :-1], rows[:, -1])
-
-    def loader(self) -> DataLoader:
-        return DataLoader(self.rows, batch_size=self.batch_size)
-
-    train_dataloader = val_dataloader = test_dataloader = loader
-"""
-REGRESSION_TASK = """
-import torch
-from trainwright import TaskModule
-
-
-class Prices(TaskModule):
-    def __init__(self, lr: float = 0.01, width: int = 4) -> None:
-        super().__init__()
-        self.lr = lr
-        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.net(features).squeeze(-1)
-
-    def step(self, batch: list[torch.Tensor], name: str) -> torch.Tensor:
-        features, prices = batch
-        loss = torch.nn.functional.mse_loss(self(features), prices)
-        self.log(name, loss)
-        return loss
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        return self.step(batch, "train_loss")
-
-    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self.step(batch, "val_loss")
-
-    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self.step(batch, "test_loss")
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=self.lr)
-"""
-
-
-@pytest.fixture
-def regression(tmp_path: Path) -> Path:
-    """The classifier's project with the data, the task and the configuration of a regression, otherwise unchanged."""
-    project = write(tmp_path, "classifier")
-    rows = [f"{size},{age},{3 * size - age}" for size in (1, 2, 3, 4) for age in (0, 1, 2, 3, 4)]
-    (project / "houses.csv").write_text("\n".join(["size,age,price", *rows]))
-    (project / "src" / "classifier" / "data.py").write_text(REGRESSION_DATA)
-    (project / "src" / "classifier" / "task.py").write_text(REGRESSION_TASK)
-    readme = (project / "README.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)
-    (project / "config.yaml").write_text(example)
-    return project
-
-
-def test_a_regression_in_the_classifier_s_project_needs_no_change_of_the_scripts(regression: Path) -> None:
-    trained = run(regression, *STRICT, "train.py", "task.width=8", "trainer.max_epochs=3")
-    assert re.search(r"^ *test_loss +\d+\.\d+", trained, re.MULTILINE)
-    assert "model.pt2 maps (n, 2) to (n)" in run(regression, *STRICT, "export.py")
-    searched = run(regression, *STRICT, "sweep.py", "--trials", "2", "--epochs", "2").splitlines()
-    assert searched[0] == "not searched, because Prices has no such argument: weight_decay, dropout"
-    assert searched[-1].startswith("trainwright fit --config config.yaml task.lr=")
-
-
-@pytest.mark.parametrize("mode", ["min", "max"])
-def test_a_search_chooses_by_the_mode_of_the_configuration(regression: Path, mode: str) -> None:
-    config = regression / "config.yaml"
-    config.write_text(config.read_text().replace("mode: min", f"mode: {mode}"))
-    hidden = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_path('sweep.py', run_name='__main__')"
-    lines = run(regression, *STRICT, "-c", hidden, "--trials", "3", "--epochs", "2").splitlines()
-    values = [float(line.split()[-1]) for line in lines if line.startswith("{")]
-    assert len(set(values)) == 3
-    best = min(values) if mode == "min" else max(values)
-    assert f"best val_loss: {best:.4f}" in lines
-
-
-def test_an_export_of_a_checkpoint_that_does_not_exist_is_one_line(regression: Path) -> None:
-    environment = dict(os.environ) | {"PYTHONPATH": _SOURCES}
-    for arguments in ([], ["best", "--config", "config.yaml"], ["nowhere", "--config", "config.yaml"]):
-        command = [sys.executable, "export.py", *arguments]
-        done = subprocess.run(command, cwd=regression, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert "Traceback" not in done.stderr
-        assert done.stderr.splitlines()[-1].startswith("export.py: ")
-
-
-def test_the_search_without_optuna_says_so_in_one_line_and_tries_a_grid(tmp_path: Path) -> None:
-    project = write(tmp_path, "classifier")
-    hidden = "import runpy, sys; sys.modules['optuna'] = None; runpy.run_path('sweep.py', run_name='__main__')"
-    lines = run(project, *STRICT, "-c", hidden, "--trials", "2", "--epochs", "1").splitlines()
-    assert [line for line in lines if "ptuna" in line] == [lines[0]]
-    assert lines[-1].startswith(
-        "trainwright fit --config config.yaml task.lr=0.003 task.weight_decay=0.01 task.dropout="
-    )
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Path) -> None:
@@ -241,7 +107,7 @@ def test_the_commands_of_the_classifier_s_readme_run_in_their_order(tmp_path: Pa
     assert len(commands) >= 10
     python = f'python() {{ "{sys.executable}" "$@"; }}'
     shell = [python, 'trainwright() { python -m trainwright "$@"; }', 'pytest() { python -m pytest "$@"; }']
-    shell.append('sbatch() { bash -n "$1"; }')  # another test submits the script
+    shell.append('sbatch() { bash -n "$1"; }')
     script = "import subprocess, sys; subprocess.run(['bash', '-e', '-c', sys.argv[1]], check=True)"
     printed = run(project, "-c", script, "\n".join([*shell, *commands]), timeout_s=550)
     assert "maps (n, 1, 8, 8) to (n, 10)" in printed
@@ -288,68 +154,10 @@ def losses(project: Path, strategy: str, devices: int) -> list[float]:
 _MESHES = {"megatron:pp=2": 2, "megatron:tp=2": 2, "megatron:pp=2:tp=2": 4}
 
 
-@pytest.mark.parametrize("strategy", mostly_exhaustive(list(_MESHES), keep=["megatron:pp=2"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", list(_MESHES))
 def test_the_language_model_trains_in_stages_and_split_as_in_one_process(tmp_path: Path, strategy: str) -> None:
     project = write(tmp_path, "language-model")
     alone = losses(project, "single", 1)
     assert len(alone) == 20
     assert losses(project, strategy, _MESHES[strategy]) == pytest.approx(alone, abs=1e-4, rel=0)
-
-
-@pytest.fixture
-def cluster() -> Iterator[dict[str, str]]:
-    """The variables of a user of a Slurm cluster, who has the command `trainwright`."""
-    with tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as folder, slurm_cluster(Path(folder)) as variables:
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        yield variables | {"PATH": path, "PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1"}
-
-
-def submit(project: Path, variables: dict[str, str]) -> str:
-    """Submit a project's script for two processes without a GPU, and return the number of the job."""
-    resources = ("--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--gpus-per-node=0", "--time=5")
-    command = ["sbatch", "--parsable", *resources, "slurm/train.sbatch", "trainer.accelerator=cpu"]
-    return subprocess.check_output(command, cwd=project, env=variables, text=True, timeout=30).strip()
-
-
-def queue(job: str, column: str, variables: dict[str, str]) -> str:
-    """Return a column of `squeue` for a job: "" for one that has ended."""
-    command = ["squeue", "-h", "-o", column, "-j", job]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=30, check=False)
-    return done.stdout.strip()
-
-
-def wait_until(condition: Callable[[], bool], output: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, output.read_text() if output.exists() else "no output"
-        time.sleep(0.2)
-
-
-@pytest.mark.engines
-@needs_slurm
-@pytest.mark.timeout(400)  # 90 s on an idle machine
-def test_a_job_of_slurm_that_is_signalled_runs_again_and_trains_as_one_that_is_not(
-    cluster: dict[str, str], tmp_path: Path
-) -> None:
-    metrics = []
-    for signalled in (False, True):
-        folder = tmp_path / str(signalled)
-        folder.mkdir()
-        project = write(folder, "classifier")
-        job = submit(project, cluster)
-        output = project / f"classifier-{job}.out"
-        if signalled:
-            wait_until(lambda: bool(checkpoints(project)), output)  # noqa: B023  # called in this round only
-            subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=30)
-            wait_until(lambda: queue(job, "%r", cluster) == "BeginTime", output)  # noqa: B023
-            # Slurm waits two minutes before it starts a requeued job.
-            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, check=True, timeout=30)
-        wait_until(lambda: not queue(job, "%i", cluster), output)  # noqa: B023
-        log = output.read_text()
-        assert bool(re.search(r"received SIGUSR1 at step \d+: wrote \S+/preempted\.", log)) is signalled
-        assert (f"Job {job} is requeued." in log) is signalled
-        with (project / "runs" / "csv" / "version_0" / "metrics.csv").open() as lines:
-            # A validation that the signal interrupts is written after the rows of its step.
-            metrics.append(sorted(csv.reader(lines)))
-    assert metrics[0] == metrics[1]
-    assert "99" in [step for step, *_ in metrics[0]]  # 10 epochs of 10 steps, counted from 0

@@ -22,11 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.runs import quiet_trainer
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import set_fault_hook
 from trainwright.core.task import TaskModule
-from trainwright.strategies.megatron.strategy import MegatronStrategy
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 24, 4, 4, 2
 STEPS_PER_EPOCH = SAMPLES // GLOBAL_BATCH
@@ -44,7 +42,7 @@ class Case:
         accumulate: micro-batches in a step; the global batch stays the same.
         keep: checkpoints that are kept: the `"newest"` (older ones are deleted), `"all"` with a link to the newest, or
             one called `last` that is `"replaced"` in its place.
-        async_save, strategy: the Trainer's arguments; the strategy `"pp"` is a pipeline with a stage on each rank.
+        async_save, strategy: the Trainer's arguments.
     """
 
     world: int = 1
@@ -53,11 +51,6 @@ class Case:
     keep: Literal["newest", "all", "replaced"] = "newest"
     async_save: bool = True
     strategy: str = "auto"
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that see different data."""
-        return 1 if self.strategy == "pp" else self.world
 
     def __str__(self) -> str:
         saving = "async" if self.async_save else "sync"
@@ -102,13 +95,9 @@ class NotedSamples(Dataset[tuple[int, torch.Tensor]]):
 
 
 class NotedTask(TaskModule):
-    """Uses whatever a resume could forget, and notes the samples and the loss of every micro-batch in a file.
+    """Uses whatever a resume could forget, and notes the samples and the loss of every micro-batch in a file."""
 
-    Args:
-        note: the file; None: nothing is noted.
-    """
-
-    def __init__(self, note: Path | None) -> None:
+    def __init__(self, note: Path) -> None:
         super().__init__()
         self.note = note
         with torch.random.fork_rng(devices=[]):
@@ -116,32 +105,15 @@ class NotedTask(TaskModule):
             self.net = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.4), nn.Linear(16, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and note its very bits."""
         ids, inputs = batch
         loss = nn.functional.mse_loss(self.net(inputs), inputs.sum(1, keepdim=True))
-        if self.note is not None:
-            append(self.note, f"{ids.tolist()} {loss.item().hex()}")
+        append(self.note, f"{ids.tolist()} {loss.item().hex()}")
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Return Adam with a schedule by step."""
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=EPOCHS * STEPS_PER_EPOCH)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class NotedSteps(Callback):
-    """Notes the samples and the loss of every step, which only the last stage of a pipeline has in `training_step`."""
-
-    def __init__(self, note: Path) -> None:
-        self.note = note
-        self.ids: list[int] = []
-
-    def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
-        self.ids = [i for batch in group.batches for i in batch[0].tolist()]
-
-    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        append(self.note, f"{self.ids} {result.loss.item().hex()}")
 
 
 def append(path: Path, line: str) -> None:
@@ -157,7 +129,6 @@ def preload() -> None:
     """Import in this process what a training would import in each fork: optimizers and sharding bring 800 modules."""
     import torch._dynamo
     import torch.distributed.fsdp
-    import torch.distributed.pipelining
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -201,9 +172,7 @@ def train(case: Case, attempt: Attempt, checkpoints: Path, rank: int, *, resume:
     The generators start elsewhere at each resume: only the checkpoint may say where they go on.
     """
     torch.manual_seed(1000 + attempt.number if resume else 77)
-    warnings.filterwarnings("ignore", "A step has 1 micro-batch")  # of a pipeline
-    in_stages = case.strategy == "pp"
-    task = NotedTask(None if in_stages else attempt.steps(rank))
+    task = NotedTask(attempt.steps(rank))
     policy: dict[str, Any] = {
         "newest": {"save_top_k": 1},
         "all": {"save_top_k": -1, "save_last": "link"},
@@ -214,14 +183,11 @@ def train(case: Case, attempt: Attempt, checkpoints: Path, rank: int, *, resume:
         max_epochs=EPOCHS,
         accumulate_grad_batches=case.accumulate,
         async_save=case.async_save,
-        strategy=MegatronStrategy(pp=case.world) if in_stages else case.strategy,
-        callbacks=[
-            ModelCheckpoint(checkpoints, filename="{step}", every_n_train_steps=SAVE_EVERY, **policy),
-            *([NotedSteps(attempt.steps(rank))] if in_stages else []),
-        ],
+        strategy=case.strategy,
+        callbacks=[ModelCheckpoint(checkpoints, filename="{step}", every_n_train_steps=SAVE_EVERY, **policy)],
     )
     workers: Any = {"num_workers": case.workers, "multiprocessing_context": "fork"} if case.workers else {}
-    batch_size = GLOBAL_BATCH // case.data_ranks // case.accumulate
+    batch_size = GLOBAL_BATCH // case.world // case.accumulate
     loader = DataLoader(NotedSamples(attempt.fetched(rank)), batch_size=batch_size, shuffle=True, **workers)
     trainer.fit(task, loader, ckpt_path="last" if resume else None)
     if rank == 0:

@@ -52,18 +52,6 @@ def test_the_settings_and_the_step_where_losses_part_are_shown(
     assert "step 1         –" in capsys.readouterr().out
 
 
-def test_the_fit_that_trained_is_compared_and_not_a_later_one_that_failed(tmp_path: Path) -> None:
-    class Fails(_Task):
-        def on_train_start(self) -> None:
-            raise RuntimeError("no")
-
-    first, second = _train(tmp_path / "a"), _train(tmp_path / "b", lr=0.06)
-    logger = CSVLogger(tmp_path / "b", name="", version=0)
-    with pytest.raises(RuntimeError, match="no"):
-        quiet_trainer(max_steps=4, seed=0, logger=logger).fit(Fails(0.05), regression_loader(16, 2))
-    assert compare(read_run(first), read_run(second))["hyperparameters"] == [["lr", 0.05, 0.06]]
-
-
 def test_another_order_of_the_data_is_shown(tmp_path: Path) -> None:
     runs = [read_run(_train(tmp_path / "a")), read_run(_train(tmp_path / "b", seed=1, batch_size=4))]
     assert compare(*runs)["data order"] == [["seed", 0, 1], ["samples after step 1", 2, 4]]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
@@ -15,7 +14,7 @@ from trainwright.callbacks import ModelCheckpoint
 from trainwright.cli.main import main
 from trainwright.cli.reports.run_files import read_run
 from trainwright.cli.reports.step_replay import replay_step
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.loggers.csv_logger import CSVLogger
 
 _PROJECT = """
@@ -55,6 +54,7 @@ data: {{class_path: replayed_project.Data}}
 """
 
 
+@pytest.mark.slow
 def test_a_replayed_step_equals_the_logged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,31 +109,6 @@ def test_several_ranks_are_replayed_by_further_micro_batches(tmp_path: Path) -> 
     for path, step in ((checkpoint, 4), (weights_only, 9)):
         with pytest.raises(ConfigurationError, match=f"step {step} cannot be reached"):
             replay_step(RegressionTask(), path, step, train_dataloaders=loader)
-
-
-class _Spoilt(RegressionTask):
-    """The loss is NaN after three steps, once."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.loss(batch) * (float("nan") if batch_idx == 3 else 1.0)
-
-
-def test_a_replay_skips_what_the_run_has_skipped(tmp_path: Path) -> None:
-    loader = regression_loader(16, 2)
-    saver = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
-    logger = CSVLogger(tmp_path, version=0)
-    options: dict[str, Any] = {"max_steps": 6, "on_nonfinite": "skip", "seed": 1}
-    trainer = quiet_trainer(**options, callbacks=[saver], logger=logger, log_every_n_steps=1, default_root_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        trainer.fit(_Spoilt(), loader)
-    (checkpoint,) = (tmp_path / "checkpoints").glob("*step=2")
-    with pytest.warns(TrainwrightWarning, match="it is skipped"):
-        found = replay_step(_Spoilt(), checkpoint, 6, train_dataloaders=loader, **options)
-    run = read_run(tmp_path)
-    assert found.losses == {line["step"]: line["loss"] for line in run.progress if line["step"] > 2}
-    (skipped,) = found.skipped
-    assert (skipped.step, skipped.sample_ids) == (3, [[6, 7]])
-    assert [event["sample_ids"] for event in run.events if event["event"] == "skipped"] == [[[6, 7]]]
 
 
 def test_a_missing_checkpoint_or_configuration_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def _check_cases(cases: list[tuple[str, str, bool, torch.dtype, int]]) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("kind", "order"), [("ring", "zigzag"), ("ulysses", "plain")])
 def test_outputs_and_gradients_equal_those_of_full_attention(kind: str, order: str, world_size: int) -> None:
     cases = [(kind, order, True, torch.float64, 4), (kind, order, False, torch.float32, 4)]

@@ -143,6 +143,7 @@ def test_a_training_equals_one_process(kind: str, expected: Any, tmp_path: Path)
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["replicas", "pp_sp"])
 def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, tmp_path: Path) -> None:
     assert_same(run_distributed(_split, 4, tmp_path / "run", kind)[0], expected(), _EXACT)
@@ -154,9 +155,12 @@ def test_a_training_on_four_ranks_equals_one_process(kind: str, expected: Any, t
 @pytest.mark.parametrize(
     ("kind", "model", "world"),
     [
-        ("cp", "gpt2", 2), ("cp_ep", "mixtral", 2), ("cp_tp", "llama", 4), ("pp_cp", "llama", 4),
+        pytest.param("cp", "gpt2", 2, marks=pytest.mark.exhaustive),
+        ("cp_ep", "mixtral", 2),
+        pytest.param("cp_tp", "llama", 4, marks=pytest.mark.exhaustive),
+        pytest.param("pp_cp", "llama", 4, marks=pytest.mark.exhaustive),
     ],
-)  # fmt: skip
+)
 def test_models_of_transformers_equal_one_process(
     kind: str, model: str, world: int, expected: Any, tmp_path: Path
 ) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_data, regression_loader
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
@@ -127,51 +126,6 @@ def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> N
     assert_equal_weights(runs[1]["whole"], runs[1]["resumed"])
     snapshot = read_checkpoint(Path(runs[0]["path"]))
     assert snapshot.state["step"] % _STEPS != 0
-
-
-# What is evaluated
-
-
-# Weights of micro-batches
-
-
-class Ragged(Task):
-    def num_items(self, batch: Any) -> int:
-        return len(batch[0])
-
-
-class FirstLoss(Callback):
-    def __init__(self) -> None:
-        self.grads: list[torch.Tensor] = []
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        self.grads.append(task.net[0].weight.grad.clone())
-
-
-def _ragged_batches(rank: int) -> list[list[torch.Tensor]]:
-    inputs, targets = regression_data(30).tensors
-    cuts = [(0, 1), (1, 6), (6, 8), (8, 11), (11, 15)]
-    batches = [[inputs[a:b], targets[a:b]] for a, b in cuts]
-    return batches if rank < 0 else batches[rank::2]
-
-
-def _ragged_on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    keeper, rank = FirstLoss(), dist.get_rank()
-    trainer = quiet_trainer(
-        devices="auto", strategy=LocalSGDStrategy(100), max_epochs=1, accumulate_grad_batches=3,
-        num_sanity_val_steps=0, callbacks=[keeper],
-    )  # fmt: skip
-    trainer.fit(Ragged(), _ragged_batches(-1))
-    task = Ragged()
-    mine = _ragged_batches(rank)
-    task.loss([torch.cat(parts) for parts in zip(*mine, strict=True)]).backward()  # type: ignore[no-untyped-call]
-    return keeper.grads, [task.net[0].weight.grad]
-
-
-@pytest.mark.distributed
-def test_a_ranks_gradient_is_the_mean_over_its_own_items_without_padding() -> None:
-    for ours, expected in run_distributed(_ragged_on_rank, 2):
-        torch.testing.assert_close(ours, expected)
 
 
 # What is refused

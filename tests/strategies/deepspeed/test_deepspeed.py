@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +9,8 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.sources import ROOT
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
-from tests.strategies.fsdp.test_fsdp import StateWatcher
 from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -25,7 +18,6 @@ pytestmark = pytest.mark.distributed
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "nothing": {"stage": 0},
     "states": {"stage": 1},
     "gradients, in small buckets": {"stage": 2, "reduce_bucket_size": 20, "allgather_bucket_size": 20},
     "parameters, group by group": {"stage": 3, "sub_group_size": 40, "overlap_comm": False},
@@ -76,10 +68,8 @@ def _train_with_all() -> dict[str, Any]:
         found[name] = train(DeepSpeedStrategy(**options), 2, callbacks=[inside, whole])
         found[name] |= {"empty": inside.empty, "held": inside.numel}
         found[name] |= {"gradients": whole.gradients, "parameters": whole.parameters}
-    by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
-    found["by value"] = [train(DeepSpeedStrategy(stage=stage), 2, **by_value) for stage in (0, 2, 3)]
     found["left"] = [
-        train(DeepSpeedStrategy(stage=stage), 2, _LeavesGroup(), accumulate_grad_batches=2) for stage in (1, 2, 3)
+        train(DeepSpeedStrategy(stage=stage), 2, _LeavesGroup(), accumulate_grad_batches=2) for stage in (2, 3)
     ]
     return found
 
@@ -105,68 +95,13 @@ def test_gradients_and_parameters_can_be_seen_whole_in_each_step(name: str, trai
             torch.testing.assert_close(found[name][kind], expected, rtol=0, atol=1e-5)
 
 
-def test_gradients_are_clipped_by_value(trained: list[dict[str, Any]]) -> None:
-    alone = train("single", 1, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-    for number in range(3):
-        assert_trained_alike([found["by value"][number] for found in trained], alone)
-
-
 def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behind(trained: list[Any]) -> None:
     alone = train("single", 1, _LeavesGroup())
-    for number in range(3):
+    for number in range(2):
         assert_trained_alike([found["left"][number] for found in trained], alone)
 
 
 # Checkpoints
-
-
-_SAVES = [(2, "full"), (3, "sharded"), (3, "full")]
-
-
-def _save(folder: Path) -> list[set[str]]:
-    seen = []
-    for stage, kind in _SAVES:
-        watcher = StateWatcher()
-        saver = ModelCheckpoint(folder / f"{stage}-{kind}", every_n_train_steps=2, save_top_k=-1)
-        train(DeepSpeedStrategy(stage=stage, state_dict_type=kind), 2, callbacks=[watcher, saver])
-        seen.append({device for _, device in watcher.seen})
-    return seen
-
-
-def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_one_process(tmp_path: Path) -> None:
-    first, second = run_distributed(_save, 2, tmp_path, timeout=280, init=False)
-    for (stage, kind), on_main, on_other in zip(_SAVES, first, second, strict=True):
-        assert on_main == ({"cpu"} if kind == "full" else {"cpu", "meta"})  # buffers are whole
-        assert on_other == (on_main if kind == "sharded" else {"meta"})
-        path = next(path for path in (tmp_path / f"{stage}-{kind}").iterdir() if "step=2" in path.name)
-        assert bool([*(path / "optimizer").rglob("rank-*")]) == (kind == "sharded")
-        snapshot = read_checkpoint(path)
-        assert snapshot.model is not None
-        assert snapshot.model["tied.weight"].data_ptr() == snapshot.model["inputs.weight"].data_ptr()
-        state = snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]
-        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
-        assert state["exp_avg"].shape == (7, 7)
-        continued = train("single", 1, ckpt_path=path)
-        torch.testing.assert_close(continued["weights"], train("single", 1)["weights"], rtol=0, atol=1e-5)
-
-
-_SCRIPT = """
-import os
-import warnings
-
-warnings.simplefilter("ignore")
-from tests.helpers.runs import quiet_trainer
-from tests.strategies.fsdp.sharded import Blocks, batches
-
-quiet_trainer(devices=1, strategy="deepspeed_stage_2", max_steps=1).fit(Blocks(), batches())
-assert "LOCAL_RANK" not in os.environ  # by which other libraries recognize torchrun
-"""
-
-
-def test_a_script_leaves_the_environment_as_it_was() -> None:
-    command = [sys.executable, "-c", _SCRIPT]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 class Factored(Blocks):

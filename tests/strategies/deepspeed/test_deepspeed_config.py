@@ -35,8 +35,6 @@ def test_defaults_are_lightnings() -> None:
     ("name", "stage", "optimizer", "parameters"),
     [
         ("deepspeed_stage_1_offload", 1, "cpu", "none"),
-        ("deepspeed_stage_3", 3, "none", "none"),
-        ("deepspeed_stage_3_offload", 3, "cpu", "cpu"),
         ("deepspeed_stage_3_offload_nvme", 3, "nvme", "nvme"),
     ],
 )

@@ -46,7 +46,6 @@ def test_lightnings_and_torchs_ways_to_say_it_are_understood(options: dict[str, 
     [
         ({"fsdp_sharding_strategy": 5}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
         ({"fsdp_sharding_strategy": "2"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ({"fsdp_reshard_after_forward": False}, {"reshard_after_forward": False}),
         (
             {"fsdp_cpu_ram_efficient_loading": "true", "fsdp_sync_module_states": True},
             {"cpu_ram_efficient_loading": True},
@@ -62,7 +61,6 @@ def test_lightnings_and_torchs_ways_to_say_it_are_understood(options: dict[str, 
         ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "50"}, {"min_num_params": 50}),
         ({"fsdp_forward_prefetch": "true", "fsdp_backward_prefetch_policy": "BACKWARD_PRE"}, {"forward_prefetch": 1}),
         ({"fsdp_offload_params": True, "fsdp_use_orig_params": True}, {"cpu_offload": True}),
-        ({"fsdp_state_dict_type": "FULL_STATE_DICT"}, {"state_dict_type": "full"}),
     ],
 )
 def test_every_field_of_accelerates_configuration_that_can_be_served_is(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,162 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
-from trainwright.callbacks.callback import Callback
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, train
 from trainwright.core.errors import TaskError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.shards import _split, local_shard
-
-
-class Adapted(nn.Module):
-    """A frozen layer beside a trained correction of rank one, whose first dimension no two ranks can share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(7, 7)
-        self.down, self.up = nn.Linear(7, 1, bias=False), nn.Linear(1, 7, bias=False)
-        self.base.requires_grad_(False)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = inputs + torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
-        return outputs
-
-
-class AdaptedBlocks(Blocks):
-    """Every block is frozen but for its correction; one is frozen altogether; two units share one."""
-
-    def __init__(self) -> None:
-        super().__init__(own_units=True)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(6)
-            self.blocks = nn.ModuleList([Adapted() for _ in range(4)])
-        self.blocks[1].requires_grad_(False)
-        self.blocks[3].down = self.blocks[2].down
-
-
-class Sizes(Callback):
-    """Counts the bytes of a rank's pieces of what training keeps."""
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        self.sizes["parameters"] = _bytes(task.parameters())
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        self.sizes["gradients"] = _bytes(p.grad for p in task.parameters() if p.grad is not None)
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        states = trainer.optimizers[0].state.values()
-        self.sizes["states"] = _bytes(state[key] for state in states for key in ("exp_avg", "exp_avg_sq"))
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = [local_shard(tensor).untyped_storage() for tensor in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
-class Watcher(Sizes):
-    """Counts the bytes that a rank holds where an optimizer is about to step, and looks at dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: dict[str, set[torch.dtype]] = {}
-        self.hooks: list[Any] = []
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        def note(name: str, *tensors: torch.Tensor) -> None:
-            self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
-
-        def within(module: nn.Module, inputs: Any) -> None:  # where FSDP's own hooks of the unit have run
-            note("gathered", *task.blocks[1].parameters())
-            note("inputs", *inputs)
-
-        block = task.blocks[1]
-        self.hooks = [
-            block.norm.register_forward_pre_hook(within),
-            block.register_forward_hook(lambda module, inputs, outputs: note("outputs", outputs)),
-        ]
-        super().on_train_start(trainer, task)
-
-    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        super().on_before_optimizer_step(trainer, task, optimizer)
-        self.dtypes["gradients"] = {p.grad.dtype for p in task.parameters() if p.grad is not None}
-
-    def on_train_end(self, trainer: Any, task: Any) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        super().on_train_end(trainer, task)
-        self.dtypes["pieces"] = {p.dtype for p in task.parameters()}
-        self.hooks = []
-
-
-_MEMORY: dict[str, dict[str, Any]] = {
-    "FULL_SHARD": {},
-    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
-}
-_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
-
-
-def _watch(strategy: Any, task: Any, watcher: Any, **arguments: Any) -> Any:
-    trainer = quiet_trainer(
-        devices="auto", strategy=strategy, max_steps=1, num_sanity_val_steps=0, callbacks=[watcher], **arguments
-    )
-    trainer.fit(task, batches(2))
-    return watcher
-
-
-def _look() -> dict[Any, Any]:
-    found: dict[Any, Any] = {name: _watch(FSDPStrategy(**o), Blocks(), Watcher()).sizes for name, o in _MEMORY.items()}
-    found["policy"] = _watch(FSDPStrategy(mixed_precision=_POLICY), Blocks(), Watcher(), precision="bf16-mixed").dtypes
-    return found | {"adapted": train(FSDPStrategy(), 2, AdaptedBlocks())}
-
-
-@pytest.fixture(scope="module")
-def seen() -> list[dict[str, Any]]:
-    return run_distributed(_look, 2, timeout=240)
-
-
-def _shard_bytes(parameters: list[torch.Tensor], num_shards: int) -> int:
-    """The formula of docs/fsdp.md: the first dimension is filled up to a multiple of the number of pieces."""
-    return sum(-(-p.shape[0] // num_shards) * p[0].numel() * p.element_size() for p in parameters)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("name", "num_shards"), [("FULL_SHARD", 2), ("NO_SHARD", 1)])
-def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_shards: int, seen: list[dict[str, Any]]) -> None:
-    parameters = list(Blocks().parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for rank in seen:
-        sizes = rank[name]
-        assert sizes["parameters"] == _shard_bytes(parameters, num_shards)
-        assert sizes["gradients"] == _shard_bytes(trained, num_shards)
-    total = sum(rank[name]["states"] for rank in seen)
-    assert total == (3 - num_shards) * 2 * 4 * sum(parameter.numel() for parameter in trained)
-
-
-@pytest.mark.distributed
-def test_mixed_precision_gathers_in_half_and_keeps_pieces_and_gradients_in_full(seen: list[dict[str, Any]]) -> None:
-    for rank in seen:
-        dtypes = rank["policy"]
-        assert dtypes["gathered"] == dtypes["inputs"] == {torch.bfloat16}
-        assert dtypes["pieces"] == dtypes["gradients"] == dtypes["outputs"] == {torch.float32}
-
-
-@pytest.mark.distributed
-def test_frozen_shared_and_tiny_parameters_are_clipped_and_trained_as_in_one_process(
-    seen: list[dict[str, Any]],
-) -> None:
-    alone = train("single", 1, AdaptedBlocks())
-    assert float(alone["norms"].max()) > 0.5  # something is clipped
-    assert_trained_alike([rank["adapted"] for rank in seen], alone)
-
+from trainwright.strategies.shards import _split
 
 # Which indices of a full tensor a rank holds
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,6 @@ from trainwright.core.errors import CheckpointError
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.distributed
-
-
-def _train_and_save(folder: Path) -> dict[str, torch.Tensor]:
-    checkpoints = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
-    torch.manual_seed(0)
-    return dict(train("fsdp", 2, max_epochs=1, callbacks=[checkpoints])["weights"])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
-
-
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> dict[str, torch.Tensor]:
-    weights: list[dict[str, torch.Tensor]] = run_distributed(_train_and_save, 2, folder, init=False, timeout=300)
-    return weights[0]
-
-
-@pytest.mark.parametrize("name", ["step=2", "last"])
-def test_every_rank_has_written_its_pieces(name: str, folder: Path, trained: dict[str, torch.Tensor]) -> None:
-    path = folder / name
-    assert verify(path) == []
-    snapshot = read_checkpoint(path)
-    assert_equal_weights(dict(snapshot.model or {}), trained)
-    assert snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]["exp_avg"].shape == (7, 7)
-    indices = [json.loads((path / "model" / f"rank-0000{rank}.json").read_text())["pieces"] for rank in (0, 1)]
-    rows = [next(piece["lengths"] for piece in index if piece["tensor"] == "blocks.0.mix.weight") for index in indices]
-    assert rows == [[4, 7], [3, 7]]
-    assert not [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
 
 
 def _save_weights(path: Path) -> None:

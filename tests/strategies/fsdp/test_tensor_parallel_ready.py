@@ -72,7 +72,11 @@ def _train_odd(folder: Path, strategy: Any, *, kind: str = "gpt2", rows: int, re
 @pytest.mark.filterwarnings("ignore:.*(holds the state of a callback|random number generators)")
 @pytest.mark.parametrize(
     ("strategy", "ranks", "rows"),
-    [("tp", 2, 4), (FSDPStrategy(tp=2), 4, 2), (MegatronStrategy(pp=2, tp=2, num_micro_batches=2), 4, 4)],
+    [
+        ("tp", 2, 4),
+        pytest.param(FSDPStrategy(tp=2), 4, 2, marks=pytest.mark.exhaustive),
+        pytest.param(MegatronStrategy(pp=2, tp=2, num_micro_batches=2), 4, 4, marks=pytest.mark.exhaustive),
+    ],
     ids=["tp", "fsdp", "megatron"],
 )
 def test_ranks_may_have_parts_of_a_vocabulary_of_unequal_size(

@@ -71,7 +71,6 @@ class Speaker(TaskModule):
         return (batch[:, 1:] > 0).sum()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Draw a number before the model is called, and log another after."""
         self.drawn.append(float(torch.rand(())))
         loss = self.loss(batch)
         self.log("train_loss", loss, on_step=True, on_epoch=True)
@@ -108,7 +107,7 @@ def train(
     """Train, validate after each epoch, and predict if the task does; return what can be compared."""
     folder.mkdir(exist_ok=True)
     task, held, val = task or Speaker(), Held(), batches((6,) * 5) if val is None else val
-    options = {"max_epochs": 2, "gradient_clip_val": 0.5, "callbacks": [StepTape(folder, 4, seed=0), held], **options}
+    options = {"max_epochs": 1, "gradient_clip_val": 0.5, "callbacks": [StepTape(folder, 4, seed=0), held], **options}
     trainer = quiet_trainer(devices=1 if strategy == "single" else "auto", strategy=strategy, **options)
     trainer.fit(task, batches() if data is None else data, val)
     predicts = type(task).predict_step is not TaskModule.predict_step
@@ -154,7 +153,6 @@ def two(folder: Path) -> list[dict[str, Any]]:
         return {
             **{name: run(name, schedule=name) for name in SCHEDULES},
             "mixed": run("mixed", batches(_MIXED)),
-            "full": run("full", recompute="full"),
             "selective": run("selective", recompute="selective"),
         }
 
@@ -165,7 +163,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "data"),
-    [*((name, "even") for name in (*SCHEDULES, "full", "selective")), ("mixed", "mixed")],
+    [*((name, "even") for name in (*SCHEDULES, "selective")), ("mixed", "mixed")],
 )
 def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: Any) -> None:
     for found in (two[0][name], two[1][name]):
@@ -183,7 +181,7 @@ def test_a_rank_holds_its_own_stage_and_draws_as_the_others(two: Any) -> None:
     }
     assert "model.norm.weight" in second
     assert two[0]["1f1b"]["drawn"] == two[1]["1f1b"]["drawn"]
-    assert len(set(two[0]["1f1b"]["drawn"])) == 24
+    assert len(set(two[0]["1f1b"]["drawn"])) == 12
 
 
 def test_layers_are_divided_by_their_parameters() -> None:
@@ -206,7 +204,6 @@ def test_layers_are_divided_by_their_parameters() -> None:
         ({"pipeline": 2, "pp": 2}, 2, "MegatronStrategy has no argument 'pipeline'"),
         ({"pp": 3, "split_points": ["model.blocks.1"]}, 3, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, 2, r"is not a layer. Did you mean 'model.blocks.1'"),
-        ({"pp": 2, "dp_shard": 2}, 2, r"dp_shard=2\) needs 4 processes, and the run has 2. Start 4, or choose pp=2"),
         ({"pp": 2, "schedule": "1f2b"}, 2, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
         ({"pp": 2, "dp_shard": 2}, 6, "Start 4, or choose pp=2, dp_shard=3 or pp=3, dp_shard=2 for 6 processes"),
         ({"pp": 2, "sp": 2}, 6, "Start 4 or 8, or choose pp=2, sp=3 or pp=3, sp=2 for 6 processes"),

@@ -63,8 +63,7 @@ def train(folder: Path, task: Hf, strategy: Any = "single") -> dict[str, Any]:
 
 
 _CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    **{kind: (kind, {}, 1) for kind in ("gpt2", "llama", "qwen3")},
-    "llama, no cache": ("llama", {"use_cache": False}, 1),
+    "gpt2": ("gpt2", {}, 1),
     "bert, rows with other numbers of labels": ("bert", {}, 2),
 }
 
@@ -98,13 +97,13 @@ def test_an_encoder_and_a_decoder_are_refused_before_a_process_starts() -> None:
 
 
 def _sequence_parallel(folder: Path) -> dict[str, Any]:
-    strategy = MegatronStrategy(pp=2, tp=2, sequence_parallel=True)
+    strategy = MegatronStrategy(tp=2, sequence_parallel=True)
     return train(folder, Hf("llama", use_cache=False), strategy)
 
 
 def test_norms_work_on_parts_of_sequences(tmp_path: Path) -> None:
     one = train(tmp_path / "one", Hf("llama", use_cache=False))
-    assert_same(run_distributed(_sequence_parallel, 4, tmp_path / "split", timeout=120)[0], one)
+    assert_same(run_distributed(_sequence_parallel, 2, tmp_path / "split", timeout=120)[0], one)
 
 
 def test_sequence_parallel_needs_split_layers() -> None:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.helpers.runs import assert_equal_weights
 from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer, writes
-from tests.strategies.offload.test_training import DEPTH, Tiny
+from tests.strategies.offload.test_training import Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import (
     EarlyStopping,
@@ -48,14 +48,16 @@ def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
     return train("single", *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(
     ("parameters", "state", "listener"),
     [
-        ("device", "cpu", "nobody"), ("disk", "disk", "nobody"), ("cpu", "disk", "nobody"),
-        ("cpu", "cpu", "averages"), ("device", "cpu", "averages"),
+        ("device", "cpu", "nobody"),
+        ("disk", "disk", "nobody"),
+        ("cpu", "cpu", "averages"),
     ],
-)  # fmt: skip
+)
 def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any, listener: str, tmp_path: Path) -> None:
     for accumulate, clip in ((1, None), (3, None), (3, 0.5)):
         strategy = OffloadStrategy(parameters, state, stream=True, offload_folder=tmp_path)
@@ -63,82 +65,7 @@ def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any,
         assert_same(found, plainly(listener, accumulate, clip))
 
 
-# Order
-
-
-@pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("event", ["on_after_backward", "on_before_optimizer_step"])
-def test_who_looks_at_gradients_finds_all_of_them(event: str) -> None:
-    def look(sums: list[float]) -> Callback:
-        def note(self: Any, trainer: Any, task: Any, *_: Any) -> None:
-            sums.append(sum(float(p.grad.sum()) for p in task.parameters() if p.grad is not None))
-
-        found: Callback = type("Look", (Callback,), {event: note})()
-        return found
-
-    found, wanted = [], []  # type: ignore[var-annotated]  # floats
-    assert_same(train(OffloadStrategy(stream=True), look(found)), train("single", look(wanted)))
-    assert found == wanted
-    assert wanted
-
-
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_the_device_holds_as_many_units_as_it_should_and_between_steps_those_of_the_next_forward(ahead: int) -> None:
-    task = Tiny()
-    seen: list[int] = []
-
-    class Count(Callback):
-        reads_only = True
-
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            units = trainer.strategy.weight_stream.units
-            seen.append(sum(unit.flats[0][1].untyped_storage().nbytes() > 0 for unit in units))
-
-    def count(*_: Any) -> None:
-        Count().on_train_step_end(task.trainer, task, None)
-
-    for block in task.blocks:
-        block.up.register_forward_hook(count)
-        block.norm.weight.register_hook(count)
-    train(OffloadStrategy(stream=True, prefetch=ahead), Count(), task=task, limit_val_batches=0)
-    assert seen[2 * DEPTH] == ahead  # after the first step's forward and backward
-    assert max(seen) == 1 + ahead
-    assert len(seen) == 10 * (2 * DEPTH + 1)
-
-
 # Failures, and optimizers that cannot be split
-
-
-@pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("parameters", ["cpu", "device"])
-def test_a_failure_amid_a_step_leaves_weights_at_home_and_all_gradients(
-    parameters: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, calls = torch.optim.AdamW.step, 0
-
-    @functools.wraps(own)
-    def step(optimizer: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == fails_at:
-            raise ArithmeticError
-        return own(optimizer, *args)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    gradients: list[list[torch.Tensor]] = []
-    for strategy, fails_at in (("single", 1), (OffloadStrategy(parameters, stream=True), 3)):  # noqa: B007  # by step
-        task, calls = Tiny(), 0
-        with pytest.raises(ArithmeticError):
-            train(strategy, task=task, limit_val_batches=0)
-        gradients.append([parameter.grad for parameter in task.parameters() if parameter.grad is not None])
-    for found, wanted in zip(gradients[1], gradients[0], strict=True):
-        assert torch.equal(found, wanted)
-    untouched = Tiny()
-    stepped = [
-        not torch.equal(found.up.weight, before.up.weight)
-        for found, before in zip(task.blocks, untouched.blocks, strict=True)
-    ]
-    assert stepped == [False] * (DEPTH - 2) + [True, True]
 
 
 class SharedNorm(torch.optim.SGD):
@@ -182,9 +109,10 @@ def test_torchs_optimizers_are_split_unless_somebody_would_notice() -> None:
         handle.remove()
 
 
-EVENTS = ("on_train_batch_start", "on_train_step_end", "on_train_epoch_end", "on_validation_epoch_start")
+EVENTS = ("on_train_step_end", "on_validation_epoch_start")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", EVENTS)
 def test_what_a_callback_writes_is_what_is_trained_on(event: str) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": 2}
@@ -228,46 +156,6 @@ def test_what_a_task_writes_is_what_is_trained_on() -> None:
 
     for kind in (Writing, Scheduling):
         assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
-
-
-@pytest.mark.parametrize("parameters", ["cpu", "device"])
-def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters: Any) -> None:
-    class Taught(Tiny):
-        """The last block is a running average of the first one, and its teacher."""
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            hidden = self.blocks[0](self.embed(tokens))
-            with torch.no_grad():
-                wanted = self.blocks[-1](hidden)
-            scores: torch.Tensor = self.head(hidden - wanted)
-            return scores
-
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            loss = super().training_step(batch, batch_idx)
-            for old, new in zip(self.blocks[-1].parameters(), self.blocks[0].parameters(), strict=True):
-                old.data.lerp_(new.data, 0.5)
-            return loss
-
-    def task() -> Taught:
-        made = Taught()
-        made.blocks[-1].requires_grad_(False)
-        return made
-
-    strategy = OffloadStrategy(parameters, stream=True, prefetch=0)
-    assert_same(train(strategy, task=task(), limit_val_batches=0), train(task=task(), limit_val_batches=0))
-
-
-def test_what_torch_sees_written_is_copied_again() -> None:
-    class Visibly(Callback):
-        reads_only = True
-
-        @torch.no_grad()
-        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-            for parameter in task.parameters():
-                parameter.mul_(0.9)
-
-    for parameters in ("cpu", "device"):
-        assert_same(train(OffloadStrategy(parameters, stream=True), Visibly()), train("single", Visibly()))
 
 
 def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:

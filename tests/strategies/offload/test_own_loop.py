@@ -48,20 +48,6 @@ def _one_backward_of_two_forwards(accelerator: Accelerator, model: nn.Module, ba
     accelerator.backward(_loss(model, batches[0]) + _loss(model, batches[1]))
 
 
-def _two_backwards_after_two_forwards(accelerator: Accelerator, model: nn.Module, batches: list[torch.Tensor]) -> None:
-    losses = [_loss(model, batch) for batch in batches]
-    for loss in losses:
-        accelerator.backward(loss)
-
-
-def _forward_without_a_backward(accelerator: Accelerator, model: nn.Module, batches: list[torch.Tensor]) -> None:
-    _loss(model, batches[0])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data.mul_(0.99)  # which no version counts
-    accelerator.backward(_loss(model, batches[1]))
-
-
 def _backward_that_fails(accelerator: Accelerator, model: nn.Module, batches: list[torch.Tensor]) -> None:
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("fails")
@@ -86,8 +72,6 @@ def _evaluation_between(accelerator: Accelerator, model: nn.Module, batches: lis
 
 _STEPS = {
     "one backward of two forwards": _one_backward_of_two_forwards,
-    "two backwards after two forwards": _two_backwards_after_two_forwards,
-    "forward without a backward": _forward_without_a_backward,
     "backward that fails": _backward_that_fails,
     "evaluation between": _evaluation_between,
 }
@@ -115,6 +99,7 @@ def _train(strategy: Strategy | str, step: Step, folder: Path) -> dict[str, torc
     return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloaded", _OFFLOADED)
 @pytest.mark.parametrize("step", _STEPS)
 def test_a_loop_equals_that_of_one_device(step: str, offloaded: str, tmp_path: Path) -> None:

@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from tests.strategies.offload.overlapped import copy_to
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
+from trainwright.strategies.offload.copy_stream import Fetched, PinnedBuffers
 from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.strategies.offload.prefetch import Prefetcher
 
@@ -138,127 +135,7 @@ def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
 
-class OnHost(Part):
-    """A unit that is used where it is, and has to be waited for if told."""
-
-    stays_on_host = True
-    slow_s = 0.0
-
-    def fetch(self) -> Fetched:
-        time.sleep(self.slow_s)
-        return super().fetch()
-
-
-@pytest.mark.slow
-def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prefetch, "_QUICK_S", 0.25)  # however busy this machine is
-    prefetcher = Prefetcher(10**6)
-    parts = [OnHost(i, num_bytes=10**5) for i in range(5)]
-    numbers = [prefetcher.add(part) for part in parts]
-
-    def in_turn(times: int) -> set[str]:
-        for part in parts:
-            part.fetched_by.clear()
-        for _ in range(times):
-            for number in numbers:
-                _begin_use(prefetcher, number)
-                time.sleep(0.01)  # computes
-                prefetcher.release()
-        return {thread for part in parts for thread in part.fetched_by}
-
-    assert "prefetch" in in_turn(3)
-    in_turn(5)
-    _idle(prefetcher)
-    assert in_turn(2) == {"MainThread"}
-    parts[2].slow_s = 0.3
-    assert "prefetch" in in_turn(2)
-
-
 # Copies beside a computation
-
-
-class FakeStream:
-    """Writes down what a device's stream is asked for; an event is (stream, how much it has been given)."""
-
-    present: list[FakeStream] = []  # noqa: RUF012  # the streams that are entered, the computing one first
-    log: list[Any] = []  # noqa: RUF012  # of all streams
-
-    def __init__(self, name: str = "copies", device: torch.device | None = None) -> None:
-        self.name, self.given = name, 0
-
-    def record_event(self) -> Any:
-        return FakeEvent((self.name, self.given))
-
-    def wait_event(self, event: Any) -> None:
-        FakeStream.log.append((self.name, "waits for", event.at))
-
-    def __enter__(self) -> None:
-        FakeStream.present.append(self)
-
-    def __exit__(self, *_: Any) -> None:
-        FakeStream.present.pop()
-
-
-class FakeEvent:
-    def __init__(self, at: tuple[str, int]) -> None:
-        self.at = at
-
-    def synchronize(self) -> None:
-        FakeStream.log.append(("host", "waits for", self.at))
-
-
-def _run() -> None:
-    """Give the present stream something to do."""
-    stream = FakeStream.present[-1]
-    stream.given += 1
-    FakeStream.log.append((stream.name, "runs", stream.given))
-
-
-@pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> CopyStream:
-    monkeypatch.setattr(torch, "Stream", FakeStream)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.present[-1])
-    monkeypatch.setattr(FakeStream, "present", [FakeStream("computes")])
-    monkeypatch.setattr(FakeStream, "log", [])
-    return CopyStream(torch.device("cuda", 0))
-
-
-def test_a_copy_begins_after_the_computation_so_far(copies: CopyStream) -> None:
-    _run()
-    event = copies.queue(_run)
-    _run()
-    copies.join(event)
-    assert FakeStream.log == [
-        ("computes", "runs", 1),
-        ("copies", "waits for", ("computes", 1)),
-        ("copies", "runs", 1),
-        ("computes", "runs", 2),
-        ("computes", "waits for", ("copies", 1)),
-    ]
-
-
-def test_what_is_copied_from_stays_until_the_computation_has_waited(copies: CopyStream) -> None:
-    source = torch.ones(2)
-    alive = weakref.ref(source)
-    copies.queue(_run, source=source)
-    del source
-    assert alive() is not None
-    copies.release()
-    assert FakeStream.log[-1] == ("computes", "waits for", ("copies", 1))
-    assert alive() is None
-
-
-def test_on_the_host_copies_are_made_at_once() -> None:
-    copies, target = CopyStream(torch.device("cpu")), torch.zeros(2)
-    source = torch.ones(2)
-    event = copies.queue(lambda: copy_to(target, source))
-    assert torch.equal(target, source)
-    assert copies.fetch(source) == (source, None)
-    for wait in (copies.join, copies.wait):
-        wait(event)
-    assert copies.num_queued == 2
 
 
 def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:

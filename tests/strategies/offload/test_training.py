@@ -18,7 +18,6 @@ from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer
 from trainwright import ConfigurationError, OffloadStrategy, TaskModule, TrainwrightWarning
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
-from trainwright.strategies.offload.advice import read_ahead
 
 WIDTH, DEPTH = 16, 5
 
@@ -99,16 +98,6 @@ def assert_same(found: Any, wanted: Any) -> None:
     assert found[2].callback_metrics == wanted[2].callback_metrics
 
 
-@pytest.mark.parametrize("stream", [True, None])
-@pytest.mark.parametrize(("parameters", "state"), [("cpu", "cpu"), ("disk", "disk"), ("device", "disk")])
-def test_it_equals_training_in_one_place(parameters: Any, state: Any, stream: bool | None, tmp_path: Path) -> None:
-    wanted = train(Tiny())
-    strategy = OffloadStrategy(parameters, state, stream=stream, offload_folder=tmp_path)
-    assert_same(train(Tiny(), strategy), wanted)
-    assert max(wanted[0].norms) > 0.5  # something is clipped
-    assert list(tmp_path.iterdir()) == []  # files have no names
-
-
 _VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "activations computed anew": ({"recompute": True}, dict),
     "averages evaluated": ({}, lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}),
@@ -116,6 +105,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", ["cpu", "device"])
 @pytest.mark.parametrize("name", _VARIANTS)
 def test_a_variant_equals_that_in_one_place(name: str, parameters: Any) -> None:
@@ -134,19 +124,6 @@ def test_units_are_found_by_size_where_nobody_names_them() -> None:
     strategy = OffloadStrategy(stream=True)
     assert_same(train(Tiny(units=False), strategy, callbacks=[Look()]), train(Tiny(units=False)))
     assert found[0] >= DEPTH
-
-
-def test_a_frozen_base_streams_and_small_additions_train() -> None:
-    def frozen() -> Tiny:
-        task = Tiny()
-        for name, parameter in task.named_parameters():
-            parameter.requires_grad = "norm" in name
-        return task
-
-    before = weights_of(frozen())
-    found = train(frozen(), OffloadStrategy(stream=True))
-    assert_same(found, train(frozen()))
-    assert torch.equal(found[1]["blocks.0.up.weight"], before["blocks.0.up.weight"])
 
 
 def test_a_full_disk_is_an_error_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,10 +155,6 @@ def test_what_it_cannot_do_is_refused_at_once(make: Any, text: str) -> None:
 
 
 # What is on the disk is read for the next unit's step while the present one computes
-
-
-def test_it_takes_whatever_tensors_there_are() -> None:
-    read_ahead([torch.empty(0), torch.ones(()), torch.ones(3, 5).t(), torch.empty(4, device="meta")])
 
 
 def test_a_model_without_units_is_warned_of() -> None:

@@ -158,16 +158,6 @@ def ragged(folder: str) -> list[str]:
     return [str(one.message) for one in caught if "XLA compiled" in str(one.message)]
 
 
-def too_late(folder: str) -> str:
-    """Train on the CPU first, which torch_xla does not allow; the error."""
-    fit(folder, accelerator="cpu")
-    try:
-        fit(folder, strategy="xla")
-    except Exception as error:  # noqa: BLE001  # its text is the result
-        return str(error)
-    return "none"
-
-
 def main() -> None:
     """Run the program that the arguments name."""
     name, options = sys.argv[1], json.loads(sys.argv[2])

@@ -40,11 +40,6 @@ def test_losses_weights_and_metrics_are_those_of_one_device(strategy: str, devic
 
 
 @needs_xla
-def test_bf16_is_near_that_of_the_cpu() -> None:
-    assert run("equal_losses", strategy="xla", precision="bf16-mixed")["losses"] < 1e-2
-
-
-@needs_xla
 @pytest.mark.parametrize(("strategy", "accumulate"), [("xla", 1), ("xla", 2), ("xla_ddp", 1), ("xla_fsdp", 1)])
 def test_a_step_is_one_program_without_a_compilation_or_a_read(strategy: str, accumulate: int) -> None:
     counts = run("counted_steps", 2, strategy=strategy, accumulate=accumulate)
@@ -66,11 +61,6 @@ def test_checkpoints_resume_exactly_and_continue_those_of_other_strategies(strat
 def test_a_compilation_after_the_first_steps_is_a_warning_that_names_the_batch() -> None:
     (text,) = run("ragged")
     assert all(part in text for part in ("batch 4", "(6, 8)", "(16, 8)", "drop_last"))
-
-
-@needs_xla
-def test_a_first_backward_elsewhere_is_an_error_that_says_what_to_do() -> None:
-    assert "Train on the XLA device first" in run("too_late")
 
 
 def test_another_torch_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
