@@ -80,3 +80,34 @@ def test_a_broken_link_is_an_error(target: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(site, "reference_pages", lambda: pages)
     with pytest.raises(SystemExit, match=re.escape("broken.md")):
         site.build(tmp_path, pictures=False)
+
+
+@pytest.mark.engines
+@pytest.mark.requires("program:chromium", reason="a real browser")
+@pytest.mark.requires("playwright", reason="it drives the browser")
+def test_a_browser_searches_the_site_from_the_disk(built: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    loaded: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.on("request", lambda request: loaded.append(request.url))
+        tab.goto((built / "examples" / "fsdp.html").as_uri())
+        tab.get_by_role("button", name="Search").first.click()
+        tab.get_by_role("combobox").press_sequentially("ModelCheckpoint")
+        tab.locator("a", has_text="ModelCheckpoint").first.click()
+        tab.wait_for_url("**/trainwright.ModelCheckpoint.html*")
+        tab.goto((built / "index.html").as_uri())
+        tab.get_by_role("button", name="Search").first.click()
+        tab.get_by_role("combobox").press_sequentially("resume")
+        tab.locator("a[href*='h=resume']").first.wait_for()
+        first = [link.get_attribute("href") or "" for link in tab.locator("a[href*='h=resume']").all()[:3]]
+        assert not any("trainwright." in link for link in first)  # guides come before attributes such as check_resume
+        tab.goto((built / "settings.html").as_uri())
+        tab.locator("input.filter").fill("save_top_k")
+        assert [row.split()[:2] for row in tab.locator("tbody tr:visible").all_inner_texts()] == [
+            ["save_top_k", "ModelCheckpoint"]
+        ]
+        browser.close()
+    assert {url.partition(":")[0] for url in loaded} <= {"file", "data", "about"}

@@ -218,3 +218,40 @@ def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -
 
 
 # diffusers: models that move to the device one after another
+
+
+def _generate_images(kind: str) -> list[bool]:
+    """Run a pipeline with offloaded models; returns whether each result is that of the plain pipeline."""
+    import trainwright
+
+    trainwright.as_accelerate()
+    from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+    from diffusers.utils import logging
+
+    logging.disable_progress_bar()
+
+    def pipeline() -> Any:
+        torch.manual_seed(0)
+        unet = UNet2DModel(
+            sample_size=8, in_channels=1, out_channels=1, layers_per_block=1, norm_num_groups=4,
+            block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        )  # fmt: skip
+        return DDPMPipeline(unet, DDPMScheduler(num_train_timesteps=10))
+
+    def images(run: Any) -> torch.Tensor:
+        options = {"num_inference_steps": 3, "output_type": "np", "generator": torch.Generator().manual_seed(1)}
+        return torch.from_numpy(run(**options).images)
+
+    plain, offloaded = pipeline(), pipeline()
+    getattr(offloaded, f"enable_{kind}_cpu_offload")(device="cpu")
+    wanted = images(plain)
+    same = [torch.equal(images(offloaded), wanted), torch.equal(images(offloaded), wanted)]
+    offloaded.remove_all_hooks()
+    return [*same, torch.equal(images(offloaded), wanted)]
+
+
+@pytest.mark.parametrize("kind", ["model", "sequential"])
+def test_diffusers_offloads_models(kind: str) -> None:
+    found, *_ = run_distributed(_generate_images, 1, kind, timeout=60)
+    assert found == [True, True, True]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.slurm_cluster import needs_slurm, slurm_cluster
+from trainwright.checkpoint import find_checkpoints
 from trainwright.core.errors import ConfigurationError, MissingPackageError
 from trainwright.launch.clusters import mpirun_command, sbatch_script
 from trainwright.launch.launch import check_options, launch
@@ -254,3 +259,119 @@ def _wait_until(condition: Callable[[], bool], seconds: float = 90) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.2)
+
+
+_RESTARTED = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import Callback, TaskModule, Trainer, seed_everything
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.checkpoint import find_checkpoints
+
+
+class Noisy(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Slow(Callback):
+    def on_train_step_end(self, trainer, task, result):
+        if trainer.global_step == 1:
+            Path(f"rank-{trainer.global_rank}").write_text(str(os.getpid()))
+        if "slow" in sys.argv:
+            time.sleep(0.3)
+
+
+seed_everything(1)
+task = Noisy()
+data = DataLoader(TensorDataset(torch.randn(128, 4)), batch_size=4, shuffle=True)
+callbacks = [Slow(), ModelCheckpoint(every_n_train_steps=2)]
+trainer = Trainer(max_epochs=3, logger=False, callbacks=callbacks, default_root_dir="runs", enable_progress_bar=False)
+resumes = "resume" in sys.argv and find_checkpoints("runs/checkpoints")
+trainer.fit(task, data, ckpt_path="last" if resumes else None)
+if trainer.global_rank == 0:
+    torch.save(task.state_dict(), "weights.pt")
+    print("end", trainer.global_step, os.environ.get("SLURM_RESTART_COUNT"), trainer.resumed, flush=True)
+"""
+
+
+_ONE_THREAD = ("--num_cpu_threads_per_process", "1")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights of a run of two processes that was not interrupted."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "train.py").write_text(_RESTARTED)
+    found = _launch(folder, *_ONE_THREAD, "train.py")
+    assert "end 48 None False" in found.stdout, found.stderr
+    weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
+    return weights
+
+
+_KILLS = mostly_exhaustive(range(10), keep=[0])
+
+
+def _moment(folder: Path, draw: random.Random) -> list[int]:
+    """Wait until both ranks train, and then until a random moment. Return the process IDs of the ranks."""
+    files = [folder / f"rank-{rank}" for rank in range(2)]
+    _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    time.sleep(draw.uniform(0, 7))
+    return [int(file.read_text()) for file in files]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.engines
+@pytest.mark.distributed
+@_needs_mpirun
+@pytest.mark.parametrize("kill", _KILLS)
+def test_a_killed_run_of_mpirun_resumes_and_gives_the_same_weights(
+    kill: int, uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(_RESTARTED)
+    words = ("--mpi", *_ONE_THREAD, "train.py", "resume")
+    with (tmp_path / "output").open("w") as output:
+        run = _start(tmp_path, *words, "slow", stdout=output, stderr=output)
+    ranks = _moment(tmp_path, random.Random(kill))
+    os.kill([run.pid, *ranks][kill % 3], signal.SIGKILL)  # the command has become mpirun
+    assert run.wait(timeout=30) != 0, (tmp_path / "output").read_text()
+    _wait_until(lambda: not any(map(_is_running, ranks)), 4)  # long before they would have ended by themselves
+    resumes = bool(find_checkpoints(tmp_path / "runs/checkpoints"))
+    found = _launch(tmp_path, *words)
+    assert f"end 48 None {resumes}" in found.stdout, found.stderr
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), uninterrupted, rtol=0, atol=0)
+
+
+@pytest.mark.engines
+@pytest.mark.distributed
+@needs_slurm
+@pytest.mark.parametrize("kill", _KILLS)
+def test_a_job_that_is_signalled_is_requeued_and_gives_the_same_weights(
+    kill: int, cluster: dict[str, str], uninterrupted: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    variables = {**os.environ, **cluster}
+    (tmp_path / "train.py").write_text(_RESTARTED)
+    job = _launch(tmp_path, "--slurm", *_ONE_THREAD, "train.py", "slow", **cluster).stdout.split()[-1]
+    _moment(tmp_path, random.Random(kill))
+    subprocess.run(["scancel", "--signal=USR1", job], env=variables, check=True)
+    show = ["squeue", "-h", "-o", "%r", "-j", job]
+    _wait_until(lambda: b"BeginTime" in subprocess.run(show, env=variables, capture_output=True, check=True).stdout)
+    # Slurm waits two minutes before it starts a requeued job.
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=variables, check=True)
+    assert "end 48 1 True" in _wait(tmp_path, job, cluster)
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), uninterrupted, rtol=0, atol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -181,3 +182,27 @@ def test_pdsh_starts_all_machines(tmp_path: Path) -> None:
     assert run.returncode == 0, err
     line = f"sum 3.0 {tmp_path} it's 100% a  b %n;$HOME"
     assert sorted(out.splitlines()) == [f"127.0.0.1: {line}", f"localhost: {line}"]
+
+
+def _ended(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 15
+    while any(Path(f"/proc/{file.stem}").exists() for file in tmp_path.glob("*.pid")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.engines
+@pytest.mark.distributed
+@_needs_pdsh
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends pdsh with a killed launcher")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_the_launcher_ends_all_machines(number: int, tmp_path: Path) -> None:
+    run = _start(tmp_path, "script.py", "wait", launcher="pdsh")
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("*.pid"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    run.send_signal(number)
+    run.communicate(timeout=30)
+    assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    _ended(tmp_path)

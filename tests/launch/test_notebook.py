@@ -154,3 +154,53 @@ def _lock() -> object:
 def test_a_result_that_cannot_be_sent_is_none_with_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="result of _lock cannot be sent"):
         assert debug_launcher(_lock, num_processes=1) is None
+
+
+_CELLS = [
+    "from trainwright import Accelerator, notebook_launcher\nclass Own:\n    scale = 2",
+    """
+def function(value, word):
+    accelerator = Accelerator()
+    print(word, accelerator.process_index, flush=True)
+    if word == "fail" and accelerator.process_index == 1:
+        raise ArithmeticError("seven is odd")
+    accelerator.wait_for_everyone()
+    value.facts = accelerator.num_processes, accelerator.mixed_precision, value.scale
+    return value
+""",
+    'found = notebook_launcher(function, (Own(), "hello"), num_processes=2, mixed_precision="bf16")',
+    "print(isinstance(found, Own), *found.facts)",
+    'notebook_launcher(function, (Own(), "fail"), num_processes=2)',
+    "accelerator = Accelerator()",
+    'notebook_launcher(function, (Own(), "hello"), num_processes=2)',
+]
+
+
+@pytest.mark.engines
+@pytest.mark.distributed
+@pytest.mark.requires("nbclient", "a notebook is executed for real")
+@pytest.mark.requires("ipykernel", "by a real kernel")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of the notebook's client
+def test_a_notebook_launches_its_own_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbclient
+    import nbformat
+
+    for name, value in environment(JUPYTER_PLATFORM_DIRS="1", ACCELERATE_USE_CPU="true").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # with it, a kernel does not show the output of other processes
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in _CELLS])
+    client = nbclient.NotebookClient(
+        book, timeout=120, kernel_name="python3", allow_errors=True, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    outputs = [cell.outputs for cell in book.cells]
+    shown = "".join(one.get("text", "") for one in outputs[2])
+    assert sorted(shown.splitlines()) == ["[rank 1] hello 1", "hello 0"]
+    assert [one["text"] for one in outputs[3]] == ["True 2 bf16 2\n"]
+    (error,) = (one for one in outputs[4] if one["output_type"] == "error")
+    assert error["ename"] == "WorkerError"
+    assert error["evalue"].count("ArithmeticError: seven is odd") == 1
+    (error,) = (one for one in outputs[6] if one["output_type"] == "error")
+    assert "has created an Accelerator or PartialState already" in error["evalue"]
+    assert "(accelerator = Accelerator())" in error["evalue"]

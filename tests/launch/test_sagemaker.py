@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.launch import sagemaker
 from trainwright.launch.launch import launch
 from trainwright.launch.sagemaker import container_options, hyperparameters
+from trainwright.processes.launcher import free_port
 
 _COMMAND = ("--config_file", "sm.yaml", "train.py")
 # A file of `accelerate config`.
@@ -228,3 +232,33 @@ def test_arguments_become_hyperparameters(words: str, expected: Any) -> None:
     else:
         with pytest.raises(ConfigurationError, match=expected):
             hyperparameters(words.split())
+
+
+_SCRIPT = """
+import sys
+import torch
+from trainwright import Accelerator
+accelerator = Accelerator()
+total = int(accelerator.reduce(torch.tensor(accelerator.process_index + 1)))
+open(f"rank-{accelerator.process_index}", "w").write(f"{total} {sys.argv[1:]}")
+"""
+
+
+@pytest.mark.engines
+@pytest.mark.distributed
+def test_the_containers_of_two_hosts_train_together(sdk: _Sdk) -> None:
+    Path("train.py").write_text(_SCRIPT)
+    assert launch([*_COMMAND, "--lr", "0.1"]) == 0
+    Path("trainwright_sagemaker.py").write_text(sdk.jobs[0]["source"]["trainwright_sagemaker.py"])
+    hosts = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_NUM_GPUS": "0"}
+    hosts |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "trainwright_sagemaker.py", "--lr", "0.1"],
+            env=os.environ | hosts | {"SM_CURRENT_HOST": host},
+        )
+        for host in ("algo-1", "algo-2")
+    ]
+    assert [run.wait(120) for run in runs] == [0, 0]
+    for rank in range(2):
+        assert Path(f"rank-{rank}").read_text() == "3 ['--lr', '0.1']"

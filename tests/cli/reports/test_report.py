@@ -193,3 +193,51 @@ def test_damage_anywhere_is_one_error_that_names_the_file(
             assert code in (0, 1, 2)
             assert (name in printed.err) == (code == 2), printed.err
             assert all(line.isprintable() for line in (printed.out + printed.err).splitlines())
+
+
+@pytest.mark.engines
+@pytest.mark.requires("program:chromium", reason="a real browser")
+@pytest.mark.requires("playwright", reason="it drives the browser")
+def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    values = np.random.default_rng(0).normal(size=(100_000, 10))
+    names = ",".join(f"train_{i}" for i in range(10))
+    np.savetxt(
+        tmp_path / "metrics.csv",
+        np.column_stack([np.arange(len(values)), values]),
+        fmt="%.8g",
+        delimiter=",",
+        header=f"step,{names}",
+        comments="",
+    )
+    assert main(["report", str(tmp_path)]) == 0
+    assert (tmp_path / "report.html").stat().st_size <= 5 * 10**6
+    errors: list[str] = []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        for scheme in ("light", "dark"):
+            tab = browser.new_page(color_scheme=scheme, viewport={"width": 1360, "height": 1000})
+            tab.on("pageerror", lambda error: errors.append(str(error)))
+            tab.goto(f"file://{tmp_path / 'report.html'}")
+            tab.wait_for_selector(".uplot", timeout=20_000)
+            assert tab.evaluate("document.documentElement.classList.contains('dark')") == (scheme == "dark")
+            assert tab.evaluate("bounds") is None
+            assert tab.evaluate("charts[0].plot.scales.x.max") == 99_999
+            box = tab.locator(".u-over").first.bounding_box()
+            assert box is not None
+            tab.keyboard.down("Control")
+            tab.mouse.move(box["x"] + 200, box["y"] + 50)
+            tab.mouse.wheel(0, -400)
+            tab.keyboard.up("Control")
+            low, high = tab.evaluate("bounds")
+            assert 0 < low < high < 99_999
+            tab.keyboard.down("Shift")
+            tab.mouse.down()
+            tab.mouse.move(box["x"] + 260, box["y"] + 50)
+            tab.mouse.up()
+            moved = tab.evaluate("bounds")
+            assert moved[0] < low
+            assert moved[1] - moved[0] == pytest.approx(high - low)
+        browser.close()
+    assert not errors

@@ -1,0 +1,197 @@
+"""Jobs of two hosts: two network namespaces of this machine, joined by one link."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.selection import mostly_exhaustive
+from tests.helpers.sources import ROOT
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.distributed,
+    pytest.mark.skipif(
+        not sys.platform.startswith("linux") or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))),
+        reason="network namespaces need Linux, root, iproute2 and util-linux",
+    ),
+]
+
+# Writes the validation losses of all epochs. With a file "wait" in the folder, it trains until it is ended.
+_SCRIPT = """
+import json, sys, time
+from pathlib import Path
+from trainwright import Trainer
+from trainwright.callbacks import Callback
+from tests.helpers.tasks import RegressionTask, regression_loader
+
+folder, strategy, num_processes = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+waits = (folder / "wait").exists()
+losses = []
+
+
+class Losses(Callback):
+    def on_validation_end(self, trainer, task):
+        losses.append(float(trainer.callback_metrics["val_loss"]))
+
+    def on_train_step_end(self, trainer, task, result):
+        (folder / f"step-of-{trainer.global_rank}").write_text(str(trainer.global_step))
+        if waits:
+            time.sleep(0.05)
+
+
+trainer = Trainer(
+    accelerator="cpu", devices="auto", strategy=strategy, max_epochs=1000 if waits else 3, seed=1, logger=False,
+    default_root_dir=folder, enable_checkpointing=False, enable_progress_bar=False, num_sanity_val_steps=0,
+    callbacks=Losses(),
+)
+loader = regression_loader(64, batch_size=4 // num_processes)
+trainer.fit(RegressionTask(momentum=0.9), loader, regression_loader(16, batch_size=4 // num_processes))
+assert trainer.world_size == num_processes
+if trainer.global_rank == 0:
+    (folder / "losses.json").write_text(json.dumps(losses))
+"""
+
+
+def _ip(*arguments: str) -> str:
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+class _Host:
+    """A network namespace with the address `10.77.0.N` and a host name."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.number, self.address = name, number, f"10.77.0.{number + 1}"
+        self.launchers: list[subprocess.Popen[str]] = []
+        _ip("netns", "add", name)
+
+    def connect(self) -> None:
+        _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "link0")
+        for device in ("lo", "link0"):
+            _ip("-n", self.name, "link", "set", device, "up")
+
+    def launch(self, folder: Path, strategy: str, *options: str) -> subprocess.Popen[str]:
+        command = ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
+        command += [f"host-{self.number}", sys.executable, "-m", "trainwright", "launch", "--cpu"]
+        command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(self.number)]
+        command += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29511", *options]
+        self.launchers.append(
+            subprocess.Popen(
+                [*command, str(folder / "script.py"), str(folder), strategy, "2"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+                env={**_environment(), "GLOO_SOCKET_IFNAME": "link0"},
+            )
+        )
+        return self.launchers[-1]
+
+    def kill(self) -> None:
+        for pid in _ip("netns", "pids", self.name).split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[_Host]]:
+    made: list[_Host] = []
+    try:
+        for number in range(2):
+            made.append(_Host(f"trainwright-{os.getpid()}-{number}", number))
+        first, second = made
+        ends = (["name", "link0", "netns", first.name], ["peer", "name", "link0", "netns", second.name])
+        _ip("link", "add", *ends[0], "type", "veth", *ends[1])
+        for host in made:
+            host.connect()
+        yield made
+    finally:
+        for host in made:
+            host.kill()
+            for launcher in host.launchers:
+                launcher.communicate()
+            _ip("netns", "delete", host.name)
+
+
+def _folder(path: Path, *, waits: bool = False) -> Path:
+    path.mkdir()
+    (path / "script.py").write_text(_SCRIPT)
+    if waits:
+        (path / "wait").touch()
+    return path
+
+
+def _losses(folder: Path) -> list[float]:
+    found: list[float] = json.loads((folder / "losses.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("strategy", mostly_exhaustive(["ddp", "fsdp"], keep=["fsdp"]))
+def test_two_hosts_train_as_one_process(strategy: str, hosts: list[_Host], tmp_path: Path) -> None:
+    alone, together = _folder(tmp_path / "alone"), _folder(tmp_path / "together")
+    command = [sys.executable, str(alone / "script.py"), str(alone), "auto", "1"]
+    subprocess.run(command, cwd=ROOT, env=_environment(), check=True, capture_output=True, timeout=120)
+    launchers = [host.launch(together, strategy) for host in hosts]
+    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
+    assert _losses(together) == pytest.approx(_losses(alone), rel=1e-5)
+    assert len(_losses(together)) == 3
+
+
+@pytest.fixture
+def running(hosts: list[_Host], tmp_path: Path) -> Path:
+    """Start a job of both hosts that trains until it is ended, and return its folder."""
+    folder = _folder(tmp_path / "run", waits=True)
+    for host in hosts:
+        host.launch(folder, "ddp", "--rdzv_backend", "static", "--max_restarts", "1")
+    _wait_for_steps(folder, 1)
+    return folder
+
+
+def _wait_for_steps(folder: Path, num: int) -> None:
+    deadline = time.monotonic() + 120
+    files = [folder / f"step-of-{rank}" for rank in range(2)]
+    while not all(file.exists() and int(file.read_text() or 0) >= num for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _end(host: _Host, seconds: float) -> tuple[int, str]:
+    output, _ = host.launchers[0].communicate(timeout=seconds)
+    assert _ip("netns", "pids", host.name) == ""
+    return host.launchers[0].returncode, output.rpartition("trainwright launch: ")[2]
+
+
+def test_both_hosts_end_when_their_link_drops(running: Path, hosts: list[_Host]) -> None:
+    _ip("-n", hosts[1].name, "link", "set", "link0", "down")
+    for host, other in zip(hosts, (1, 0), strict=True):
+        code, error = _end(host, 60)
+        assert code == 1
+        assert error.startswith(f"machine {other} has sent no heartbeat for 15 seconds")
+
+
+@pytest.mark.exhaustive
+def test_a_host_ends_when_the_other_one_dies(running: Path, hosts: list[_Host]) -> None:
+    hosts[1].kill()
+    code, error = _end(hosts[0], 60)
+    assert code == 1
+    assert error.startswith("machine 1 has sent no heartbeat for 15 seconds: its launcher has ended")
+
+
+def test_training_continues_after_a_short_loss_of_the_link(running: Path, hosts: list[_Host]) -> None:
+    _ip("-n", hosts[1].name, "link", "set", "link0", "down")
+    time.sleep(3)
+    _ip("-n", hosts[1].name, "link", "set", "link0", "up")
+    _wait_for_steps(running, int((running / "step-of-0").read_text()) + 20)
