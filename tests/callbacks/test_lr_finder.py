@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.helpers.runs import StepRecorder, fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
@@ -14,6 +15,7 @@ from trainwright.callbacks import LearningRateFinder
 from trainwright.callbacks.lr_finder import LRFinder
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.loggers import CSVLogger
 from trainwright.trainer.search.tuner import Tuner
 
 
@@ -190,3 +192,31 @@ def test_a_suggestion_at_the_edge_of_the_range_or_within_noise_is_a_warning(loss
     found.results = {"lr": [1e-3 * 1.5**i for i in range(len(losses))], "loss": losses}
     with pytest.warns(TrainwrightWarning, match=says):
         assert found.suggestion(skip_begin=0, skip_end=0) is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*learning rate")
+def test_loggers_hear_the_rate_that_was_found(tmp_path: Path) -> None:
+    logger, task = CSVLogger(tmp_path, version=0), _SavesRate()
+    finder = LearningRateFinder(num_training_steps=40)
+    quiet_trainer(max_steps=2, callbacks=[finder], logger=logger).fit(task, regression_loader(64, 8))
+    assert task.hparams.lr != 1e-3
+    assert yaml.safe_load(Path(logger.log_dir or "", "hparams.yaml").read_text()) == {"lr": task.hparams.lr}
+
+
+def test_a_loss_that_never_falls_leaves_the_learning_rate_unchanged() -> None:
+    task = StepTask(lambda task, batch, idx: 0 * task.loss(batch) + 1.0)
+    with pytest.warns(TrainwrightWarning, match=r"does not fall.*lr is unchanged"):
+        quiet_trainer(max_steps=1, callbacks=LearningRateFinder()).fit(task, regression_loader(64, 8))
+    assert task.lr == 0.05
+
+
+def test_schedules_go_on_from_the_learning_rate_that_was_found() -> None:
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+            return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+
+    recorder, task = StepRecorder(), Task()
+    quiet_trainer(max_steps=4, callbacks=[LearningRateFinder(), recorder]).fit(task, regression_loader(64, 8))
+    assert [lr for [lr] in recorder.lrs] == pytest.approx([task.lr * share for share in (0.25, 0.5, 0.75, 1.0)])

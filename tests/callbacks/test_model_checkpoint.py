@@ -164,3 +164,15 @@ def test_what_stays_are_the_k_best_scores_and_others_leave_once(
 def test_a_value_that_does_not_fit_its_format_is_an_error_with_both() -> None:
     with pytest.raises(ConfigurationError, match=r"val_loss=0\.123 cannot be written as 'd'.*\{val_loss:\.2f\}"):
         ModelCheckpoint(filename="{val_loss:d}").format_checkpoint_name(METRICS)
+
+
+def test_a_field_of_the_name_that_was_never_logged_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(TrainwrightWarning, match="'acc', which was not logged"):
+        fit(ModelCheckpoint(filename="{epoch}-{acc:.2f}"), tmp_path)
+
+
+def test_without_validation_the_error_comes_at_the_epoch_end(tmp_path: Path) -> None:
+    run = FakeRun([ModelCheckpoint(monitor="loss")], tmp_path)
+    with pytest.raises(ConfigurationError, match="Logged so far: none"):
+        run.fit(epochs=1, batches=2)
+    assert run.state.step == 2

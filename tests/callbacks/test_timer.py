@@ -57,3 +57,9 @@ def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tm
 def test_an_unknown_stage_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'validate'"):
         Timer().time_elapsed("validation")
+
+
+def test_by_epoch_it_waits_for_the_end_of_the_epoch(tmp_path: Path, clock: Clock) -> None:
+    run = FakeRun([Timer({"seconds": 5}, interval="epoch", verbose=False)], tmp_path)
+    run.fit(epochs=5, batches=4, on_step=clock.tick)
+    assert (run.state.step, run.printed) == (4, [])

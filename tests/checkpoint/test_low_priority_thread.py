@@ -79,3 +79,21 @@ def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
     assert max(size for _, size, _ in written) <= CHUNK_BYTES
     if low_priority_file._open_direct(tmp_path / "a") is not None:  # this file system takes such writes
         assert sum(size for direct, size, _ in written if direct) >= BODY
+
+
+def fail() -> None:
+    raise OSError("broken")
+
+
+def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet: LowPriorityThread) -> None:
+    found: list[int] = []
+    held = threading.Event()
+    quiet.start()
+    quiet.put(lambda: held.wait(30))
+    quiet.put(fail)
+    quiet.put(lambda: found.append(1))
+    held.set()
+    with pytest.raises(OSError, match="broken"):
+        quiet.finish()
+    quiet.finish()
+    assert found == []

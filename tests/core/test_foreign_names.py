@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,3 +101,17 @@ def test_a_missing_name_is_an_error_with_its_replacement(module: str, name: str,
     with pytest.raises(ImportError) as by_import:
         exec(f"from {module} import {name}")
     assert says in str(by_import.value)
+
+
+def test_a_librarys_lightning_module_is_an_error_that_does_not_ask_to_change_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "site-packages/some_library/nets.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def net_of(base):\n    class Net(base):\n        pass\n    return Net()\n")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    with pytest.raises(ConfigurationError) as caught:
+        fit(importlib.import_module("some_library.nets").net_of(LightningModule), regression_loader(2))
+    assert "Net is a LightningModule of Lightning" in str(caught.value)
+    assert "the installed package some_library" in str(caught.value)
+    assert "migrate" not in str(caught.value)

@@ -298,3 +298,18 @@ def test_a_container_of_omegaconf_that_cannot_be_stored_is_left_out(tmp_path: Pa
     path = _saved(Keeping(a=OmegaConf.create({"key": r"\${oc.env:HOME}"})), tmp_path)
     with pytest.raises(CheckpointError, match=r"a holds '\$\{', which OmegaConf would evaluate"):
         Keeping.load_from_checkpoint(path)
+
+
+def test_an_enumeration_that_is_not_imported_has_to_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wanting(RegressionTask):
+        def __init__(self, colour: Colour) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    path = _saved(Wanting(Colour.RED), tmp_path)
+    monkeypatch.delitem(globals(), "Colour")
+    with pytest.raises(
+        CheckpointError, match=r"could not save: RED of the enumeration .*:Colour, which is not imported"
+    ):
+        Wanting.load_from_checkpoint(path)
+    assert Wanting.load_from_checkpoint(path, colour=Level.LOW).hparams.colour is Level.LOW

@@ -206,3 +206,15 @@ def test_the_end_of_the_launcher_ends_all_machines(number: int, tmp_path: Path) 
     run.communicate(timeout=30)
     assert run.returncode == (-number if number == signal.SIGKILL else 128 + number)
     _ended(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@_needs_pdsh
+def test_a_failure_ends_all_machines(tmp_path: Path) -> None:
+    run = _start(tmp_path, "script.py", "fail", launcher="pdsh")
+    _, err = run.communicate(timeout=100)
+    assert run.returncode == 1
+    assert "127.0.0.1: trainwright launch: rank 1 failed first" in err
+    assert "127.0.0.1: trainwright launch: this machine ended with exit code 1" in err
+    _ended(tmp_path)

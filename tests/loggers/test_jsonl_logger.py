@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,14 @@ def test_metrics_named_like_the_lines_own_fields_are_left_out_with_a_warning(tmp
         logger.log_metrics({"time": -1.0, "a": 1.0}, 1)
     logger.finish("success")
     assert lines(logger)[0]["time"] > 0
+
+
+def test_the_file_is_valid_json_with_values_that_are_not_finite(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_hyperparams({"limit": math.inf})
+    logger.log_metrics({"a": math.nan, "b": -math.inf}, 1)
+    logger.finish("success")
+    (line,) = lines(logger)
+    assert (line["a"], line["b"]) == ("NaN", "-Infinity")
+    assert logger.log_dir is not None
+    assert strict(Path(logger.log_dir, "hparams.json").read_text()) == {"limit": "Infinity"}

@@ -228,3 +228,15 @@ def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:
     buffer.log("a", 1.0, logger=False, prog_bar=True)
     flushed = buffer.flush_step()
     assert (flushed.logged, flushed.callback, flushed.prog_bar) == ({}, {"a": 1.0}, {"a": 1.0})
+
+
+def test_a_key_without_the_loader_s_index_belongs_to_one_loader() -> None:
+    buffer = evaluating(num_dataloaders=2)
+    for index, value in ((0, 1.0), (0, 3.0)):
+        buffer.dataloader_idx = index
+        buffer.log("acc", value, add_dataloader_idx=False)
+    buffer.dataloader_idx = 1
+    with pytest.raises(ConfigurationError, match="dataloaders 0 and 1, whose values would mix"):
+        buffer.log("acc", 3.0, add_dataloader_idx=False)
+    flushed = buffer.flush_epoch()
+    assert (flushed.logged, flushed.loaders) == ({"acc": 2.0}, {"acc": 0})

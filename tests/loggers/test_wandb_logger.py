@@ -193,3 +193,15 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     assert note["note/nrows"] == 1
     assert run["history"][2]["pair/captions"] == ["a", "b"]
     assert run["history"][3]["rows/ncols"] == 2
+
+
+def test_a_resumed_history_gets_no_step_twice(fake: SimpleNamespace, tmp_path: Path) -> None:
+    fake.make = {"resumed": True, "last_step": 150}
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.load_state_dict({"id": "abc"})
+    logger.start(RunInfo(tmp_path))
+    for step in (110, 150, 160):
+        logger.log_metrics({"loss": 1.0}, step)
+    assert fake.runs[0].options["id"] == "abc"
+    assert fake.runs[0].options["resume"] == "allow"
+    assert [row["trainer/global_step"] for row in fake.runs[0].history] == [160]

@@ -15,7 +15,7 @@ from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import verify
-from trainwright.core.errors import Preempted
+from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
 
 
@@ -153,3 +153,22 @@ def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: P
     leaving._deadline = 0.0  # type: ignore[union-attr]
     os.kill(os.getpid(), signal.SIGTERM)
     assert came == [signal.SIGTERM]
+
+
+def _divide_by_zero() -> float:
+    return 1 / 0
+
+
+def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
+    class Clumsy(Callback):
+        def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
+            raise RuntimeError("clumsy")
+
+    hears = _Hears()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Clumsy(), hears])
+    with (
+        pytest.warns(TrainwrightWarning, match=r"on_exception itself failed: RuntimeError: clumsy"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        trainer.fit(_FailsAt(0, 1, _divide_by_zero), regression_loader(4))
+    assert len(hears.heard) == 1

@@ -203,3 +203,12 @@ def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
     ):
         trainer.fit(task, batches(6))
     assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:
+    task = Bad((0, 4))
+    trainer = roll_back(task, batches(8), tmp_path, max_epochs=None, max_steps=5)
+    trainer.save_checkpoint(tmp_path / "later")
+    resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
+    resumed.fit(Bad(), batches(8), ckpt_path=tmp_path / "later")
+    assert (resumed.skipped_batches, resumed.num_rollbacks) == (trainer.skipped_batches, 1)

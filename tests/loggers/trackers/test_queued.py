@@ -191,3 +191,17 @@ def test_what_a_backend_lacks_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(TrainwrightWarning, match="Stub cannot log text"):
         logger.log_text("text", "a", 0)
     logger.finish("success")
+
+
+def test_an_error_is_raised_by_the_next_call_and_a_start_tries_again(tmp_path: Path) -> None:
+    logger = _started(Stub(fails=True), tmp_path)
+    logger.log_metrics({"loss": 0.0}, 0)
+    time.sleep(0.2)
+    for _ in range(2):
+        with pytest.raises(OSError, match="the server is away"):
+            logger.log_metrics({"loss": 0.0}, 1)
+    logger.fails = False
+    _started(logger, tmp_path)
+    logger.log_metrics({"loss": 0.0}, 2)
+    logger.finish("success")
+    assert logger.calls == ["interrupted", (2, {"loss": 0.0}), "success"]

@@ -179,3 +179,13 @@ def test_what_a_pipeline_cannot_do_in_a_loop_is_an_error() -> None:
     run_distributed(accumulates, 2, init=False, timeout=60)
     with pytest.raises(RankError, match=r"returned no loss.*accelerator\.forward_backward"):
         run_distributed(without_labels, 2, init=False, timeout=60)
+
+
+@pytest.mark.distributed
+def test_four_ranks_divide_stages_and_shards_in_bfloat16() -> None:
+    def run() -> Any:
+        return _loop(MegatronStrategy(pp=2, dp_shard=2, num_micro_batches=3), None, mixed_precision="bf16")
+
+    losses, _ = _loop("single", None, mixed_precision="bf16")
+    for found, _ in run_distributed(run, 4, init=False, timeout=90):
+        assert found == pytest.approx(losses, rel=1e-2)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import Fetched, PinnedBuffers
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched, PinnedBuffers
 from trainwright.strategies.offload.host_storage import HostStorage
 from trainwright.strategies.offload.prefetch import Prefetcher
 
@@ -142,3 +144,60 @@ def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() ->
     with torch.device("meta"):
         assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
         assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"
+
+
+class FakeEvent:
+    def __init__(self, at: tuple[str, int]) -> None:
+        self.at = at
+
+    def synchronize(self) -> None:
+        FakeStream.log.append(("host", "waits for", self.at))
+
+
+class FakeStream:
+    """Writes down what a device's stream is asked for; an event is (stream, how much it has been given)."""
+
+    present: list[FakeStream] = []  # noqa: RUF012  # the streams that are entered, the computing one first
+    log: list[Any] = []  # noqa: RUF012  # of all streams
+
+    def __init__(self, name: str = "copies", device: torch.device | None = None) -> None:
+        self.name, self.given = name, 0
+
+    def record_event(self) -> Any:
+        return FakeEvent((self.name, self.given))
+
+    def wait_event(self, event: Any) -> None:
+        FakeStream.log.append((self.name, "waits for", event.at))
+
+    def __enter__(self) -> None:
+        FakeStream.present.append(self)
+
+    def __exit__(self, *_: Any) -> None:
+        FakeStream.present.pop()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> CopyStream:
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.present[-1])
+    monkeypatch.setattr(FakeStream, "present", [FakeStream("computes")])
+    monkeypatch.setattr(FakeStream, "log", [])
+    return CopyStream(torch.device("cuda", 0))
+
+
+def _run() -> None:
+    """Give the present stream something to do."""
+    stream = FakeStream.present[-1]
+    stream.given += 1
+    FakeStream.log.append((stream.name, "runs", stream.given))
+
+
+def test_what_is_copied_from_stays_until_the_computation_has_waited(copies: CopyStream) -> None:
+    source = torch.ones(2)
+    alive = weakref.ref(source)
+    copies.queue(_run, source=source)
+    del source
+    assert alive() is not None
+    copies.release()
+    assert FakeStream.log[-1] == ("computes", "waits for", ("copies", 1))
+    assert alive() is None
