@@ -14,8 +14,8 @@ NEWEST_TORCH := 2.14.1
 NEWEST_TORCHAO := 0.18.0
 VENV_DEMO := .venv-demo
 STAMP_DEMO := $(VENV_DEMO)/.installed
-VENV_DOCS := .venv-docs
-STAMP_DOCS := $(VENV_DOCS)/.installed
+STAMP_DOCS := $(VENV_DEMO)/.docs-installed
+STAMP_PICTURES := $(VENV_DEMO)/.pictures-installed
 VENV_OLDEST := .venv-oldest
 VENV_NEWEST := .venv-newest
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -148,19 +148,21 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	$(BIN)/python -m benchmarks
 
-# The documentation has an environment of its own, with the few packages that it needs.
+# The documentation is built in the demo's environment, with one more package.
 docs: $(STAMP_DOCS)
-	$(VENV_DOCS)/bin/python -m docs.site.build
+	$(VENV_DEMO)/bin/python -m docs.site.build
 
-$(STAMP_DOCS): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV_DOCS)
-	$(VENV_DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(VENV_DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+$(STAMP_DOCS): $(STAMP_DEMO)
+	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,docs]"
 	@touch $@
 
 # The pictures of README.md and of the start page; needs chromium.
-pictures: $(STAMP_DOCS)
-	$(VENV_DOCS)/bin/python -m docs.site.pictures
+pictures: $(STAMP_PICTURES)
+	$(VENV_DEMO)/bin/python -m docs.site.pictures
+
+$(STAMP_PICTURES): $(STAMP_DEMO)
+	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,docs,pictures]"
+	@touch $@
 
 format: $(STAMP)
 	$(BIN)/ruff format .

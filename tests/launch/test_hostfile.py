@@ -131,13 +131,18 @@ def test_variables_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 _SCRIPT = """
-import os, sys
+import os, sys, time
 import torch
 from trainwright import Accelerator
 
 accelerator = Accelerator()
 total = accelerator.reduce(torch.tensor(accelerator.process_index + 1.0)).item()
 print("sum", total, os.getcwd(), os.environ.get("GREETING"), *sys.argv[1:], flush=True)
+if "fail" in sys.argv and accelerator.process_index == 1:
+    raise ValueError("bad luck")
+if {"fail", "wait"} & set(sys.argv):
+    open(f"{os.getpid()}.pid", "w").close()
+    time.sleep(100)
 """
 
 
@@ -208,7 +213,7 @@ def test_the_end_of_the_launcher_ends_all_machines(number: int, tmp_path: Path) 
     _ended(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.distributed
 @_needs_pdsh
 def test_a_failure_ends_all_machines(tmp_path: Path) -> None:

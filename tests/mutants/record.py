@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
-_TESTS = ["-m", "not (engines or exhaustive or torture)", "--dist", "loadfile", "--no-loadscope-reorder"]
+MAKE_TEST = "not (engines or exhaustive or torture)"
+_TESTS = ["-m", MAKE_TEST, "--dist", "loadfile", "--no-loadscope-reorder"]
 # coverage's .pth file starts a measurement in each Python process that finds this configuration in its environment:
 # pytest, its workers, and what they start. In pytest the context is the test function on the stack. A process that a
 # test starts has no such function: its context is the test that pytest has put into the environment.
@@ -48,8 +49,15 @@ def record(arguments: Sequence[str]) -> int:
     return done.returncode
 
 
+def current_tests() -> set[str]:
+    """Return the test functions that `make test` has now. Some of the record may have been removed or moved since."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-m", MAKE_TEST]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {test_function(line) for line in done.stdout.splitlines() if "::" in line}
+
+
 class Record:
-    """Which tests run a line, and how long each takes."""
+    """Which tests run a line, and how long each takes. Only tests that `make test` still has count."""
 
     def __init__(self) -> None:
         import coverage
@@ -59,7 +67,9 @@ class Record:
             raise SystemExit("The tests are not recorded yet. Run: python -m tests.mutants.record")
         self._data = coverage.CoverageData(basename=str(path))
         self._data.read()
-        self._durations: dict[str, float] = json.loads((FOLDER / "durations.json").read_text())
+        tests = current_tests()
+        durations: dict[str, float] = json.loads((FOLDER / "durations.json").read_text())
+        self._durations = {test: seconds for test, seconds in durations.items() if test in tests}
 
     def tests_of(self, file: str, lines: Iterable[int]) -> list[str]:
         """Return the test functions that run one of the lines of a file, the fastest first."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.generate import Mutant, mutants_of
-from tests.mutants.record import FOLDER, ROOT, Record
+from tests.mutants.record import FOLDER, MAKE_TEST, ROOT, Record
 
 # The files in which a mistake costs users most.
 FILES = (
@@ -136,7 +136,8 @@ def _first_failure(tests: list[str], tree: Path) -> str:
     """Return the first test that fails, `"timeout"`, or an empty text."""
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two mutants of one length in one second would share bytecode
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-m", MAKE_TEST, *tests]
     try:
         done = subprocess.run(
             command, cwd=tree, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
