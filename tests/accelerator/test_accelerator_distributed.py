@@ -54,8 +54,6 @@ def _train_on_seven(strategy: str, fetches_first: bool) -> dict[str, torch.Tenso
 
 
 class Exchanges(TorchDispatchMode):
-    """Counts what crosses between processes."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
         self.counts: Counter[str] = Counter()

@@ -37,8 +37,6 @@ class Data(Dataset[torch.Tensor]):
 
 
 class Tally:
-    """An object of the user's with a state."""
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -61,8 +61,6 @@ def test_a_method_that_runs_past_the_replica_is_an_error() -> None:
 
 
 class Stream(IterableDataset[int]):
-    """Data that can only be gone through."""
-
     def __iter__(self) -> Any:
         return iter(range(6))
 

@@ -162,7 +162,6 @@ def _ragged() -> list[list[int]]:
 
 
 def _loss_of_blocks(model: Any, blocks: list[list[int]]) -> torch.Tensor:
-    """Return the mean loss over all tokens but the first of each block."""
     rows = [torch.tensor(block) for block in blocks]
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     labels = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-100)

@@ -48,8 +48,6 @@ class Numbers(IterableDataset[int]):
 
 
 class Divided(Numbers):
-    """The numbers below n, which declare how they are divided."""
-
     def shard(self, index: int, count: int) -> range:
         return range(index, self.n, count)
 

@@ -381,8 +381,6 @@ def test_autocast_has_the_options_of_its_handler() -> None:
 
 
 class _Backend:
-    """Counts the graphs that are compiled."""
-
     def __init__(self) -> None:
         self.num_graphs = 0
 

@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("fresh_state")
 
 @dataclass
 class _State:
-    """What the model of the test knows about a state on the disk."""
-
     value: float
     run: int
     is_valid: bool = True

@@ -16,8 +16,6 @@ from trainwright.utils import LoggerType
 
 
 class Recorder(GeneralTracker):
-    """A tracker as a user writes one."""
-
     name = "recorder"
     requires_logging_directory = False
 

@@ -56,19 +56,16 @@ def arguments_of(folder: Path, **options: Any) -> dict[str, Any]:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Return the losses that a Trainer of transformers has logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def loss_of(model: Any, rows: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the mean loss over all labels of the rows."""
     tokens, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
     scores = model(input_ids=tokens).logits[:, :-1]
     return nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 def train_by_hand(model: Any, loss: Callable[[int], torch.Tensor] | None = None, steps: int = STEPS) -> list[float]:
-    """Train a model as transformers' Trainer does, in order, and return the losses of all steps."""
     data, losses = Sentences(), []
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)

@@ -12,7 +12,6 @@ def layer(num_parameters: int) -> nn.Linear:
 
 
 def layers(*nums: int) -> nn.Sequential:
-    """Return layers named `"0"`, `"1"`, …"""
     return nn.Sequential(*(layer(num) for num in nums))
 
 

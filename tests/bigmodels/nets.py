@@ -26,7 +26,6 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return scores of shape (batch, 12) for tokens of shape (batch,)."""
         hidden: torch.Tensor = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -50,7 +49,6 @@ def make_net() -> Net:
 
 
 def empty_net() -> Net:
-    """Return the network on the meta device, its tied weights tied."""
     with torch.device("meta"):
         return Net().eval()
 
@@ -101,7 +99,6 @@ def tree_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def files_end_at(num_bytes: int) -> Iterator[None]:
-    """Have each write beyond a length fail in its middle, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -68,7 +68,6 @@ def nothing_changes(net: Net, folder: Path) -> Iterator[None]:
 def refused(
     net: Net, folder: Path, error: type[Exception], match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Hold that the block raises and changes nothing."""
     with nothing_changes(net, folder), pytest.raises(error, match=match) as caught:
         yield caught
 

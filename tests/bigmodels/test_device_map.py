@@ -70,7 +70,6 @@ def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], Plac
 
 
 def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int | str]:
-    """Return the device of every layer."""
     found = {}
     for part, device in outermost(outline, placement.device_of).items():
         found.update({i: device for i in range(part, outline.ends[part]) if outline.is_layer[i]})
@@ -206,8 +205,6 @@ def test_with_what_is_missing_all_lies_on_accelerators() -> None:
 
 
 class _BlockWithMask(nn.Module):
-    """A weight of 40,000 bytes and a buffer of 4,000."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(100, 100, device="meta"))

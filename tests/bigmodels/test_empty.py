@@ -14,8 +14,6 @@ META = torch.device("meta")
 
 
 class Model(nn.Module):
-    """Tied weights, and buffers made in all the ways that people make them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(200, 16)

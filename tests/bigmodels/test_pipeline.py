@@ -13,8 +13,6 @@ from trainwright import ConfigurationError, prepare_pippy
 
 
 class Net(nn.Module):
-    """Layers of unequal size in a row, two inputs, two outputs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 32)

@@ -33,8 +33,6 @@ pytestmark = [
 
 
 class Net(nn.Module):
-    """Two hidden layers, one of them in a block, a norm between, and a head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(64, 128)

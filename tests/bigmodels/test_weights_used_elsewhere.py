@@ -22,8 +22,6 @@ TOKENS = torch.tensor([[1, 4, 2], [0, 5, 5]])
 
 
 class TiedByHand(nn.Module):
-    """A head that uses the embedding's weight, as many language models have it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(6, 8)

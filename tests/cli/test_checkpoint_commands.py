@@ -28,8 +28,6 @@ class _Evil:
 
 
 class _Task(TaskModule):
-    """The task that a Lightning user has written of `Net`."""
-
     def __init__(self, width: int = 4) -> None:
         super().__init__()
         self.first = torch.nn.Linear(3, width)

@@ -41,7 +41,6 @@ def _show(arguments: Sequence[str]) -> int:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the table by commands that do one thing each."""
     here = __name__
     table = {
         "show": Command(f"{here}:_show", "show"),

@@ -19,14 +19,12 @@ from trainwright.cli.migration.rewrite_launch import rewrite_launch
 
 
 def rewritten(text: str) -> str:
-    """Return a program after the rewrite, which requires no manual change."""
     found = rewrite(text.encode())
     assert found.unsettled == []
     return found.code.decode()
 
 
 def left(text: str) -> list[tuple[int, str]]:
-    """Return the manual changes that a rewrite requires."""
     return [(each.line, each.text) for each in rewrite(text.encode()).unsettled]
 
 

@@ -41,8 +41,6 @@ _EXACT = Tolerance.of("32-true", None, None)
 
 
 class Normed(RegressionTask):
-    """Task with batch normalization and dropout, which depend on batches and random numbers."""
-
     def __init__(self, **arguments: Any) -> None:
         super().__init__(dropout=0.3, momentum=0.9, **arguments)
         self.norm = nn.BatchNorm1d(4)
@@ -243,7 +241,6 @@ class Numbers(DataModule):
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Working folder with tasks, data and a configuration."""
     (tmp_path / "parity_tasks.py").write_text(_FILE)
     (tmp_path / "config.yaml").write_text(
         textwrap.dedent(

@@ -21,8 +21,6 @@ _PLAN = {"layers.*.qkv": "fused_colwise", "layers.*.out": "rowwise"}
 
 
 class Layer(nn.Module):
-    """Causal attention of four heads and an activation."""
-
     def __init__(self, number: int) -> None:
         super().__init__()
         self.number = number
@@ -38,8 +36,6 @@ class Layer(nn.Module):
 
 
 class Caching(nn.Module):
-    """A causal model with learned positions, which records the length of each call."""
-
     def __init__(self, numbers: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
         torch.manual_seed(5)

@@ -31,12 +31,10 @@ class Plain(nn.Module):
         self.table = nn.Parameter(torch.randn(24, 24))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of (batch, length, 24)."""
         return self.table[tokens.cumsum(1) % 24]
 
 
 def _alone(model: Any, num: int, **options: Any) -> list[list[int]]:
-    """Return what transformers' `generate` returns for each prompt alone."""
     found = []
     for row, mask in zip(_PROMPTS, _MASK, strict=True):
         prompt = row[mask.bool()][None]
@@ -64,8 +62,6 @@ def test_continuations_of_unequal_prompts_are_those_of_each_alone(kind: str, bea
 
 
 class Logits(nn.Module):
-    """A model of transformers that only returns logits."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         vars(self)["model"] = model  # not a child, whose `generate` would be used
@@ -136,8 +132,6 @@ def test_sampling_leaves_the_most_probable_tokens() -> None:
 
 
 class Holding(TaskModule):
-    """A task with a model of transformers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model = make_model("llama")
@@ -176,7 +170,6 @@ def test_inputs_of_another_kind_and_logits_of_another_shape_are_errors() -> None
 
 class _Last(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
-        """Return the logits of the last token only."""
         return values[:, -1]
 
 
@@ -187,7 +180,6 @@ def test_a_token_outside_of_the_vocabulary_is_an_error() -> None:
 
 
 def _as_documented() -> list[Tensor]:
-    """Generate as the page on Megatron-LM of Accelerate's documentation does."""
     accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2), cpu=True)
     model = accelerator.prepare(make_model("gpt2"))
     batch_encodings, max_new_tokens = {"input_ids": _PROMPTS, "attention_mask": _MASK}, 5

@@ -12,7 +12,6 @@ _CLASSES = ("sagemaker.pytorch.PyTorch", "sagemaker.huggingface.HuggingFace")
 
 
 def signatures() -> dict[str, dict[str, list[str]]]:
-    """Return the arguments of each estimator, with those of its base classes, and of its `fit`."""
     found = {}
     for path in _CLASSES:
         module, _, name = path.rpartition(".")

@@ -44,7 +44,6 @@ def _run(command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _facts(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return the lines that the script has printed, in the order of ranks."""
     return sorted(found[1] for found in re.finditer(r"facts (.*)", done.stdout))
 
 

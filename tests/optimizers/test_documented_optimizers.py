@@ -25,7 +25,6 @@ pytestmark = [
 
 
 def documented_table() -> dict[str, dict[str, str]]:
-    """Return the rows by the optimizer's name, each by the column's title."""
     text = (ROOT / "docs" / "optimizers.md").read_text(encoding="utf-8")
     lines = [line for line in text.partition("<!-- optimizers:")[2].splitlines() if line.startswith("|")]
     titles, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -56,8 +55,6 @@ def test_the_table_has_every_name() -> None:
 
 
 class Data(DataModule):
-    """The batches of the other tests."""
-
     def train_dataloader(self) -> Any:
         return batches()
 

@@ -41,8 +41,6 @@ def eager() -> Iterator[None]:
 
 
 class Autoencoder(TaskModule):
-    """Two layers wide enough for quantized states, trained by one optimizer of the table."""
-
     def __init__(self, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         super().__init__()
         self.name, self.options = name, {"lr": 0.01, **OPTIONS.get(name, {}), **options}
@@ -59,7 +57,6 @@ class Autoencoder(TaskModule):
 
 
 def batches(num: int = 6, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return batches of 16 rows."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randn(16, 64, generator=generator).to(dtype) for _ in range(num)]
 

@@ -54,7 +54,6 @@ def fit(
 
 
 def fit_straight_and_resumed(names: list[str], make_strategy: Any, folder: Path) -> dict[str, tuple[Weights, Weights]]:
-    """Train two epochs at once, and in two fits."""
     found = {}
     for name in names:
         straight = fit(name, 2, make_strategy())
@@ -131,7 +130,6 @@ def test_what_needs_full_parameters_is_refused_as_documented(strategy: str, colu
 
 
 def prepare_uneven() -> str:
-    """Prepare a matrix of an odd number of rows with shards in a user-written loop."""
     accelerator = Accelerator(strategy="fsdp")
     model = nn.Linear(64, 129)
     with pytest.raises(ConfigurationError) as refused:

@@ -53,7 +53,6 @@ WAY = str(OPTIONS["way"])
 
 
 def end() -> None:
-    """End as it is asked for, and note when."""
     with open("ended-at", "a") as file:
         file.write(f"{time.time()}\n")
     if WAY in ("killed worker", "kill"):
@@ -87,20 +86,16 @@ class Samples(Dataset[torch.Tensor]):
 
 
 class EndingTask(TaskModule):
-    """Ends the run in a step, or a validation step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 1)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Train; the fourth step is a place."""
         if batch_idx == 3 and WAY in ("step", "busy workers", "interrupt", "term", "kill", "exit"):
             end()
         return self.net(batch).square().mean()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Validate; the fourth batch is a place."""
         if batch_idx == 3 and WAY == "validation step":
             end()
 
@@ -109,7 +104,6 @@ class EndingTask(TaskModule):
 
 
 def loader(samples: Samples, workers: int) -> DataLoader[torch.Tensor]:
-    """Return a loader with as many workers as asked for."""
     return DataLoader(samples, batch_size=2, num_workers=workers, persistent_workers=OPTIONS["persistent"] and workers)
 
 

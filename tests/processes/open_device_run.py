@@ -17,8 +17,6 @@ from trainwright.processes.devices import device_type
 
 
 class Task(TaskModule):
-    """Two layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
@@ -37,19 +35,16 @@ class Task(TaskModule):
 
 
 def loader() -> DataLoader[Any]:
-    """Return the batches."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(16, 4, generator=generator)
     return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=4)
 
 
 def host(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights on the host."""
     return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
 def trained(folder: Path, accelerator: str, precision: str) -> dict[str, Any]:
-    """Train, save, resume and validate, and return weights and metrics."""
     quiet: dict[str, Any] = {
         "accelerator": accelerator, "precision": precision, "logger": False, "enable_progress_bar": False,
         "enable_model_summary": False, "enable_checkpointing": False, "default_root_dir": folder,

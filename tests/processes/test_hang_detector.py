@@ -56,7 +56,6 @@ class Ranks:
             watch.start()
 
     def client(self) -> Any:
-        """Return a connection to the store, where the watches' keys are."""
         address = ("127.0.0.1", self.server.port)
         return PrefixStore("watch", TCPStore(*address, is_master=False, wait_for_workers=False))
 
@@ -73,7 +72,6 @@ class Ranks:
         )
 
     def close(self) -> None:
-        """End all watches."""
         for watch in self.watches:
             watch.close()
 
@@ -98,7 +96,6 @@ def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
 
 @pytest.fixture
 def start(ends: Ends) -> Iterator[Start]:
-    """Start watches, and end them with the test."""
     started: list[Ranks] = []
 
     def make(world_size: int = 2, hang_timeout_s: float | None = None, **options: Any) -> Ranks:
@@ -268,7 +265,6 @@ def test_when_the_store_dies_with_rank_0_the_others_end(
 
 
 def _call_as(module: str, name: str, then: Callable[[], Any]) -> Any:
-    """Call `then` from a function of that name and module."""
     space: dict[str, Any] = {"__name__": module}
     exec(f"def {name}(then):\n    return then()", space)
     return space[name](then)

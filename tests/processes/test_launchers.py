@@ -92,14 +92,12 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in `folder` and wait for its end."""
     return subprocess.run(
         command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=300, check=False
     )
 
 
 def results_in(folder: Path) -> list[dict[str, Any]]:
-    """Return what each rank has written, by rank."""
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
@@ -119,7 +117,6 @@ def expected_weights() -> list[float]:
 
 
 def check(results: list[dict[str, Any]], ranks: list[int]) -> None:
-    """Compare what the ranks wrote with what two processes must give."""
     assert [result["rank"] for result in results] == ranks
     for result in results:
         assert (result["world"], result["steps"]) == (2, 8)
@@ -242,8 +239,6 @@ def test_a_notebook_trains_its_own_task_on_two_processes(tmp_path: Path, monkeyp
 
 
 class _Draws(RegressionTask):
-    """Draws from every generator on each rank, and keeps on rank 0 what all have drawn."""
-
     drawn: list[tuple[int, float, float, float]]
 
     def on_train_start(self) -> None:

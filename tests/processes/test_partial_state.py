@@ -98,8 +98,6 @@ def test_padded_shares_are_equally_long_and_repeat_a_last_sample(length: int, nu
 
 
 class _Rows:
-    """What a `datasets.Dataset` can do that matters here."""
-
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
 

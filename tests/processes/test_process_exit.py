@@ -67,7 +67,6 @@ def temporary() -> Iterator[Path]:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Return the processes that run in a folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -93,7 +92,6 @@ def wait_for_end(folder: Path) -> float:
 
 
 def check(folder: Path, temporary: Path, code: int, expected: int, text: str, way: str) -> None:
-    """Check what a way has come to, and that it has left nothing."""
     log = (folder / "log").read_text()
     assert code == expected, log
     assert text in log

@@ -46,7 +46,6 @@ class FailingTask(TaskModule):
         self.first, self.second = nn.Linear(4, 600), nn.Linear(600, 600)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Fail before the loss is known, or half-way through its backward pass."""
         rank, world = self.global_rank, self.trainer.world_size
         if batch_idx == _AT and KIND in ("exit", "kill"):
             fail(rank, world)
@@ -58,7 +57,6 @@ class FailingTask(TaskModule):
         return self.second(hidden).pow(2).mean()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        """Log something to be exchanged."""
         self.log("seen", batch.sum())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -67,11 +65,9 @@ class FailingTask(TaskModule):
             fail(self.global_rank, self.trainer.world_size)
 
     def shard_units(self) -> Any:
-        """Gather one layer after the other."""
         return [self.first, self.second]
 
     def configure_optimizers(self) -> Any:
-        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 

@@ -32,8 +32,6 @@ def noisy(index: int) -> torch.Tensor:
 
 
 class NoisySamples(Dataset[torch.Tensor]):
-    """Samples that are augmented where they are fetched."""
-
     def __init__(self, n: int) -> None:
         self.n = n
 
@@ -45,8 +43,6 @@ class NoisySamples(Dataset[torch.Tensor]):
 
 
 class Part:
-    """An iterator over one part of the data, which keeps its place."""
-
     def __init__(self, part: range) -> None:
         self.part = part
         self.place = 0
@@ -61,11 +57,9 @@ class Part:
         return noisy(self.part[self.place - 1])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place."""
         return {"place": self.place}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from it."""
         self.place = state["place"]
 
 
@@ -93,7 +87,6 @@ class SelfKeptStream(IterableDataset[torch.Tensor]):
         return self.shard(0, 1)
 
     def shard(self, index: int, count: int) -> Iterator[torch.Tensor]:
-        """Yield what is left of one of `count` parts."""
         part = range(index, self.n, count)
         while self.place < len(part):
             self.place += 1
@@ -101,11 +94,9 @@ class SelfKeptStream(IterableDataset[torch.Tensor]):
         self.place = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place."""
         return {"place": self.place}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from it."""
         self.place = state["place"]
 
 
@@ -133,11 +124,9 @@ class NoisyBatches:
         self.place = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place."""
         return {"place": self.place}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from it."""
         self.place = state["place"]
 
 
@@ -163,8 +152,6 @@ def make_loader(kind: str, n: int, workers: int, *, shuffle: bool = False, batch
 
 
 class Seen(Callback):
-    """Keeps in the task what each optimizer step of this rank has seen."""
-
     def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
         weights = group.weights or [1.0] * len(group.batches)
         real = [batch for batch, weight in zip(group.batches, weights, strict=True) if weight > 0]
@@ -183,13 +170,11 @@ class SeeingTask(TaskModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
         loss: torch.Tensor = self.net(batch / 10).square().mean()
         self.losses.append(loss.item())
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return SGD with momentum."""
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 

@@ -31,7 +31,6 @@ def sequences(seed: int = 0, empty: tuple[int, ...] = ()) -> list[dict[str, torc
 
 
 def batches(size: int, empty: tuple[int, ...] = ()) -> list[dict[str, torch.Tensor]]:
-    """Return the sequences in batches of `size`."""
     found = sequences(empty=empty)
     return [
         {key: torch.stack([row[key] for row in found[i : i + size]]) for key in found[0]}
@@ -50,7 +49,6 @@ class TokenTask(TaskModule):
             self.head = nn.Linear(8, 16)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean over this micro-batch's own tokens, 0 when it has none."""
         logits = self.head(torch.tanh(self.embed(batch["input_ids"])))
         total = functional.cross_entropy(
             logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=_IGNORED, reduction="sum"
@@ -58,7 +56,6 @@ class TokenTask(TaskModule):
         return total / (batch["labels"] != _IGNORED).sum().clamp(min=1)
 
     def num_items(self, batch: Any) -> torch.Tensor:
-        """Count the tokens that the loss is the mean over."""
         return (batch["labels"] != _IGNORED).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -67,8 +64,6 @@ class TokenTask(TaskModule):
 
 
 class GradientKeeper(Callback):
-    """Keep each step's gradients and loss."""
-
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.losses: list[float] = []
@@ -83,7 +78,6 @@ class GradientKeeper(Callback):
 def gradients(
     size: int, accumulate: int, kind: type[TokenTask] = TokenTask, empty: tuple[int, ...] = (), **arguments: Any
 ) -> GradientKeeper:
-    """Train one epoch of two steps and return what each step's gradient and loss were."""
     keeper = GradientKeeper()
     trainer = quiet_trainer(
         max_epochs=1, accumulate_grad_batches=accumulate, callbacks=[keeper], devices="auto", **arguments
@@ -94,7 +88,6 @@ def gradients(
 
 
 def assert_close(found: GradientKeeper, wanted: GradientKeeper, losses: list[float] | None = None) -> None:
-    """Compare to 1e-6."""
     torch.testing.assert_close(found.gradients, wanted.gradients, rtol=0, atol=1e-6)
     assert (losses or found.losses) == pytest.approx(wanted.losses, abs=1e-6)
 

@@ -37,22 +37,18 @@ class Mixed(TaskModule):
         self.first.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (rows, 6) to (rows, 1)."""
         x = x + self.places((4 * torch.sigmoid(x[:, 1])).long()) + self.signs((x[:, 0] > 0).long())
         x = self.norm(x + self.down(torch.tanh(self.up(x))))
         found: torch.Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
         return found
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return a large loss, so that gradients are clipped."""
         return 100 * functional.mse_loss(self(batch), batch.sum(dim=1, keepdim=True))
 
     def num_items(self, batch: Any) -> int:
-        """Count the rows."""
         return len(batch)
 
     def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
-        """Clip, and write down what came of it."""
         strategy: Any = self.trainer.strategy  # type: ignore[attr-defined]  # the Trainer's own
         self.gradients.append({name: g.clone() for name, g in strategy.state.full_gradients().items()})
         self.clip_gradients(optimizer, value, self.algorithm)
@@ -64,7 +60,6 @@ class Mixed(TaskModule):
         return {"up": "colwise", "down": "rowwise", "places": "embedding", "signs": signs}
 
     def configure_optimizers(self) -> Any:
-        """Return SGD over what is not frozen."""
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1e-4)
 
 

@@ -41,15 +41,12 @@ def resident_mb(field: str) -> float:
 
 
 class Large(RegressionTask):
-    """A small model and some large tensors."""
-
     def __init__(self) -> None:
         super().__init__(momentum=0.9)
         shape = (TENSOR_MB * 2**18,)
         self.large = nn.ParameterList(nn.Parameter(torch.full(shape, 0.5)) for _ in range(NUM_TENSORS))
 
     def loss(self, batch: Any) -> torch.Tensor:
-        """Return the error, with a gradient for every tensor."""
         return super().loss(batch) + sum(tensor[0] for tensor in self.large) * 0
 
 

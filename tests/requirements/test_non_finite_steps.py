@@ -31,7 +31,6 @@ class _BadOn(RegressionTask):
         self.num_steps = 0
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Return the loss, spoilt where told."""
         self.num_steps += 1
         loss = self.loss(batch)
         if (self.global_rank, self.current_epoch, batch_idx) == (self.rank, 0, self.batch_idx):
@@ -90,7 +89,6 @@ def test_all_ranks_raise_and_say_on_which_of_them_it_was() -> None:
 
 
 def _train_behind(*arguments: Any) -> Any:
-    """Train as on a device that runs behind the host."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(non_finite, "reading_waits", lambda device: True)
         return _train(*arguments)

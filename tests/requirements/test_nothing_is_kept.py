@@ -49,18 +49,14 @@ class _GraphMark(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        """Return a copy."""
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        """Pass the gradient on."""
         return grads[0]
 
 
 class _Listens(Callback):
-    """Makes the Trainer hand out outputs and batches."""
-
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert outputs is not None
 

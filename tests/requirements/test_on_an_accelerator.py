@@ -27,7 +27,6 @@ DEVICES = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=_ON
 
 
 def device_of(kind: str) -> torch.device:
-    """Return the device of a kind, with the index that tensors have there."""
     return torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
 
 

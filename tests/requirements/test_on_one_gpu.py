@@ -105,8 +105,6 @@ def test_a_strategy_trains_as_a_loop_by_hand(strategy: Any, options: dict[str, A
 
 
 class WideData(DataModule):
-    """Batches of a size that a search may set."""
-
     batch_size = 8
 
     def train_dataloader(self) -> Any:

@@ -24,21 +24,17 @@ def test_a_step_is_a_group_and_the_other_counters_stand_beside_it(accumulate: in
 
 
 class _Remembers(Logger):
-    """Keeps (name, step) of everything that it is handed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.points: list[tuple[str, int]] = []
 
     def start(self, run: RunInfo) -> None:
-        """Nothing to open."""
         super().start(run)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Not kept."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep."""
         self.points += [(name, step) for name in metrics if name != "epoch"]
 
     def flush(self) -> None:
@@ -48,15 +44,11 @@ class _Remembers(Logger):
         """Nothing to close."""
 
     def steps(self, name: str) -> list[int]:
-        """Return the x-values of one metric, in the order of their coming."""
         return [step for found, step in self.points if found == name]
 
 
 class _Logs(RegressionTask):
-    """Logs per step and per epoch."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Log the loss both ways."""
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss

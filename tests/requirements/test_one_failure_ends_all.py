@@ -60,7 +60,6 @@ def _check(kind: str, codes: list[int], text: str, taken_s: float, folder: Path)
 
 
 def _assert_nothing_left(folder: Path) -> None:
-    """Fail if a process still runs that was started in `folder`."""
     for process in Path("/proc").glob("[0-9]*") if Path("/proc").is_dir() else ():
         try:
             inside = os.readlink(process / "cwd") == str(folder)

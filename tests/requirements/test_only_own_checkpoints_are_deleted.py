@@ -23,7 +23,6 @@ from trainwright.trainer.checkpoints import step_end
 
 
 def fit(folder: Path, steps: int, *, ckpt_path: Any = None, extra: list[Callback] | None = None, **saver: Any) -> Any:
-    """Train to `steps` steps, saving after each one."""
     callback = ModelCheckpoint(folder, **{"filename": "{step}", "every_n_train_steps": 1, **saver})
     trainer = quiet_trainer(max_epochs=1, max_steps=steps, callbacks=[callback, *(extra or [])])
     trainer.fit(RegressionTask(), regression_loader(16), ckpt_path=ckpt_path)
@@ -38,8 +37,6 @@ def saved(folder: Path) -> list[str]:
 
 
 class At(Callback):
-    """Call a function after a step, when the checkpoint before it is published."""
-
     def __init__(self, step: int, action: Any) -> None:
         self.step = step
         self.action = action

@@ -36,19 +36,16 @@ class Victim(RestlessTask):
         self.val_losses: list[float] = []
 
     def die(self, place: str) -> None:
-        """Send it if this is the place."""
         if place == self.place and self.current_epoch == 1 and self.trainer.global_rank == self.rank:
             self.place = None
             os.kill(os.getpid(), self.number)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Train; the second step and the last one are places."""
         if batch_idx in (1, _STEPS - 1):
             self.die("train step" if batch_idx == 1 else "last step of an epoch")
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Validate, with noise; the first validation of the epoch is a place, and so is the one at its end."""
         if batch_idx == 1:
             self.die("validation" if self.trainer.state.batch_in_epoch == 3 else "late validation")
         value = self.head(self.body(batch[1])).mean() + torch.rand(())
@@ -57,11 +54,9 @@ class Victim(RestlessTask):
         self.log("age", -float(self.global_step))  # so that each validation saves, whatever a machine's noise is
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A place."""
         self.die("save")
 
     def on_train_epoch_end(self) -> None:
-        """A place."""
         self.die("epoch end")
 
 
@@ -83,7 +78,6 @@ def run(folder: Path, task: Victim, *, resume: bool = False, **arguments: Any) -
 
 
 def compare(folder: Path, place: str, rank: int, strategy: str = "auto") -> None:
-    """Preempt a run, resume it, and compare everything with a run that was left alone."""
     whole, first, second = Victim(None), Victim(place, rank), Victim(None)
     assert run(folder / "whole", whole, strategy=strategy) is None
     assert run(folder / "run", first, strategy=strategy) == "SIGTERM"
@@ -223,7 +217,6 @@ def _script(folder: Path, *, steps: int, fails: str = "False", workers: int = 0,
 
 
 def _kill(script: Path, folder: Path) -> int:
-    """Start a script, send it a signal once it trains, and return its exit code."""
     command = [sys.executable, str(script), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:

@@ -25,7 +25,6 @@ class _OwnNumbers(RegressionTask):
         self.values = values
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log this rank's value of the epoch."""
         self.log("measure", self.values[self.global_rank][self.current_epoch], sync_dist=False)
 
 
@@ -44,10 +43,7 @@ def test_all_ranks_keep_and_prefer_the_same_checkpoints(tmp_path: Path) -> None:
 
 
 class _SkewedClock(RegressionTask):
-    """The clock of rank 1 runs a hundred times as fast as that of rank 0."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Let time pass."""
         self.trainer.state.seconds = (batch_idx + 1) * (1.0 if self.global_rank == 0 else 100.0)
 
 

@@ -44,10 +44,7 @@ class _FarAlong(Callback):
 
 
 class _Sum(RegressionTask):
-    """Trains on numbers."""
-
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        """Return a loss."""
         return self.net(torch.zeros(1, 4)).sum() + 0 * batch.sum()
 
 
@@ -80,8 +77,6 @@ class Forgetful(IterableDataset[torch.Tensor]):
 
 
 class _Started(Callback):
-    """Notes that training began."""
-
     started = False
 
     def on_train_start(self, trainer: Any, task: Any) -> None:

@@ -127,15 +127,11 @@ def _batches(loader: Any, **settings: Any) -> torch.Tensor:
 
 
 class _ManyAtOnce(NoisySamples):
-    """Fetches a batch in one call."""
-
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] for index in list(indices)]
 
 
 class _Collate:
-    """Draws once more for a batch of one."""
-
     def __call__(self, samples: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([samples[0][:3], torch.rand(1)])
 

@@ -32,12 +32,10 @@ class AdamTask(RegressionTask):
         super().__init__(dropout=0.5)
 
     def configure_optimizers(self) -> Any:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
 def train(folder: Path, keep: str, *, ckpt_path: str | None = None, seed: int = 7) -> dict[str, torch.Tensor]:
-    """Train two steps, saving after each, and return the final weights."""
     policy: dict[str, Any] = {
         "newest": {"save_top_k": 1},
         "replaced": {"save_top_k": 0, "save_last": True},

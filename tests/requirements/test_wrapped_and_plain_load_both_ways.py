@@ -30,7 +30,6 @@ class AdamTask(RegressionTask):
         self.net = wrap(self.net)  # type: ignore[assignment]  # what wraps a Sequential is called like one
 
     def configure_optimizers(self) -> Any:
-        """Return Adam."""
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
@@ -68,7 +67,6 @@ def _plain_weights(task: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of one of two epochs, written by each form."""
     folder = tmp_path_factory.mktemp("saved")
     return {form: _fit(form, 1).save_checkpoint(folder / form.replace(" ", "-")) for form in FORMS}
 

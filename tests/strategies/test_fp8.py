@@ -202,7 +202,6 @@ def _gathered() -> None:
 
 @contextlib.contextmanager
 def _bytes_gathered() -> Iterator[list[int]]:
-    """Count the bytes that `fully_shard` gathers."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
     counted: list[int] = []

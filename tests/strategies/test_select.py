@@ -28,7 +28,6 @@ def choose(**arguments: Any) -> Selection:
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables as of rank 1 of 2 on one node."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
 

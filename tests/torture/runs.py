@@ -142,8 +142,6 @@ def lines_of(path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The files that one start of a training leaves, by rank."""
-
     folder: Path
     number: int
 
@@ -152,7 +150,6 @@ class Attempt:
         return self.folder / f"{self.number:03d}-rank{rank}.steps"
 
     def fetched(self, rank: int) -> Path:
-        """Every index that the data was asked for."""
         return self.folder / f"{self.number:03d}-rank{rank}.fetched"
 
     @property
@@ -162,7 +159,6 @@ class Attempt:
 
     @property
     def weights(self) -> Path:
-        """The hash of the final weights."""
         return self.folder / f"{self.number:03d}.weights"
 
 
@@ -252,7 +248,6 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -329,7 +324,6 @@ class Ranks:
                 os.killpg(pid, signal.SIGKILL)
 
     def output(self) -> str:
-        """Return what the ranks printed."""
         return "\n".join(f"[{log.stem}: exit {self.statuses.get(r)}]\n{log.read_text()}" for r, log in
                          enumerate(self.logs) if log.exists())  # fmt: skip
 

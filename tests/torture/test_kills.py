@@ -51,7 +51,6 @@ class Whole:
 
 
 def whole_run(case: Case, folder: Path) -> Whole:
-    """Run `case` to its end, and check that it sees every sample once an epoch."""
     folder.mkdir()
     attempt = Attempt(folder, 0)
     begun_s = time.monotonic()
@@ -71,7 +70,6 @@ def whole_run(case: Case, folder: Path) -> Whole:
 
 
 def ids_in(line: str) -> list[int]:
-    """Return the samples in a line of `Attempt.steps`."""
     return [int(number) for number in line[1 : line.index("]")].split(",")]
 
 

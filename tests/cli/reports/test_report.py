@@ -138,7 +138,6 @@ _STRANGE = (None, -1, 2**70, 1e400, float("nan"), "x", "\x1b[2J\ud800", [], {}, 
 
 
 def _replaced(value: Any, rng: random.Random) -> Any:
-    """Return a JSON value with another one somewhere."""
     if not isinstance(value, (dict, list)) or not value or rng.random() < 0.1:
         return rng.choice(_STRANGE)
     if isinstance(value, list):

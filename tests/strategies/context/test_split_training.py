@@ -43,8 +43,6 @@ class Block(nn.Module):
 
 
 class Speaker(TaskModule):
-    """Predicts the next of tokens, some of which are padding (0)."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -169,7 +167,6 @@ def test_models_of_transformers_equal_one_process(
 
 @pytest.fixture
 def split(tmp_path: Path) -> Iterator[SplitSequences]:
-    """Sequences that this process alone splits."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield SplitSequences(None, "ring")
     dist.destroy_process_group()

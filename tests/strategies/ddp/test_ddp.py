@@ -165,8 +165,6 @@ def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector(st
 
 
 class Contrastive(RegressionTask):
-    """Its loss is one of all samples of all ranks."""
-
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         outputs = self.all_gather(self(batch[0]), sync_grads=True)
         assert type(outputs) is torch.Tensor
@@ -203,8 +201,6 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
 
 
 class Thawing(Blocks):
-    """Its middle block is unfrozen before the second epoch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].requires_grad_(False)
@@ -229,8 +225,6 @@ class ThawingLater(Thawing):
 
 
 class ThawingAll(Thawing):
-    """Nothing is trained when the strategy takes the task."""
-
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)

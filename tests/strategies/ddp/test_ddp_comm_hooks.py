@@ -50,7 +50,6 @@ class Gradients(Callback):
 
 
 def train(strategy: DDPStrategy, **arguments: Any) -> dict[str, Any]:
-    """Train an epoch of eight steps on this rank."""
     task, gradients = RegressionTask(), Gradients()
     callbacks = [gradients, *arguments.pop("callbacks", [])]
     settings = {"max_epochs": 1, "callbacks": callbacks, "num_sanity_val_steps": 0, **arguments}

@@ -26,7 +26,6 @@ class Crossings(Callback):
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count calls meanwhile."""
         exchange = dist.all_reduce
 
         def counted(*args: Any, **kwargs: Any) -> Any:

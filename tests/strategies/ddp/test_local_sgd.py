@@ -34,8 +34,6 @@ class Task(RegressionTask):
 
 
 class ByHand(Task):
-    """Takes its steps itself, one for every two batches."""
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False

@@ -110,8 +110,6 @@ class Factored(Blocks):
 
 
 class Thawing(Blocks):
-    """One block is trained in every second epoch only."""
-
     def __init__(self, begins: bool) -> None:
         super().__init__()
         self.begins = begins

@@ -24,23 +24,18 @@ pytestmark = pytest.mark.distributed
 
 
 class Named(Blocks):
-    """Leaves its optimizer and its schedule to DeepSpeed's configuration."""
-
     def configure_optimizers(self) -> Any:
         optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.01)
         return {"optimizer": optimizer, "lr_scheduler": DummyScheduler(optimizer, warmup_num_steps=4)}
 
 
 class Scheduled(Blocks):
-    """Leaves its optimizer to DeepSpeed's configuration, and schedules it by itself."""
-
     def configure_optimizers(self) -> Any:
         optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr)
         return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)]
 
 
 def config(stage: int) -> dict[str, Any]:
-    """Return a configuration with torch's AdamW and a scheduler."""
     rise = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
     return {
         "zero_optimization": {"stage": stage},
@@ -91,8 +86,6 @@ def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp
 
 
 class Teacher(nn.Module):
-    """What a student imitates."""
-
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -106,8 +99,6 @@ class Teacher(nn.Module):
 
 
 class Student(Blocks):
-    """Learns what a frozen teacher says."""
-
     def __init__(self) -> None:
         super().__init__()
         self.teacher = Teacher()

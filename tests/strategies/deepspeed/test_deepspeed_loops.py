@@ -32,7 +32,6 @@ def _loader(ranks: int) -> DataLoader[Any]:
 
 
 def _alone(clip: float) -> dict[str, torch.Tensor]:
-    """Train two clipped steps on one device."""
     net = _net(1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     inputs, targets = _loader(2).dataset.tensors  # type: ignore[attr-defined]

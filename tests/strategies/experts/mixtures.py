@@ -50,8 +50,6 @@ class Mixture(nn.Module):
 
 
 class MixtureTask(TaskModule):
-    """Two mixtures, which are units, between two linear layers."""
-
     def __init__(self, num_experts: int = 4, only: int | None = None) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

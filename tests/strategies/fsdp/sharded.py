@@ -109,7 +109,6 @@ def train(
 
 
 def assert_trained_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any], atol: float = 1e-6) -> None:
-    """Compare the mean of the ranks' losses and everything else with one process."""
     losses = torch.stack([found["losses"] for found in by_rank]).mean(0)
     torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=atol)
     for found in by_rank:

@@ -87,7 +87,6 @@ def _build(path: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
-    """What two ranks built in several ways, and the file that rank 0 has read."""
     folder = tmp_path_factory.mktemp("built")
     torch.manual_seed(8)
     torch.save(nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)]).state_dict(), folder / "weights.pt")
@@ -147,7 +146,6 @@ def _end(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks have when a stage has ended, and what they can do with it."""
     return run_distributed(_end, 2, tmp_path_factory.mktemp("ended"), timeout=120, init=False)
 
 

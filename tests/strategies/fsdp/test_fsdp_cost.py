@@ -47,7 +47,6 @@ class Counting(Callback):
 
 
 def _count() -> Counter[str]:
-    """Return the operators of some steps, by name."""
     counter = Operators()
     options = {"accumulate_grad_batches": _ACCUMULATED, "gradient_clip_val": 0.1, "use_distributed_sampler": False}
     trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1, callbacks=[Counting(counter)], **options)

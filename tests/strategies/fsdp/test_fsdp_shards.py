@@ -28,7 +28,6 @@ def indices(runs: list[tuple[int, int]]) -> list[int]:
 
 
 def chunk(values: list[int], num: int, which: int) -> list[int]:
-    """Return what torch.chunk gives, and nothing where it gives fewer chunks."""
     chunks = torch.tensor(values, dtype=torch.int64).chunk(num) if values else ()
     return [int(value) for value in chunks[which]] if which < len(chunks) else []
 
@@ -82,8 +81,6 @@ class Sampling(Blocks):
 
 
 class Experts(TaskModule):
-    """Each batch says which expert computes it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))

@@ -38,8 +38,6 @@ def test_what_all_replicas_hold_is_written_once_by_turns(tmp_path: Path) -> None
 
 
 class Precise(torch.optim.Optimizer):
-    """Sums gradients in float64 and counts in int64."""
-
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 

@@ -45,8 +45,6 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, normalised before each."""
-
     def __init__(self, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)

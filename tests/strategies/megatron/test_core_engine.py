@@ -25,8 +25,6 @@ _NAMES = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-4}
 
 
 class CausalTask(TaskModule):
-    """A tiny causal language model with two parameter groups and a schedule."""
-
     def __init__(self, kind: str = "llama", **options: Any) -> None:
         super().__init__()
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -98,8 +98,6 @@ class Samples(Dataset[tuple[int, torch.Tensor]]):
 
 
 class Layer(nn.Sequential):
-    """Two linear layers with dropout, added to their input."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8), nn.Dropout(0.3))
 

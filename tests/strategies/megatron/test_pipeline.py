@@ -95,8 +95,6 @@ def batches(lengths: tuple[int, ...] = (6,) * 12) -> list[torch.Tensor]:
 
 
 class Held(Callback):
-    """Notes, while training, which parameters have values on this rank."""
-
     def on_train_start(self, trainer: Any, task: Any) -> None:
         self.names = {name for name, parameter in task.named_parameters() if not parameter.is_meta}
 
@@ -120,7 +118,6 @@ def train(
 
 
 def assert_same(found: dict[str, Any], one: dict[str, Any], exact: Tolerance = _EXACT) -> None:
-    """Fail unless losses, gradients, weights and metrics are those of one process."""
     result = compare(one["tape"], found["tape"], exact)
     assert result.equal, result.found
     assert set(result.worst) == {LOSS, NORM, GRADIENT, PARAMETER}
@@ -220,8 +217,6 @@ class Twice(Speaker):
 
 
 class Leaky(Speaker):
-    """Hands something that only the first stage has to a layer of the second one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.model.forward = self._forward  # type: ignore[method-assign]  # as a subclass would define it

@@ -34,7 +34,6 @@ def writes(trainer: Any, task: Any, *_: Any) -> None:
 
 
 def writer(event: str, base: type[Callback] = Callback, **attributes: Any) -> Callback:
-    """Return a callback that writes weights at an event."""
     made: Callback = type("Writer", (base,), {event: lambda self, *args: writes(*args), **attributes})()
     return made
 

@@ -69,8 +69,6 @@ def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any,
 
 
 class SharedNorm(torch.optim.SGD):
-    """Divides by the norm of all gradients."""
-
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         torch.nn.utils.clip_grad_norm_(parameters, 0.1)

@@ -15,8 +15,6 @@ from trainwright.strategies import OffloadStrategy, Strategy
 
 
 class Net(nn.Module):
-    """Units between two layers that are in none, the first of which may be frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -20,8 +20,6 @@ from trainwright.strategies.offload.prefetch import Prefetcher
 
 
 class Part:
-    """A unit that says in which thread it was fetched."""
-
     def __init__(self, value: int, num_bytes: int = 10, error: Exception | None = None) -> None:
         self.value, self.num_bytes, self.error = value, num_bytes, error
         self.fetched_by: list[str] = []
@@ -186,7 +184,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> CopyStream:
 
 
 def _run() -> None:
-    """Give the present stream something to do."""
     stream = FakeStream.present[-1]
     stream.given += 1
     FakeStream.log.append((stream.name, "runs", stream.given))

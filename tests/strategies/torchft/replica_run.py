@@ -39,8 +39,6 @@ class Task(RegressionTask):
 
 
 class Printer(Callback):
-    """Prints the number of each step and its position in the data."""
-
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         state = trainer.state
         print("step", state.step, state.epoch, state.batch_in_epoch, state.samples, flush=True)

@@ -61,7 +61,6 @@ class Replicas:
         return [step for step, *_ in self.steps(number)]
 
     def steps(self, number: int) -> list[list[int]]:
-        """Return what the last attempt of a replica has printed after each step."""
         lines = self._logs[number][-1].read_text().splitlines()
         return [[int(word) for word in line.split()[1:]] for line in lines if line.startswith("step ")]
 
@@ -81,7 +80,6 @@ class Replicas:
         self._processes[number] = self._start(number)
 
     def weights(self) -> list[dict[str, torch.Tensor]]:
-        """Wait for the end of all replicas, and return their weights."""
         for number, process in enumerate(self._processes):
             assert process.wait(timeout=200) == 0, self._errors(number)
         return [torch.load(self._folder / f"weights_{number}.pt") for number in range(self._num)]

@@ -24,8 +24,6 @@ WIDTH, SAMPLES = 8, 64
 
 
 class Regression(TaskModule):
-    """A small network with tied weights and, if told, dropout."""
-
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -159,7 +157,6 @@ def ragged(folder: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the program that the arguments name."""
     name, options = sys.argv[1], json.loads(sys.argv[2])
     with tempfile.TemporaryDirectory() as folder:
         found = globals()[name](folder, **options)
