@@ -304,9 +304,6 @@ def test_a_stream_that_keeps_its_position_is_resumed() -> None:
     assert second == [[[6, 7], [10, 11]], [[2, 3], [6, 7], [10, 11]]]
 
 
-# Split batches
-
-
 def _split() -> dict[str, Any]:
     found: dict[str, Any] = {}
     accelerator = Accelerator(split_batches=True)

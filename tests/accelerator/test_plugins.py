@@ -39,8 +39,6 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launched import DynamoBackend
 from trainwright.utils import HfDeepSpeedConfig
 
-# Engines
-
 _FSDP: dict[str, tuple[dict[str, Any], dict[str, str], FSDPStrategy]] = {
     "defaults": ({}, {}, FSDPStrategy()),
     "a number": ({"sharding_strategy": 2}, {}, FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
@@ -346,9 +344,6 @@ def test_what_contradicts_itself_is_an_error_before_anything_starts(arguments: d
     assert not PartialState._shared_state
 
 
-# Handlers
-
-
 def test_the_loss_scale_has_the_options_of_its_handler() -> None:
     options = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, growth_interval=1)
     net = nn.Linear(3, 2)
@@ -375,9 +370,6 @@ def test_autocast_has_the_options_of_its_handler() -> None:
     with accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False)):
         assert net(inputs).dtype == torch.bfloat16
         assert not torch.is_autocast_cache_enabled()
-
-
-# Compiling
 
 
 class _Backend:
@@ -418,9 +410,6 @@ def test_a_prepared_model_is_compiled_and_keeps_its_names() -> None:
     PartialState._reset_state()
     again = Accelerator(cpu=True, dynamo_backend="aot_eager").prepare(torch.compile(net, backend=backend))
     torch.testing.assert_close(again(torch.ones(2, 4)), expected)  # compiled once, by the user's backend
-
-
-# Several processes
 
 
 def test_a_wrap_policy_of_classes_names_what_is_missing() -> None:

@@ -23,8 +23,6 @@ from trainwright.bigmodels.maps.device_map import resolve_device_map
 from trainwright.bigmodels.maps.placement import Outline, Placement, assign_devices, is_accelerator, is_fast, outermost
 from trainwright.core.errors import TrainwrightWarning
 
-# The placement as a pure function
-
 Tree = int | list["Tree"]
 
 

@@ -206,9 +206,6 @@ def test_convert_takes_names_classes_and_counts(tmp_path: Path) -> None:
     assert (snapshot.state["step"], snapshot.state["epoch"]) == (9, 3)
 
 
-# Errors
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -237,9 +234,6 @@ def test_what_cannot_be_done_is_one_line_and_exits_with_2(
     assert told.startswith("trainwright: error: ")
     assert told.count("\n") == 1
     assert not (tmp_path / "out").exists()
-
-
-# Words
 
 
 def test_show_is_readable_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,9 +232,6 @@ Other().save
         assert says in line
 
 
-# Commands of Accelerate in other files
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [

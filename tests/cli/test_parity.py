@@ -92,9 +92,6 @@ def kinds(result: Comparison) -> list[str]:
     return list(dict.fromkeys(difference.kind for difference in result.found))
 
 
-# Differences in one process
-
-
 def test_a_run_equals_itself(tmp_path: Path) -> None:
     first, second = (record(tmp_path / name, Normed()) for name in "ab")
     result = compared(first, second)
@@ -168,9 +165,6 @@ def test_a_task_with_manual_optimization_is_recorded(tmp_path: Path) -> None:
         record(tmp_path / "d", ByHand(), micro_batches=2)
 
 
-# Differences between ranks
-
-
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tape]:
     """Tapes of two ranks under ddp: a correct task, and one that changes a parameter on one rank."""
@@ -202,8 +196,6 @@ def test_a_parameter_that_one_rank_changes_is_found(two_ranks: dict[str, Tape], 
     copies = [(difference.name, difference.text) for difference in result.found if difference.kind == COPY]
     assert copies == [("net.3.bias", "rank 1's copy is not rank 0's")]
 
-
-# The command
 
 _FILE = """
 import torch

@@ -52,9 +52,6 @@ def test_wrong_options_start_nothing(arguments: list[str], text: str, capsys: py
     assert text in capsys.readouterr().err
 
 
-# The parts, in this process
-
-
 @pytest.fixture
 def one(tmp_path: Path) -> Check:
     return Check(Accelerator(cpu=True), tmp_path / "run")
@@ -112,9 +109,6 @@ def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
     assert (row.result, row.advice) == (FAIL, PARTS["run folder"])
     assert "No such file" in row.found
     assert check.run("resume", check_processes.resume).result == SKIPPED
-
-
-# Real processes
 
 
 def _command(*arguments: object) -> dict[str, Any]:

@@ -187,8 +187,6 @@ def test_the_commands_of_our_page_are_right(
     assert "train.py" in (capsys.readouterr().out + "".join(file.read_text() for file in tmp_path.glob("*.yaml")))
 
 
-# Real jobs
-
 _SCRIPT = """
 import os, sys
 import torch

@@ -30,9 +30,6 @@ class Pair(NamedTuple):
     right: Any
 
 
-# Without other processes
-
-
 @pytest.mark.parametrize("operation", [reduce, pad_across_processes])
 def test_what_is_no_tensor_is_refused_by_name(operation: Callable[[Any], Any]) -> None:
     with pytest.raises(TypeError, match=f"{operation.__name__} got a value of type str"):
@@ -76,9 +73,6 @@ def test_structures_are_concatenated_leaf_by_leaf() -> None:
 def test_what_cannot_be_concatenated_is_refused(data: list[Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         concatenate(data)
-
-
-# Two processes
 
 
 def _raised(call: Callable[[], Any]) -> str:

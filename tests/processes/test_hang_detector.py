@@ -107,9 +107,6 @@ def start(ends: Ends) -> Iterator[Start]:
         ranks.close()
 
 
-# A rank that stands still
-
-
 @pytest.mark.slow
 def test_a_run_that_stands_still_is_reported_once_with_every_rank_and_its_stack(
     start: Start, capfd: pytest.CaptureFixture[str]
@@ -159,9 +156,6 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
         time.sleep(0.05)
     assert "rank 1 does not answer: its process has ended or is stopped" in text
     assert "last seen: fit, step 7" in text
-
-
-# A rank that fails
 
 
 def _raised(error: BaseException) -> BaseException:
@@ -229,9 +223,6 @@ def test_the_users_own_process_is_interrupted_instead_of_ended(start: Start, end
     assert ends == []
 
 
-# A rank that is gone
-
-
 def test_a_process_that_was_killed_is_named_by_its_neighbour_though_its_parent_has_not_heard(start: Start) -> None:
     ranks = start(1)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -259,9 +250,6 @@ def test_when_the_store_dies_with_rank_0_the_others_end(
     ranks.server = None
     eventually(lambda: ends)
     assert "rank 0: its process, which served the store, has ended." in capfd.readouterr().err
-
-
-# What a rank is doing
 
 
 def _call_as(module: str, name: str, then: Callable[[], Any]) -> Any:
@@ -316,9 +304,6 @@ def test_what_a_rank_is_busy_with_is_read_from_its_stack(module: str, expected: 
     assert activity_of(_within(("trainwright.trainer.trainer", "_fit"), (module, "f"), ("user", "g"))) == expected
 
 
-# The words
-
-
 def _position(rank: int, waits_in: str, still_s: float = 9.0, place: str = "user.py:1 in f") -> RankPosition:
     return RankPosition(rank, "fit, step 3", still_s, waits_in, "", place, "process 1 on host", "main thread:\n  stack")
 
@@ -330,9 +315,6 @@ def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
     assert "  rank 3 has not arrived: fit, step 3" in text
     assert text.count("stack") == 2
     assert text.index("rank 3, process") < text.index("rank 0, process")  # the one that all wait for comes first
-
-
-# Settings
 
 
 def test_a_hang_timeout_is_half_of_the_timeout_and_ten_minutes_at_most() -> None:

@@ -182,11 +182,6 @@ def test_the_trainer_starts_the_processes_of_a_script_without_running_it_again(c
     check(results_in(tmp_path), [0])
 
 
-# Failing
-
-
-# Notebooks
-
 _CELLS = [
     "import torch\nfrom torch import nn\nfrom trainwright import TaskModule, Trainer\ntorch.set_num_threads(1)",
     """

@@ -24,8 +24,6 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import ConfigurationError, DistributedType, PartialState, WorkerError
 from trainwright.processes.process_shares import share_of
 
-# One process
-
 
 def test_a_process_that_is_alone_is_first_and_last_and_opens_nothing() -> None:
     state = PartialState(cpu=True)
@@ -76,9 +74,6 @@ def test_a_pickled_state_is_the_one_of_the_process_that_reads_it() -> None:
     assert pickle.loads(packed).num_processes == 1
 
 
-# Shares
-
-
 @given(st.integers(0, 40), st.integers(1, 9))
 def test_shares_together_are_everything_once_in_order_and_even(length: int, num_processes: int) -> None:
     inputs = list(range(length))
@@ -122,9 +117,6 @@ class _Rows:
 def test_what_cannot_be_split_is_refused(inputs: Any, error: type[Exception], message: str, num_processes: int) -> None:
     with pytest.raises(error, match=message):
         share_of(inputs, 0, num_processes)
-
-
-# Two processes
 
 
 def _recorded(state: PartialState) -> dict[str, Any]:
@@ -247,9 +239,6 @@ def test_a_trainer_uses_the_group_and_leaves_it_open(lives: list[dict[str, Any]]
 @pytest.mark.distributed
 def test_a_group_that_was_destroyed_is_made_anew_when_it_is_needed(lives: list[dict[str, Any]]) -> None:
     assert all(found["destroyed"] for found in lives)
-
-
-# Scripts
 
 
 def _join_the_script_s_own(folder: str, rank: int) -> list[Any]:

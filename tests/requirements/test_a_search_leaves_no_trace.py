@@ -208,9 +208,6 @@ def test_a_loss_scale_is_as_before() -> None:
     assert task.batch_size == 8
 
 
-# Several processes
-
-
 def _on_rank(place: str, host: bool, ranks: list[int], search_in_fit: bool) -> tuple[int, list[float], list[str]]:
     seed_everything(1)
     task = _Busy(9, place=place, host=host, ranks=ranks)

@@ -120,9 +120,6 @@ def test_a_signal_to_either_of_two_ranks_ends_both_and_both_go_on(
     assert run_distributed(_compare_on_rank, 2, tmp_path, places, strategy, init=False, timeout=200) == [3, 3]
 
 
-# One process and the machine
-
-
 def test_another_runs_preempted_checkpoint_in_the_same_folder_stays(tmp_path: Path) -> None:
     assert run(tmp_path, Victim("train step")) == "SIGTERM"
     theirs = (tmp_path / "preempted" / "manifest.json").read_bytes()
@@ -264,9 +261,6 @@ def test_a_process_that_hangs_outside_of_python_ends_after_the_grace(tmp_path: P
             process.kill()
     assert process.returncode == 143
     assert "no step ended within preemption_grace=2" in errors
-
-
-# Launchers
 
 
 _SLURM = {"SLURM_JOB_ID": "41", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}

@@ -78,9 +78,6 @@ def test_saving_never_changes_a_generator(tmp_path: Path) -> None:
     assert saving.seen == silent.seen
 
 
-# Draws that depend on the sample alone
-
-
 class _Draws(Callback):
     """Writes down what was drawn for each sample."""
 
@@ -160,9 +157,6 @@ def test_an_index_that_identifies_no_sample_is_refused() -> None:
     loader = DataLoader(NoisySamples(_N), batch_sampler=[[1.5]])
     with pytest.raises(ConfigurationError, match="an index of type float does not identify a sample"):
         _batches(loader)
-
-
-# Single samples in workers
 
 
 def test_anything_with_an_index_draws_by_it() -> None:

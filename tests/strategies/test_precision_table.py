@@ -27,8 +27,6 @@ _HARDWARE = {"GPU", "GPU with float64", "CUDA", "CUDA 8.9", "torch_xla"}
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _REASONS = dict(re.findall(r"^- \((\d+)\) \"([^\"]+)\"", _PAGE, re.MULTILINE))
 
-# Every cell of the table
-
 
 def _read_cells() -> tuple[dict[str, torch.dtype], dict[str, dict[str, tuple[str, str]]]]:
     """Return the dtype of each precision, and strategy → precision → the cells of the CPU and of accelerators."""

@@ -179,9 +179,6 @@ def test_the_choice_of_kernels_ends_with_the_stage(before: bool, arguments: tupl
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-# Ranks along named axes
-
-
 @pytest.mark.parametrize(
     ("shape", "of_ranks", "members"),
     [

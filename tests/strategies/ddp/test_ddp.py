@@ -34,8 +34,6 @@ def fit(
     return trainer, weights_of(task)
 
 
-# Options
-
 _SAME = [
     DDPStrategy,
     lambda: DDPStrategy(static_graph=True),
@@ -72,9 +70,6 @@ def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
     first, second = run_distributed(lambda: fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1], 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert not torch.equal(first["heads.1.weight"], weights_of(PartlyUsedTask())["heads.1.weight"])
-
-
-# Starting equal
 
 
 class DifferentTask(RegressionTask):
@@ -133,9 +128,6 @@ def _buffers_on_rank() -> list[float]:
 @pytest.mark.distributed
 def test_every_rank_evaluates_with_rank_zeros_buffers() -> None:
     assert run_distributed(_buffers_on_rank, 2) == [[2.0, 4.0], [2.0, 4.0]]
-
-
-# Ending
 
 
 def _groups_left(strategy: str) -> list[bool]:

@@ -126,9 +126,6 @@ def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> N
     assert snapshot.state["step"] % _STEPS != 0
 
 
-# What is refused
-
-
 @pytest.mark.parametrize("steps", [0, True, "8"])
 def test_a_number_of_steps_that_is_none_is_an_error(steps: Any) -> None:
     with pytest.raises(ConfigurationError, match="local_sgd_steps"):

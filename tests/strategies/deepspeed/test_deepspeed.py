@@ -101,9 +101,6 @@ def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behin
         assert_trained_alike([found["left"][number] for found in trained], alone)
 
 
-# Checkpoints
-
-
 class Factored(Blocks):
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad])

@@ -82,9 +82,6 @@ def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp
     assert set(saved["groups"][0]) == {*torch.optim.AdamW([torch.zeros(1)]).param_groups[0]}
 
 
-# Number formats, building, evaluation
-
-
 class Teacher(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -70,9 +70,6 @@ def test_other_clipping_and_precisions_come_close_to_one_process(name: str, othe
     assert {k: v.dtype for k, v in by_rank[0]["weights"].items()} == {k: v.dtype for k, v in alone["weights"].items()}
 
 
-# After a stage
-
-
 _STAGES: dict[str, list[Any]] = {
     "fsdp": [FSDPStrategy(activation_checkpointing=True), FSDPStrategy()],
     "deepspeed 3": [DeepSpeedStrategy(stage=3)],
@@ -127,9 +124,6 @@ def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_use
     assert not torch.equal(first["moved"]["outputs.weight"], first["weights"]["outputs.weight"])
 
 
-# Steps that do not end
-
-
 class _BadOnRankOne(Blocks):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -166,9 +160,6 @@ def test_ranks_agree_on_a_gradient_that_is_not_finite_in_one_ranks_piece(strateg
             assert "outputs.bias" in text
 
 
-# Checkpoints
-
-
 class StateWatcher(Callback):
     def __init__(self) -> None:
         self.seen: set[tuple[str, str]] = set()
@@ -198,9 +189,6 @@ def test_a_full_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_int
     assert snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]["exp_avg"].shape == (7, 7)
     continued = train("single", 1, ckpt_path=path)
     torch.testing.assert_close(continued["weights"], train("single", 1)["weights"], rtol=0, atol=1e-5)
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,6 @@ def test_rank_zero_reads_a_file_and_the_others_build_without_values(built: Any) 
         torch.testing.assert_close(rank["from rank 0"][1], weights_of(alone), rtol=0, atol=1e-5)
 
 
-# What is left after a stage
-
-
 def _end(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for which in ("all", "main", "none"):
@@ -165,9 +162,6 @@ def test_a_task_that_has_given_its_weights_up_is_neither_saved_nor_used_without_
         saved, used = rank["texts"]
         assert "ModelCheckpoint" in saved or "rank 0" in saved
         assert "Pass ckpt_path" in used
-
-
-# What is refused or warned of
 
 
 @pytest.mark.parametrize("option", ["meta_init", "cpu_ram_efficient_loading"])

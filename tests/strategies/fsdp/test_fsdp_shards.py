@@ -20,8 +20,6 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.shards import _split
 
-# Which indices of a full tensor a rank holds
-
 
 def indices(runs: list[tuple[int, int]]) -> list[int]:
     return [start + i for start, length in runs for i in range(length)]

@@ -77,9 +77,6 @@ def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(tmp_pat
     assert same(tree, whole)
 
 
-# A rank that cannot
-
-
 class FullDisk:
     """A fault hook: from a given step on nothing can be written on this rank."""
 

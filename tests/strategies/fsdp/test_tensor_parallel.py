@@ -229,9 +229,6 @@ def test_ranks_draw_the_same_numbers(split: list[dict[str, Any]]) -> None:
     torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
 
 
-# What is refused
-
-
 def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int, int]:
     settings = EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true"))
     strategy.check(settings)

@@ -65,9 +65,6 @@ def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any,
         assert_same(found, plainly(listener, accumulate, clip))
 
 
-# Failures, and optimizers that cannot be split
-
-
 class SharedNorm(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -135,9 +135,6 @@ def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and
     assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
 
 
-# Copies beside a computation
-
-
 def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
