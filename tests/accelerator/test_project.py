@@ -74,7 +74,6 @@ class _SavedStates(RuleBasedStateMachine):
             warnings.filterwarnings("ignore", "skipping the damaged", TrainwrightWarning)
             self.accelerator.load_state()
         newest = self.newest_valid()
-        assert newest is not None
         assert self.net.bias.item() == newest.value
         self.run = newest.run
 

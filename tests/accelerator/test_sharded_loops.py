@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _run(function: Any, *arguments: Any, ranks: int = 2) -> list[Any]:
-    found: list[Any] = run_distributed(function, ranks, *arguments, init=False, timeout=240)
-    return found
+    return run_distributed(function, ranks, *arguments, init=False, timeout=240)
 
 
 def _save(folder: str) -> Any:

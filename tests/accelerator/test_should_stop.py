@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,39 +67,6 @@ def test_all_ranks_leave_at_one_step_and_a_second_run_ends_with_the_same_weights
     assert not resumed[0]["stopped"]
     for one, other in zip(resumed, uninterrupted, strict=True):
         torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
-
-
-_HANGS = """
-import ctypes, os
-import torch
-from trainwright import Accelerator
-from trainwright.processes import signals
-
-signals._HUNG_S = 1.0
-accelerator = Accelerator(cpu=True)
-accelerator.backward(torch.nn.Parameter(torch.ones(())) * 2)
-assert not accelerator.should_stop
-os.write(1, b"started\\n")
-mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-lock(mutex), lock(mutex)
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_loop_that_hangs_outside_of_python_ends_after_a_signal() -> None:
-    # A collective that another rank does not reach hangs so, too: Python runs no handler until it returns.
-    command = [sys.executable, "-c", _HANGS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "started\n"
-            time.sleep(0.5)
-            process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=20)
-        finally:
-            process.kill()
-    assert process.returncode == 143
-    assert "received SIGTERM, and the main thread has not returned to Python for 1 s" in errors
 
 
 def _stops(accelerator: Accelerator) -> bool:

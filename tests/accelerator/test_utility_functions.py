@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import random
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -84,19 +83,6 @@ def test_helpers_know_models_and_sizes() -> None:
     within[0] = torch.compile(within[0])
     assert utils.has_compiled_regions(within)
     assert (utils.is_compiled_module(torch.compile(model)), utils.is_compiled_module(model)) == (True, False)
-
-
-def test_a_wrapper_of_a_logger_counts_frames_as_accelerate_does(caplog: pytest.LogCaptureFixture) -> None:
-    logger = get_logger("stack")
-
-    def wrapper() -> None:
-        logger.warning("of the caller", stacklevel=3)
-        logger.warning("of the wrapper", stacklevel=2)
-        logger.warning("of the wrapper")
-
-    wrapper()
-    callers = [record.funcName for record in caplog.records]
-    assert callers == ["test_a_wrapper_of_a_logger_counts_frames_as_accelerate_does", "wrapper", "wrapper"]
 
 
 def test_variables_are_set_and_removed_for_a_block() -> None:
@@ -246,26 +232,3 @@ def test_a_variable_sets_the_affinity_of_a_process(monkeypatch: pytest.MonkeyPat
     PartialState(cpu=True)
     assert called == [0]
     set_numa_affinity(0)  # this machine's own: no error
-
-
-def test_a_variable_sets_the_level_of_loggers() -> None:
-    with patch_environment(accelerate_log_level="warning"):
-        assert get_logger("of_a_variable").logger.level == 30
-        assert get_logger("of_an_argument", log_level="ERROR").logger.level == 40
-
-
-def test_uncaught_errors_are_shown_by_rich_on_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("rich")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "True")
-    monkeypatch.setenv("TERM", "dumb")
-    Accelerator(cpu=True)
-    try:
-        raise ValueError("shown")
-    except ValueError as error:
-        sys.excepthook(ValueError, error, error.__traceback__)
-    said = capsys.readouterr().err
-    assert "ValueError: shown" in said
-    assert "Traceback (most recent call last) ─" in said

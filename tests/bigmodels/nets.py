@@ -29,8 +29,7 @@ class Net(nn.Module):
         hidden: torch.Tensor = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        scores: torch.Tensor = self.head(hidden)
-        return scores
+        return self.head(hidden)
 
 
 TOKENS = torch.arange(12)

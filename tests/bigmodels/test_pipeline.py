@@ -105,8 +105,7 @@ def _run() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = run_distributed(_run, 2, timeout=120)
-    return ranks
+    return run_distributed(_run, 2, timeout=120)
 
 
 def _assert_equal(result: Any, size: int) -> None:

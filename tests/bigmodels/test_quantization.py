@@ -43,8 +43,7 @@ class Net(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.block(self.norm(self.first(inputs)))
-        scores: torch.Tensor = self.head(hidden) + self.shift
-        return scores
+        return self.head(hidden) + self.shift
 
 
 INPUTS = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))

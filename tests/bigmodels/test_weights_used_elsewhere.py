@@ -28,8 +28,7 @@ class TiedByHand(nn.Module):
         self.middle = nn.Linear(8, 8)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.middle(self.embed(tokens)) @ self.embed.weight.T
-        return found
+        return self.middle(self.embed(tokens)) @ self.embed.weight.T
 
 
 OFFLOADS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
@@ -67,8 +66,7 @@ class Adapter(nn.Module):
         self.up = nn.Linear(2, 4, bias=False).to(base.weight.device)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(inputs) + self.up(self.down(inputs))
-        return result
+        return self.base(inputs) + self.up(self.down(inputs))
 
 
 class Block(nn.Module):
@@ -79,8 +77,7 @@ class Block(nn.Module):
         self.layer: nn.Module = nn.Linear(4, 4)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.layer(inputs)
-        return result
+        return self.layer(inputs)
 
 
 def _with_adapter(model: nn.Sequential) -> nn.Sequential:

@@ -131,9 +131,3 @@ def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixt
     assert facts["process"].startswith("rank 0 of 1")
     assert ("avx512_bf16" in facts["cpu instructions"]) == torch.cpu._is_avx512_bf16_supported()
     assert ("amx_tile" in facts["cpu instructions"]) == torch.cpu._is_amx_tile_supported()
-
-
-@pytest.mark.parametrize("words", [[], ["--config_file", "f.yaml"]])
-def test_the_form_of_accelerate_test_names_check(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["test", *words]) == 2
-    assert f"Use `{' '.join(['trainwright check', *words])}` to check" in capsys.readouterr().err

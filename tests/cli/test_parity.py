@@ -176,8 +176,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tape]:
             "drifting": record(folder / "drifting", Drifting(), strategy="ddp"),
         }
 
-    tapes: dict[str, Tape] = run_distributed(runs, 2, init=False)[0]
-    return tapes
+    return run_distributed(runs, 2, init=False)[0]
 
 
 @pytest.mark.distributed

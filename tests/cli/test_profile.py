@@ -118,8 +118,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _profile(capsys: pytest.CaptureFixture[str], *words: str, steps: int = 5) -> dict[str, Any]:
     assert main(["profile", "config.yaml", "--steps", str(steps), "--json", *words]) == 0
     text = capsys.readouterr().out
-    found: dict[str, Any] = json.loads(text)  # and nothing else, such as a notice
-    return found
+    return json.loads(text)  # and nothing else, such as a notice
 
 
 _NAPS = "trainer.callbacks=[{class_path: profiled_project.Naps, init_args: {seconds: 0.02}}]"

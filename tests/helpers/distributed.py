@@ -294,7 +294,6 @@ def _collect(processes: list[BaseProcess], folder: Path, late: list[int], timeou
     if raised:
         rank = min(raised)[1]
         report = reports[rank]
-        assert report is not None
         message = f"rank {rank} of {world_size} failed:\n{report.traceback}{_output(folder, rank)}"
         raise RankError(message, rank=rank, exception=report.exception) from report.exception
     for rank, process in enumerate(processes):

@@ -144,8 +144,7 @@ class ReferenceTask(TaskModule):
         self.model = make_model(case)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.model(batch)
-        return loss
+        return self.model(batch)
 
     def configure_optimizers(self) -> Any:
         optimizer, schedule = make_optimizer(self.case, self.model)

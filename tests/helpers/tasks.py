@@ -48,8 +48,7 @@ class RegressionTask(TaskModule):
             self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.net(inputs)
-        return outputs
+        return self.net(inputs)
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return the mean squared error of a batch."""

@@ -24,7 +24,6 @@ def main(folder: Path) -> None:
     if present:
         sys.exit(f"The environment is not empty: it has {', '.join(present)}.")
     example = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.M)
-    assert example is not None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "example.py").write_text(example[1], encoding="utf-8")
     done = subprocess.run([sys.executable, "-W", "error", "example.py"], cwd=folder, capture_output=True, text=True)

@@ -312,8 +312,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.T
     (folder / "train.py").write_text(_RESTARTED)
     found = _launch(folder, *_ONE_THREAD, "train.py")
     assert "end 48 None False" in found.stdout, found.stderr
-    weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
-    return weights
+    return torch.load(folder / "weights.pt")
 
 
 _KILLS = mostly_exhaustive(range(10), keep=[0])

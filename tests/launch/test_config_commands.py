@@ -94,8 +94,7 @@ def test_env_shows_the_configuration_or_what_is_wrong_with_it(
 ) -> None:
     def shown(*arguments: str) -> list[str]:
         assert main(["env", "--json", *arguments]) == 0
-        found: list[str] = json.loads(capsys.readouterr().out)["configuration"]
-        return found
+        return json.loads(capsys.readouterr().out)["configuration"]
 
     assert shown() == ["no configuration file"]
     main(["config", "default"])

@@ -67,7 +67,6 @@ def test_the_end_of_the_launcher_ends_the_processes(number: int, script: Path) -
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         launcher.send_signal(number)
         assert launcher.wait(30) == (-number if number == signal.SIGKILL else 128 + number)

@@ -117,8 +117,7 @@ class _Job:
             time.sleep(0.05)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = torch.load(self.folder / "last.pt")
-        return found
+        return torch.load(self.folder / "last.pt")
 
 
 @pytest.fixture

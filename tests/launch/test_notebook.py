@@ -133,7 +133,6 @@ def test_the_end_of_the_calling_process_ends_the_others(number: int, tmp_path: P
     script.write_text(_SCRIPT + "debug_launcher(function, (600,))\n")
     command = [sys.executable, str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), text=True) as caller:
-        assert caller.stdout is not None
         pids = [int(caller.stdout.readline().split()[-1]) for _ in range(2)]
         caller.send_signal(number)
         caller.wait(30)

@@ -134,8 +134,7 @@ def _folder(path: Path, *, waits: bool = False) -> Path:
 
 
 def _losses(folder: Path) -> list[float]:
-    found: list[float] = json.loads((folder / "losses.json").read_text())
-    return found
+    return json.loads((folder / "losses.json").read_text())
 
 
 @pytest.mark.parametrize("strategy", mostly_exhaustive(["ddp", "fsdp"], keep=["fsdp"]))

@@ -82,8 +82,7 @@ def library_optimizer(name: str, task: Autoencoder) -> torch.optim.Optimizer:
         "adamw_fp8": ao.AdamWFp8, "adamw_bnb_8bit": bnb.AdamW8bit,
         "adamw_low_rank": LowRankAdamW,
     }  # fmt: skip
-    made: torch.optim.Optimizer = kinds[name](list(task.parameters()), **task.options)
-    return made
+    return kinds[name](list(task.parameters()), **task.options)
 
 
 @pytest.mark.parametrize("name", optimizer_names())

@@ -126,8 +126,7 @@ def _exchange() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = run_distributed(_exchange, 2, init=False, timeout=120)
-    return found
+    return run_distributed(_exchange, 2, init=False, timeout=120)
 
 
 @pytest.mark.distributed

@@ -195,8 +195,7 @@ def _live() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def lives() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = run_distributed(_live, 2, init=False, timeout=120)
-    return ranks
+    return run_distributed(_live, 2, init=False, timeout=120)
 
 
 @pytest.mark.distributed

@@ -116,8 +116,6 @@ def test_every_process_exits(
     tmp_path: Path,
     temporary: Path,
 ) -> None:
-    assert server.stdin is not None
-    assert server.stdout is not None
     server.stdin.write(json.dumps({**options, "folder": str(tmp_path), "tmp": str(temporary)}) + "\n")
     server.stdin.flush()
     taken_s = wait_for_end(tmp_path)

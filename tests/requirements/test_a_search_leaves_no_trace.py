@@ -58,8 +58,7 @@ class _Busy(RegressionTask):
             raise RuntimeError(HOST_MESSAGE) if self.host else torch.OutOfMemoryError(DEVICE_MESSAGE)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.net(self.norm(inputs))
-        return outputs
+        return self.net(self.norm(inputs))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         self.batch = batch
@@ -168,7 +167,6 @@ def _search_sizes(trainer: Any, task: Any) -> None:
 def _search_rates(trainer: Any, task: Any) -> None:
     finder = LearningRateFinder(num_training_steps=20, update_attr=False)
     finder.lr_find(trainer, task)
-    assert finder.optimal_lr is not None
     assert len(finder.optimal_lr.results["loss"]) == 20
 
 

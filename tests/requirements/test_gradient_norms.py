@@ -39,8 +39,7 @@ class Mixed(TaskModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.places((4 * torch.sigmoid(x[:, 1])).long()) + self.signs((x[:, 0] > 0).long())
         x = self.norm(x + self.down(torch.tanh(self.up(x))))
-        found: torch.Tensor = self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
-        return found
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return 100 * functional.mse_loss(self(batch), batch.sum(dim=1, keepdim=True))

@@ -217,7 +217,6 @@ def _kill(script: Path, folder: Path) -> int:
     command = [sys.executable, str(script), str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            assert process.stdout is not None
             for line in process.stdout:
                 if line == "running\n":
                     break
@@ -251,7 +250,6 @@ def test_a_process_that_hangs_outside_of_python_ends_after_the_grace(tmp_path: P
     script.write_text(hang + script.read_text().replace("callbacks=", "preemption_grace=2, callbacks="))
     command = [sys.executable, str(script), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert "running\n" in iter(process.stdout.readline, "")
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)

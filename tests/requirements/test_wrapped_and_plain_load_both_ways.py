@@ -35,8 +35,7 @@ class AdamTask(RegressionTask):
 
 def _compile(module: nn.Module) -> nn.Module:
     # "eager" compiles without generating code: what could rename a weight is the wrapping.
-    compiled: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
-    return compiled
+    return torch.compile(module, backend="eager")  # type: ignore[assignment]
 
 
 def _wrap_inside(module: nn.Module) -> nn.Module:

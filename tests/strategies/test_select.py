@@ -63,17 +63,6 @@ def test_launcher_none_ignores_the_variables() -> None:
     assert found.topology.world_size == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "finds_unused"),
-    [("ddp_spawn", False), ("ddp_fork", False), ("ddp_notebook_find_unused_parameters_true", True)],
-)
-def test_every_name_of_data_parallelism_is_ddp(name: str, finds_unused: bool) -> None:
-    found = choose(strategy=name, devices=2)
-    assert type(found.strategy) is DDPStrategy
-    assert found.strategy.ddp_options["find_unused_parameters"] is finds_unused
-    assert found.starts_processes
-
-
 def test_options_may_follow_a_name() -> None:
     chosen = choose(strategy="megatron:pp=2:recompute=full:distributed_optimizer=False", devices=4).strategy
     assert isinstance(chosen, MegatronStrategy)

@@ -86,7 +86,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def check_whole(folder: Path, steps: set[int]) -> None:
     """Check that the newest checkpoint is one of `steps`, and that nothing half written lies beside it."""
     newest = newest_valid(folder)  # warns, which is an error here, of one that is damaged
-    assert newest is not None
     assert verify(newest) == []
     assert read_checkpoint(newest).state["step"] in steps
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
@@ -122,7 +121,6 @@ class ReadOnlyAfter(Callback):
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
             newest = newest_whole(self.disk / "checkpoints", time.monotonic() + 30.0)
-            assert newest is not None
             mount(self.disk, "remount,ro")
 
 
@@ -145,7 +143,6 @@ def test_a_disk_that_becomes_read_only_is_named_and_keeps_its_checkpoints(disk: 
         train(folder, async_save=async_save, callbacks=[ReadOnlyAfter(disk)])
     assert "step=2" in str(caught.value)
     newest = newest_valid(folder)
-    assert newest is not None
     assert read_checkpoint(newest).state["step"] == 1
     mount(disk, "remount,rw,size=16m")
     assert_equal_weights(train(folder, resume=True), train(disk / "again"))

@@ -38,9 +38,7 @@ def _train(root: Path, logger: Any) -> None:
 
 def _content(html: str) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found is not None
-    content: dict[str, Any] = json.loads(found[1])
-    return content
+    return json.loads(found[1])
 
 
 def _unpacked(text: str, dtype: str) -> np.ndarray[Any, Any]:
@@ -224,7 +222,6 @@ def test_a_report_of_a_million_points_opens_and_pans_in_a_browser(tmp_path: Path
             assert tab.evaluate("bounds") is None
             assert tab.evaluate("charts[0].plot.scales.x.max") == 99_999
             box = tab.locator(".u-over").first.bounding_box()
-            assert box is not None
             tab.keyboard.down("Control")
             tab.mouse.move(box["x"] + 200, box["y"] + 50)
             tab.mouse.wheel(0, -400)

@@ -55,8 +55,7 @@ class Speaker(TaskModule):
         x = self.embed(tokens) + self.places(positions)
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
     def split_sequences(self, batch: Any, split: Any) -> Any:
         tokens, targets, positions = batch
@@ -78,8 +77,7 @@ class Speaker(TaskModule):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        logits: torch.Tensor = self(batch[0], batch[2])
-        return logits
+        return self(batch[0], batch[2])
 
     def shard_units(self) -> list[nn.Module]:
         return list(self.blocks)

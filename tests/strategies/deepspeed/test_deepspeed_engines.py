@@ -91,8 +91,7 @@ class Teacher(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.net(inputs)
-        return outputs
+        return self.net(inputs)
 
 
 class Student(Blocks):

@@ -51,7 +51,6 @@ def _clipped_by_config() -> dict[str, torch.Tensor]:
     }  # fmt: skip
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
     plugin = AcceleratorState().deepspeed_plugin
-    assert plugin is not None
     plugin.deepspeed_config["gradient_clipping"] = 0.1
     net = _net(1)
     model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5), _loader(2))

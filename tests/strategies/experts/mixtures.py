@@ -45,8 +45,7 @@ class Mixture(nn.Module):
         weights, index = self.router(inputs).softmax(-1).topk(self.top_k, dim=-1)
         if self.only is not None:
             index, weights = torch.full_like(index[:, :1], self.only), weights[:, :1]
-        mixed: torch.Tensor = inputs + self.experts(inputs, index, weights)
-        return mixed
+        return inputs + self.experts(inputs, index, weights)
 
 
 class MixtureTask(TaskModule):
@@ -61,8 +60,7 @@ class MixtureTask(TaskModule):
         hidden = self.first(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        outputs: torch.Tensor = self.last(hidden)
-        return outputs
+        return self.last(hidden)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = functional.mse_loss(self(batch), batch.flip(1))

@@ -24,8 +24,7 @@ class Block(nn.Module):
         self.mix = nn.Linear(width, width)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        mixed: torch.Tensor = inputs + torch.tanh(self.mix(self.norm(inputs)))
-        return mixed
+        return inputs + torch.tanh(self.mix(self.norm(inputs)))
 
 
 class Blocks(TaskModule):
@@ -49,8 +48,7 @@ class Blocks(TaskModule):
         hidden = self.inputs(inputs)
         for block in self.blocks:
             hidden = block(hidden)
-        outputs: torch.Tensor = self.outputs(hidden + self.tied(inputs))
-        return outputs
+        return self.outputs(hidden + self.tied(inputs))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = functional.mse_loss(self(batch), batch.flip(1))
@@ -61,8 +59,7 @@ class Blocks(TaskModule):
         self.log("val_loss", functional.mse_loss(self(batch), batch.flip(1)), batch_size=len(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        outputs: torch.Tensor = self(batch)
-        return outputs
+        return self(batch)
 
     def num_items(self, batch: Any) -> int:
         return len(batch)

@@ -184,7 +184,6 @@ def test_a_full_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_int
     assert seen == [{("Tensor", "cpu")}, {("Tensor", "meta"), ("Tensor", "cpu")}]
     path = next(path for path in (tmp_path / "run").iterdir() if "step=2" in path.name)
     snapshot = read_checkpoint(path)
-    assert snapshot.model is not None
     assert snapshot.model["tied.weight"].data_ptr() == snapshot.model["inputs.weight"].data_ptr()
     assert snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]["exp_avg"].shape == (7, 7)
     continued = train("single", 1, ckpt_path=path)

@@ -89,8 +89,7 @@ class Experts(TaskModule):
         return self.units
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        loss: torch.Tensor = self.experts[int(batch[1])](batch[0]).square().mean()
-        return loss
+        return self.experts[int(batch[1])](batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

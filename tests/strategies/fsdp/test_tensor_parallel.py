@@ -40,8 +40,7 @@ class Attention(nn.Module):
         batch, length = x.shape[:2]
         query, key, value = self.qkv(x).view(batch, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        found: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return found
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -54,8 +53,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.drop(self.attention(self.norm_1(x)))
-        found: torch.Tensor = x + self.mlp(self.norm_2(x))
-        return found
+        return x + self.mlp(self.norm_2(x))
 
 
 _PLAN: dict[str, Any] = {
@@ -103,8 +101,7 @@ class Gpt(TaskModule):
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())

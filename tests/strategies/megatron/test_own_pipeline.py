@@ -121,8 +121,7 @@ class Layers(TaskModule):
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
-        result: torch.Tensor = self.last(x)
-        return result
+        return self.last(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen.append((batch[0].tolist(), float(batch[1].sum())))

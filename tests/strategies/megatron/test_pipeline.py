@@ -49,8 +49,7 @@ class Language(nn.Module):
         mask = (tokens > 0).unsqueeze(-1).to(x.dtype)
         for block in self.blocks:
             x = block(x, mask)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class Speaker(TaskModule):
@@ -81,8 +80,7 @@ class Speaker(TaskModule):
         self.log("rows", float(len(batch)), reduce_fx="sum")
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        logits: torch.Tensor = self.model(batch)
-        return logits
+        return self.model(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -153,8 +151,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
             "selective": run("selective", recompute="selective"),
         }
 
-    found: list[dict[str, Any]] = run_distributed(runs, 2, init=False, timeout=180)
-    return found
+    return run_distributed(runs, 2, init=False, timeout=180)
 
 
 @pytest.mark.distributed
@@ -226,8 +223,7 @@ class Leaky(Speaker):
         x = first = model.embed(tokens)
         for block in model.blocks:
             x = block(x, first)
-        logits: torch.Tensor = model.head(model.norm(x))
-        return logits
+        return model.head(model.norm(x))
 
 
 @pytest.mark.distributed

@@ -78,8 +78,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             for name, (kind, options, num) in _CASES.items()
         }
 
-    found: list[dict[str, Any]] = run_distributed(runs, 2, init=False, timeout=300)
-    return found
+    return run_distributed(runs, 2, init=False, timeout=300)
 
 
 @pytest.mark.parametrize("name", list(_CASES))

@@ -34,8 +34,7 @@ def writes(trainer: Any, task: Any, *_: Any) -> None:
 
 
 def writer(event: str, base: type[Callback] = Callback, **attributes: Any) -> Callback:
-    made: Callback = type("Writer", (base,), {event: lambda self, *args: writes(*args), **attributes})()
-    return made
+    return type("Writer", (base,), {event: lambda self, *args: writes(*args), **attributes})()
 
 
 def train(

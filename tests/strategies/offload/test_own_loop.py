@@ -38,8 +38,7 @@ Step = Callable[[Accelerator, nn.Module, list[torch.Tensor]], None]
 
 
 def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = (model(batch)["outputs"] - batch.sum(1, keepdim=True)).square().mean()
-    return loss
+    return (model(batch)["outputs"] - batch.sum(1, keepdim=True)).square().mean()
 
 
 def _one_backward_of_two_forwards(accelerator: Accelerator, model: nn.Module, batches: list[torch.Tensor]) -> None:

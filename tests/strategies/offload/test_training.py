@@ -55,8 +55,7 @@ class Tiny(TaskModule):
         hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
-        scores: torch.Tensor = self.head(hidden)
-        return scores
+        return self.head(hidden)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         return functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())

@@ -27,8 +27,7 @@ class HalfFrozen(nn.Module):
         self.trained = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.trained(torch.tanh(self.frozen(hidden)))
-        return found
+        return self.trained(torch.tanh(self.frozen(hidden)))
 
 
 class Lookup(nn.Module):
@@ -51,8 +50,7 @@ class Picture(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         picture = hidden.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)
-        found: torch.Tensor = self.mix(picture).flatten(1) @ self.turned @ self.turned.t()
-        return found
+        return self.mix(picture).flatten(1) @ self.turned @ self.turned.t()
 
 
 class Odd(TaskModule):
@@ -78,8 +76,7 @@ class Odd(TaskModule):
         else:
             for unit in self.units:
                 hidden = unit(hidden)
-        loss: torch.Tensor = self.last(hidden).pow(2).mean()
-        return loss
+        return self.last(hidden).pow(2).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)

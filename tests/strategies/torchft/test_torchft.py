@@ -189,5 +189,4 @@ def test_collectives_of_a_sharded_replica_take_its_values_for_the_others(monkeyp
     gathered = ranks.all_gather(own, sync_grads=True)
     gathered.sum().backward()
     assert gathered.shape == (2, 1)
-    assert own.grad is not None
     assert own.grad.item() == 2
