@@ -14,28 +14,15 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.accelerator.test_accelerator_distributed import _data, _net
 from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, weights_of
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.processes.partial_state import PartialState
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
-
-
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def _data(num: int = 10) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(num, 4, generator=generator), torch.randn(num, 2, generator=generator))
-
-
-def _same(left: nn.Module, right: nn.Module) -> bool:
-    pairs = zip(left.state_dict().items(), right.state_dict().items(), strict=True)
-    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
 
 
 def _train(accelerator: Accelerator, net: Any, data: TensorDataset, *, num_epochs: int = 2) -> tuple[Any, ...]:
@@ -70,7 +57,7 @@ def test_a_loop_with_accumulation_equals_one_by_hand_also_in_its_short_last_grou
             optimizer.zero_grad()
     accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(3, short_group="steps"), cpu=True)
     net, ours, _, schedule = _train(accelerator, _net(), data)
-    assert _same(net, by_hand)
+    assert_equal_weights(weights_of(net), weights_of(by_hand))
     assert ours.state_dict()["state"][0]["step"] == 8
     assert schedule.get_last_lr() == scheduler.get_last_lr()
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright
@@ -51,17 +49,6 @@ def _train_on_seven(strategy: str, fetches_first: bool) -> dict[str, torch.Tenso
                 optimizer.step()
                 optimizer.zero_grad()
     return {name: value.clone() for name, value in accelerator.get_state_dict(ours).items()}
-
-
-class Exchanges(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if str(func).startswith("c10d"):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

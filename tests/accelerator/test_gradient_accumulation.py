@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.accelerator.test_accelerator_distributed import Exchanges, _net, _weights
+from tests.accelerator.test_accelerator_distributed import _net, _weights
+from tests.helpers.calls import Operators
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
@@ -235,7 +236,7 @@ def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tup
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     generator = torch.Generator().manual_seed(accelerator.process_index)
     held_back = model.no_sync if hold_back == "model" else partial(accelerator.no_sync, model)
-    with Exchanges() as exchanges:
+    with Operators() as operators:
         for number in range(6):
             x = torch.randn(2, 3, generator=generator)
             if not hold_back:
@@ -252,7 +253,7 @@ def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tup
             if last:
                 optimizer.step()
                 optimizer.zero_grad()
-    return exchanges.counts["c10d.allreduce_.default"], torch.cat([p.detach().flatten() for p in net.parameters()])
+    return operators.counts["c10d.allreduce_.default"], torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
 def _loops_that_sync_each_batch() -> dict[str, Any]:

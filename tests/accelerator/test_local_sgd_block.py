@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import weights_of
 from trainwright import LocalSGD
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError
@@ -38,10 +39,6 @@ def _loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor, n: torch.Tensor) -> 
     return (squares * n).sum() / n.sum()
 
 
-def _weights(net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in net.state_dict().items()}
-
-
 def _by_hand() -> dict[str, torch.Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
     net = _net()
@@ -66,7 +63,7 @@ def _by_hand() -> dict[str, torch.Tensor]:
         if (step + 1) % _PERIOD == 0:
             average()
     average()
-    return _weights(net)
+    return weights_of(net)
 
 
 def _loop(strategy: Strategy | str, num: int = _NUM) -> tuple[dict[str, torch.Tensor], list[bool]]:

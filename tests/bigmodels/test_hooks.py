@@ -184,15 +184,4 @@ def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_ha
     attach_execution_device_hook(net, "cpu")
     assert net.embed._hf_hook is own
     hooked = {name for name, module in net.named_modules() if "_hf_hook" in vars(module)}
-    assert hooked == {
-        "",
-        "embed",
-        "blocks",
-        "blocks.0",
-        "blocks.0.0",
-        "blocks.0.1",
-        "blocks.1",
-        "blocks.1.0",
-        "blocks.1.1",
-        "head",
-    }
+    assert hooked == {name for name, module in net.named_modules() if list(module.parameters())}

@@ -48,15 +48,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mistaken", None)
 
 
-LR = "task.lrr: mistaken.Task has no argument 'lrr'. Did you mean 'lr'?"
-
-
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("task.lrr=3", LR),
-        ("model.lrr=3", LR),
+        ("task.lrr=3", "task.lrr: mistaken.Task has no argument 'lrr'. Did you mean 'lr'?"),
         ("task.lr=fast", "task.lr=fast: expected float."),
         ("data.batch_sze=3", "data.batch_sze: mistaken.Data has no argument 'batch_sze'. Did you mean 'batch_size'?"),
         ("task=mistaken.Taks", "task=mistaken.Taks: the module 'mistaken' has no 'Taks'. Did you mean 'Task'?"),
@@ -104,13 +100,8 @@ def test_a_new_project_in_an_impossible_folder_is_an_error_of_one_line(
 ) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").write_text("x")
-    for path in (
-        tmp_path / "loop" / "project",
-        tmp_path / "loop",
-        tmp_path / "file" / "project",
-        tmp_path / ("x" * 300),
-    ):
-        one_line(["new", str(path)], capsys)
+    for name in ("loop/project", "loop", "file/project", "x" * 300):
+        one_line(["new", str(tmp_path / name)], capsys)
     assert sorted(os.listdir(tmp_path)) == ["file", "loop"]
 
 
@@ -125,10 +116,9 @@ _BILLION = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" 
         (_BILLION.encode(), "more than 100000 values"),
         (b"\xff\xfe\x00", "UTF-8"),
         (b"a: 2026-13-45\n", "cannot be read"),
-        (b"a: " + b"9" * 5000, "cannot be read"),
         (b"x" * 2**23, "has more than"),
     ],
-    ids=["mappings", "loop", "shared", "not UTF-8", "no date", "digits", "long"],
+    ids=["mappings", "loop", "shared", "not UTF-8", "no date", "long"],
 )
 def test_an_unreadable_configuration_is_an_error_of_one_line(
     text: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -49,28 +49,15 @@ def test_a_program_is_rewritten_completely_and_runs(
     ("before", "after"),
     [
         ("import lightning as L  # why\n", "import trainwright as L  # why\n"),
-        ("from lightning import pytorch as pl\npl.Trainer\n", "import trainwright as pl\npl.Trainer\n"),
         ("import lightning\nlightning.pytorch.LightningModule\n", "import trainwright\ntrainwright.TaskModule\n"),
         ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import trainwright as L\nL.callbacks.Timer()\n"),
-        (
-            "from lightning.pytorch.callbacks.early_stopping import EarlyStopping\n",
-            "from trainwright.callbacks import EarlyStopping\n",
-        ),
         (
             "from lightning.pytorch.callbacks import (\n    Timer,  # time\n    EarlyStopping,\n)\n",
             "from trainwright.callbacks import (\n    Timer,  # time\n    EarlyStopping,\n)\n",
         ),
         (
-            "from lightning.pytorch.utilities import CombinedLoader as Both\n",
-            "from trainwright import CombinedLoader as Both\n",
-        ),
-        (
             "from lightning.pytorch import LightningModule\nTaskModule = 1\nclass A(LightningModule): ...\n",
             "from trainwright import TaskModule as LightningModule\nTaskModule = 1\nclass A(LightningModule): ...\n",
-        ),
-        (
-            "from lightning.pytorch import LightningModule\n__all__ = ['LightningModule']\n",
-            "from trainwright import TaskModule as LightningModule\n__all__ = ['LightningModule']\n",
         ),
         (
             "try:\n    import lightning as L\nexcept ImportError:\n    import pytorch_lightning as L\n",
@@ -121,7 +108,6 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("from lightning import *\n", 1, "from lightning import *: name what you use."),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
-        ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         (
             "import lightning as L\ndef f(x: 'L.Fabric'): ...\n",
@@ -236,21 +222,16 @@ Other().save
     ("before", "after"),
     [
         ("accelerate launch --num_processes 2 train.py --lr 1", "trainwright launch --num_processes 2 train.py --lr 1"),
-        ("accelerate-launch --multi_gpu t.py", "trainwright launch --multi_gpu t.py"),
         ("python3 -m accelerate.commands.launch t.py", "python3 -m trainwright launch t.py"),
         ("python -m accelerate.commands.estimate x", "python -m trainwright.commands.estimate x"),
         ("$BIN/accelerate launch t.py", "$BIN/trainwright launch t.py"),
         ("x && accelerate launch \\\n  t.py  # why\n", "x && trainwright launch \\\n  t.py  # why\n"),
         ("t:\n\t@$(BIN)/accelerate launch t.py\n", "t:\n\t@$(BIN)/trainwright launch t.py\n"),
-        ("- run: accelerate launch t.py\n", "- run: trainwright launch t.py\n"),
         ('command: ["accelerate", "launch", "t.py"]', 'command: ["trainwright", "launch", "t.py"]'),
         ("command:\n  - accelerate\n  - launch\n", "command:\n  - trainwright\n  - launch\n"),
         ("accelerate config default && accelerate-config", "trainwright config default && trainwright config"),
-        ("accelerate test --config_file c.yaml", "trainwright check --config_file c.yaml"),
         ("accelerate-test", "trainwright check"),
         ("cp c/accelerate-config.yaml c/accelerate-test-suite", "cp c/accelerate-config.yaml c/accelerate-test-suite"),
-        ("python -m accelerate.commands.accelerate_cli test", "python -m trainwright check"),
-        ('command: ["accelerate", "test"]', 'command: ["trainwright", "check"]'),
         ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
     ],
 )

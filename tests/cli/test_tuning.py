@@ -210,7 +210,6 @@ def _double(size: int) -> int:
     [
         (["--apply", "worker"], "--apply='worker' is unknown. Did you mean 'workers'?"),
         (["--apply", "persistent"], "persistent: not tried: data has no argument persistent_workers"),
-        (["--apply", "--repeats", "1"], "expected at least 2"),
         (["--apply", "--output", "config.yaml"], "is a file of the configuration"),
         (["--apply", "--output", "tuned_project.py"], "was not written by --apply"),
         (["--output", "x.yaml"], "--output and --repeats are options of --apply"),

@@ -123,18 +123,14 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["--num_proceses", "2", "a.py"], "has no option --num_proceses. Did you mean 'num_processes'"),
         (["--num_processes"], "--num_processes needs a value"),
         (["--num_processes", "two", "a.py"], "--num_processes: num_processes='two', expected a whole number"),
-        (["--fsdp_offload_params", "maybe", "a.py"], "fsdp_offload_params='maybe', expected true or false"),
         (["--mixed_precision", "bf61", "a.py"], "mixed_precision='bf61' is unknown. Did you mean 'bf16'"),
-        (["-m", "--no_python", "a"], "exclude each other"),
         (["--config_file", "/no/such.yaml", "a.py"], "cannot be read"),
         (["--use_fsdp", "--use_deepspeed", "{script}"], "--use_fsdp and --use_deepspeed exclude each other"),
         (["--zero_stage", "2", "{script}"], "--zero_stage needs --use_deepspeed too"),
-        (["--tpu", "--cpu", "{script}"], "--tpu and --cpu exclude each other"),
         (["--tpu", "{script}"], "--tpu needs torch_xla and the torch that it was built for"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu_use_cluster", "{script}"], "start the script on each machine of a pod with --tpu"),
         (["--fp8_backend", "msamp", "{script}"], "fp8_backend='msamp' is unknown. Known: AO, TE. MS-AMP needs"),
-        (["--num_processes", "0", "{script}"], "--num_processes 0: write a whole number of at least 1"),
         (["--num_machines", "2", "{script}"], "needs --machine_rank, --main_process_ip, --main_process_port too"),
         (["--num_machines", "2", "--num_processes", "3", "--machine_rank", "0", "--main_process_ip", "a",
           "--main_process_port", "1", "{script}"], "cannot be divided by --num_machines 2"),
@@ -178,9 +174,7 @@ def _nested(depth: int) -> str:
     [
         (f"{_nested(40)}num_processes: *a39\n", "more than 100000 values"),
         ("num_processes: &a [*a]\n", "an alias"),
-        ("num_processes: " + "[" * 5000, "nested too deeply"),
         ("num_processes: 2024-99-99\n", "cannot be read"),
-        ("a: [1\n", "is not YAML"),
     ],
 )
 def test_a_file_that_is_not_a_small_tree_is_an_error(text: str, says: str, tmp_path: Path) -> None:

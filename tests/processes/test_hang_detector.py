@@ -276,13 +276,6 @@ def _within(*calls: tuple[str, str]) -> Any:
     [
         ([("user", "training_step")], ""),
         ([("user", "f"), ("torch.distributed", "wrapper"), ("torch.distributed", "all_reduce")], "all_reduce"),
-        (
-            [
-                ("user", "f"), ("torch.distributed", "all_gather_object"),
-                ("torch.distributed", "wrapper"), ("torch.distributed", "all_gather"),
-            ],
-            "all_gather_object",
-        ),
         ([("torch.autograd", "backward"), ("torch.autograd.graph", "_engine_run_backward")], "backward"),
         ([("torch.distributed", "all_reduce"), ("user", "hook")], ""),
     ],

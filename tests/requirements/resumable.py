@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,7 @@ from trainwright.data import ShardedIterable, shard_info
 BATCH = 2
 # By "forkserver" a worker inherits no thread and no lock of a rank that has a process group.
 WORKERS: dict[int, dict[str, Any]] = {0: {}, 2: {"num_workers": 2, "multiprocessing_context": "forkserver"}}
+multiprocessing.set_forkserver_preload([__name__])  # torch is imported once for all workers
 
 
 def noisy(index: int) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.calls import Operators
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
@@ -113,29 +113,17 @@ def test_all_ranks_go_back_and_end_as_if_the_group_had_been_skipped(tmp_path: Pa
     assert first["num_steps"] == skipping["num_steps"] + 1  # from step 4 on
 
 
-class _Reads(TorchDispatchMode):
-    """Counts the operator behind `item()`, `float(t)` and `if t`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 class _Counts(Callback):
-    """Counts reads from the second step's end to the second but last's."""
+    """Counts operators from the second step's end to the second but last's."""
 
     def __init__(self) -> None:
-        self.reads = _Reads()
+        self.operators = Operators()
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         if trainer.global_step == 2:
-            self.reads.__enter__()
+            self.operators.__enter__()
         elif trainer.global_step == 12:
-            self.reads.__exit__(None, None, None)
+            self.operators.__exit__(None, None, None)
 
 
 @pytest.mark.parametrize(("policy", "reads"), [(None, 0), ("raise", 1), ("skip", 1), ("rollback", 1)])
@@ -143,7 +131,8 @@ def test_a_step_reads_one_flag_and_none_when_nothing_is_to_be_looked_at(policy: 
     counts = _Counts()
     trainer = quiet_trainer(max_epochs=1, log_every_n_steps=1000, callbacks=counts, on_nonfinite=policy)
     trainer.fit(RegressionTask(), regression_loader(14))
-    assert counts.reads.count == 10 * reads
+    # The operator behind `item()`, `float(t)` and `if t`.
+    assert counts.operators.counts["aten._local_scalar_dense.default"] == 10 * reads
 
 
 def test_the_logged_loss_is_never_altered() -> None:

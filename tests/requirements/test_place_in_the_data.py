@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ _STREAMS = ["stream that keeps its place", "stream read whole"]
 _EPOCH = -(-_N // BATCH)
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _import_torch_once_for_all_workers() -> None:
-    multiprocessing.set_forkserver_preload(["tests.requirements.resumable"])
 
 
 @pytest.mark.parametrize("workers", mostly_exhaustive([0, 2], keep=[0]))
@@ -59,7 +53,6 @@ def test_an_epoch_ended_by_a_limit_is_followed_by_the_same_epoch_as_without_a_st
 
 
 def _on_rank(folder: Path, workers: int) -> list[list[list[int]]]:
-    multiprocessing.set_forkserver_preload(["tests.requirements.resumable"])
     return [
         resume_after_every_step(
             lambda kind=kind, shuffle=shuffle: make_loader(kind, _N, workers, shuffle=shuffle),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,6 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.data import LoaderOptions, prepare_loader
 
 _N = 8
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _import_torch_once_for_all_workers() -> None:
-    multiprocessing.set_forkserver_preload(["tests.requirements.resumable"])
-
-
-# With dropout and augmentation, on the same number of ranks and workers
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ class ReadOnlyAfter(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            newest = newest_whole(self.disk / "checkpoints", time.monotonic() + 30.0)
+            assert newest_whole(self.disk / "checkpoints", time.monotonic() + 30.0)
             mount(self.disk, "remount,ro")
 
 

@@ -92,16 +92,8 @@ def test_several_ranks_are_replayed_by_further_micro_batches(tmp_path: Path) -> 
     )
     trainer.fit(RegressionTask(), loader)
     (checkpoint,) = (tmp_path / "checkpoints").glob("*step=4")
-    found = replay_step(
-        RegressionTask(),
-        checkpoint,
-        6,
-        train_dataloaders=loader,
-        num_ranks=2,
-        accumulate_grad_batches=2,
-        seed=1,
-        max_steps=6,
-    )
+    arguments |= {"accumulate_grad_batches": 2, "train_dataloaders": loader}
+    found = replay_step(RegressionTask(), checkpoint, 6, num_ranks=2, **arguments)
     logged = {line["step"]: line["loss"] for line in read_run(tmp_path).progress}
     assert found.losses == {5: logged[5], 6: logged[6]}
     weights_only = tmp_path / "weights"

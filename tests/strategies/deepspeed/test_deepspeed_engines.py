@@ -108,6 +108,7 @@ class Student(Blocks):
 
 
 def _distil(path: Path) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
     task = Student()
     zero = {"stage": 2, "stage3_param_persistence_threshold": 0}
     strategy = DeepSpeedStrategy({"zero_optimization": zero}, frozen_modules=("Teacher",))
@@ -116,27 +117,14 @@ def _distil(path: Path) -> dict[str, Any]:
     return found | {"continued": train(strategy, 2, Student(), ckpt_path=path)["weights"]}
 
 
-def _other_ways(folder: Path) -> dict[str, Any]:
-    warnings.simplefilter("ignore")
-    found: dict[str, Any] = {}
-    found["distilled"] = _distil(folder / "distilled")
-    return found
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_distributed(_other_ways, 2, tmp_path_factory.mktemp("others"), timeout=290, init=False)
-
-
-def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_process(
-    others: list[dict[str, Any]],
-) -> None:
+def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_process(tmp_path: Path) -> None:
     alone = train("single", 1, Student())
-    assert_trained_alike([found["distilled"] for found in others], alone)
+    by_rank = run_distributed(_distil, 2, tmp_path / "distilled", timeout=290, init=False)
+    assert_trained_alike(by_rank, alone)
     total = sum(parameter.numel() for parameter in Teacher().parameters())
-    for found in others:
-        assert max(found["distilled"]["held"]) < total / 2  # what is not gathered has no elements
-        torch.testing.assert_close(found["distilled"]["continued"], alone["weights"], rtol=0, atol=1e-5)
+    for found in by_rank:
+        assert max(found["held"]) < total / 2  # what is not gathered has no elements
+        torch.testing.assert_close(found["continued"], alone["weights"], rtol=0, atol=1e-5)
 
 
 def test_averaged_weights_are_refused() -> None:

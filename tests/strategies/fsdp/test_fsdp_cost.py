@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.data import DataLoader
 
+from tests.helpers.calls import Operators
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Blocks, batches
@@ -21,16 +21,6 @@ from trainwright.strategies.fsdp.strategy import FSDPStrategy
 _FIRST, _LAST = 3, 6  # the steps that are counted: caches are warm, and none of them is a run's last
 _STEPS = _LAST - _FIRST + 1
 _ACCUMULATED = 3
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Counting(Callback):
