@@ -10,15 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from trainwright import (
-    Accelerator,
-    PartialState,
-    broadcast,
-    gather,
-    gather_object,
-    pad_across_processes,
-    reduce,
-)
+from trainwright import Accelerator, PartialState, broadcast, gather, gather_object, pad_across_processes, reduce
 from trainwright.core.errors import ConfigurationError, DistributedOperationException
 
 pytestmark = pytest.mark.distributed

@@ -17,16 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.bigmodels.nets import (
-    ALL_DISK,
-    MIXED,
-    Net,
-    empty_net,
-    files_end_at,
-    make_net,
-    plain_state,
-    tree_of,
-)
+from tests.bigmodels.nets import ALL_DISK, MIXED, Net, empty_net, files_end_at, make_net, plain_state, tree_of
 from trainwright import (
     CheckpointError,
     ConfigurationError,

@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import (
-    ConfigurationError,
-    cpu_offload,
-    disk_offload,
-    dispatch_model,
-)
+from trainwright import ConfigurationError, cpu_offload, disk_offload, dispatch_model
 
 TOKENS = torch.tensor([[1, 4, 2], [0, 5, 5]])
 

@@ -116,7 +116,7 @@ def run_distributed(
         deadline = time.monotonic() + timeout
         try:
             for rank in range(world_size):
-                environment = {**os.environ, **_torchrun_environment(rank, world_size, port), **(env or {})}
+                environment = {**os.environ, **torchrun_environment(rank, world_size, port), **(env or {})}
                 plan = _RankPlan(rank, folder, environment, os.getcwd(), call, world_size, init, timeout, deadline)
                 process = context.Process(target=_rank_main, args=(plan,), name=f"rank-{rank}")
                 process.start()
@@ -140,7 +140,7 @@ def _fork_server() -> ForkServerContext:
     return context
 
 
-def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

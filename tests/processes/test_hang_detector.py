@@ -22,13 +22,7 @@ from trainwright.processes import hang_detector
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import Failure, hang_report
 from trainwright.processes.process_group import ProcessGroup
-from trainwright.processes.rank_position import (
-    Position,
-    ProcessMark,
-    RankPosition,
-    activity_of,
-    collective_of,
-)
+from trainwright.processes.rank_position import Position, ProcessMark, RankPosition, activity_of, collective_of
 from trainwright.strategies import DDPStrategy
 
 _ENOUGH_S = 20.0

@@ -305,7 +305,6 @@ def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
     [
         ({}, None, 0),
         (_SLURM, "slurm-41", 0),
-        ({**_SLURM, "SLURM_RESTART_COUNT": "2"}, "slurm-41", 2),
         ({**_SLURM, "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "3"}, "slurm-40_3", 0),
         ({"SLURM_JOB_ID": "41"}, None, 0),
         ({"TORCHELASTIC_RESTART_COUNT": "1"}, None, 1),

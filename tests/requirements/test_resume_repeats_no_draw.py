@@ -12,14 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from tests.requirements.resumable import (
-    WORKERS,
-    NoisySamples,
-    make_loader,
-    noisy,
-    resume_after_every_step,
-    train,
-)
+from tests.requirements.resumable import WORKERS, NoisySamples, make_loader, noisy, resume_after_every_step, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import LoaderOptions, prepare_loader

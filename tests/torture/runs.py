@@ -7,7 +7,6 @@ import hashlib
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,10 +20,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.helpers.distributed import torchrun_environment
 from tests.helpers.runs import quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import set_fault_hook
 from trainwright.core.task import TaskModule
+from trainwright.processes.launcher import free_port
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, SAVE_EVERY = 24, 4, 4, 2
 STEPS_PER_EPOCH = SAMPLES // GLOBAL_BATCH
@@ -34,21 +35,12 @@ _POLL_S = 0.002
 
 @dataclass(frozen=True)
 class Case:
-    """What all attempts at one training have in common.
-
-    Attributes:
-        world: processes.
-        workers: of each loader.
-        accumulate: micro-batches in a step; the global batch stays the same.
-        keep: checkpoints that are kept: the `"newest"` (older ones are deleted), `"all"` with a link to the newest, or
-            one called `last` that is `"replaced"` in its place.
-        async_save, strategy: the Trainer's arguments.
-    """
+    """What all attempts at one training have in common."""
 
     world: int = 1
     workers: int = 0
-    accumulate: int = 1
-    keep: Literal["newest", "all", "replaced"] = "newest"
+    accumulate: int = 1  # micro-batches in a step; the global batch stays the same
+    keep: Literal["newest", "all", "replaced"] = "newest"  # "all" with a link to the newest; "replaced": one, `last`
     async_save: bool = True
     strategy: str = "auto"
 
@@ -59,19 +51,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Kill:
-    """When a SIGKILL comes and to whom.
-
-    Attributes:
-        at_event: at the n-th write point of the attempt (see `set_fault_hook`) of the first of `ranks`, to that rank.
-        after_s: or so many seconds after the start.
-        ranks: to whom it is sent; the others die soon after, as under a launcher.
-        grace_s: how much later.
-    """
+    """When a SIGKILL comes and to whom: at a write point of the first of `ranks`, or after so many seconds."""
 
     at_event: int | None = None
     after_s: float = 0.0
     ranks: tuple[int, ...] = (0,)
-    grace_s: float = 0.0
+    grace_s: float = 0.0  # after which the other ranks die, as under a launcher
 
     @classmethod
     def at_random(cls, source: random.Random, longest_s: float, world: int) -> Kill:
@@ -163,10 +148,7 @@ class Attempt:
 
 
 def train(case: Case, attempt: Attempt, checkpoints: Path, rank: int, *, resume: bool) -> None:
-    """Train to the end, from the last checkpoint if `resume`.
-
-    The generators start elsewhere at each resume: only the checkpoint may say where they go on.
-    """
+    # The generators start elsewhere at each resume: only the checkpoint may say where they go on.
     torch.manual_seed(1000 + attempt.number if resume else 77)
     task = NotedTask(attempt.steps(rank))
     policy: dict[str, Any] = {
@@ -206,10 +188,7 @@ class KillAt:
 
 
 def fork_rank(work: Callable[[], None], log: Path, environment: dict[str, str]) -> int:
-    """Start `work` in a fork of this process, which has imported everything already; returns its process id.
-
-    It gets a process group of its own, prints into `log`, and exits with 0, or with 1 if `work` raises.
-    """
+    """Start `work` in a fork of this process, which has imported everything already; returns its process id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on: fork in a process with threads
         child = os.fork()
@@ -234,43 +213,17 @@ def fork_rank(work: Callable[[], None], log: Path, environment: dict[str, str]) 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     """Return torchrun's variables; none for a single process."""
-    if world == 1:
-        return {}
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
-    }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return torchrun_environment(rank, world, port) if world > 1 else {}
 
 
 class Ranks:
-    """The processes of one attempt.
-
-    Args:
-        works: what each rank does.
-        logs: where each prints.
-
-    Attributes:
-        statuses: exit codes of those that have ended, by rank; negative: the signal.
-        failed: whether one had ended with an error before any was killed; known after `kill` or `end`.
-    """
+    """The processes of one attempt."""
 
     def __init__(self, works: list[Callable[[], None]], logs: list[Path]) -> None:
         port = free_port()
         self.logs = logs
-        self.statuses: dict[int, int] = {}
-        self.failed: bool | None = None
+        self.statuses: dict[int, int] = {}  # of those that have ended, by rank; negative: the signal
+        self.failed: bool | None = None  # whether one had ended with an error before any was killed
         self._pids = [
             fork_rank(work, log, rank_environment(rank, len(works), port))
             for rank, (work, log) in enumerate(zip(works, logs, strict=True))
@@ -329,11 +282,7 @@ class Ranks:
 
 
 def run_attempt(case: Case, attempt: Attempt, checkpoints: Path, *, resume: bool, kill: Kill | None = None) -> bool:
-    """Run one attempt, and kill it if told; returns whether a rank was killed before all came to their end.
-
-    Raises:
-        AssertionError: a rank failed by itself or hung; the message holds what it printed.
-    """
+    """Run one attempt, and kill it if told; returns whether a rank was killed before all came to their end."""
 
     def work(rank: int) -> Callable[[], None]:
         def main() -> None:

@@ -33,21 +33,13 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed]
 
 @dataclass(frozen=True)
 class Whole:
-    """The run that nobody interrupted.
+    """The run that nobody interrupted."""
 
-    Attributes:
-        steps: for each rank: samples and loss of every micro-batch.
-        ids: for each rank: the samples in the order of their use.
-        weights: the hash of the final weights.
-        seconds: how long it took.
-        write_points: of two saves, with their entries in the index, links and deletions.
-    """
-
-    steps: list[list[str]]
-    ids: list[list[int]]
-    weights: list[str]
+    steps: list[list[str]]  # for each rank: samples and loss of every micro-batch
+    ids: list[list[int]]  # for each rank: the samples in the order of their use
+    weights: list[str]  # the hash of the final ones
     seconds: float
-    write_points: int
+    write_points: int  # of two saves, with their entries in the index, links and deletions
 
 
 def whole_run(case: Case, folder: Path) -> Whole:
@@ -96,11 +88,7 @@ def check_attempt(case: Case, whole: Whole, attempt: Attempt, start: int) -> int
 
 
 def survive(case: Case, folder: Path, kills: Sequence[Kill], whole: Whole) -> int:
-    """Train as often as it takes to be killed by every one of `kills`, and to the end each time; see `one_training`.
-
-    Returns:
-        How many kills hit before the end of a training.
-    """
+    """Train to the end as often as it takes to be killed by every one of `kills`; returns how many of them hit."""
     left = list(kills)
     hits = 0
     for number in itertools.count():
@@ -111,17 +99,7 @@ def survive(case: Case, folder: Path, kills: Sequence[Kill], whole: Whole) -> in
 
 
 def one_training(case: Case, folder: Path, kills: list[Kill], whole: Whole) -> int:
-    """Resume a training after each kill until it comes to its end, and compare everything with the whole run.
-
-    Args:
-        case: what is trained.
-        folder: for its files; must not exist.
-        kills: those that are used up are taken away.
-        whole: the run to compare with.
-
-    Returns:
-        How many kills hit.
-    """
+    """Resume a training after each kill until it ends, and compare with the whole run; uses up `kills`."""
     folder.mkdir()
     checkpoints = folder / "checkpoints"
     hits = 0

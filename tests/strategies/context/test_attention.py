@@ -93,7 +93,6 @@ _REFUSED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     r"dropout_p=0\.1: .* dropout to 0": lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1),
     "MultiheadAttention": lambda q, k, v: nn.MultiheadAttention(8, 2, batch_first=True)(_X, _X, _X),
     "4 heads of queries and 2 heads": lambda q, k, v: ring_attention(q, k[:, :2], v[:, :2], None, is_causal=True),
-    "dtypes": lambda q, k, v: ring_attention(q, k.double(), v, None, is_causal=True),
     "an even local length": lambda q, k, v: ring_attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], None, is_causal=True),
 }
 

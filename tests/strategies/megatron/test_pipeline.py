@@ -195,12 +195,10 @@ def test_layers_are_divided_by_their_parameters() -> None:
     ("arguments", "devices", "message"),
     [
         ({"pp": 5}, 5, "has no ModuleList or Sequential of at least 5 layers"),
-        ({"pipeline": 2, "pp": 2}, 2, "MegatronStrategy has no argument 'pipeline'"),
         ({"pp": 3, "split_points": ["model.blocks.1"]}, 3, r"divide a model into 2 stages.*has 3.*2 name"),
         ({"pp": 2, "split_points": ["model.block.1"]}, 2, r"is not a layer. Did you mean 'model.blocks.1'"),
         ({"pp": 2, "schedule": "1f2b"}, 2, "schedule='1f2b' is unknown. Did you mean '1f1b'"),
         ({"pp": 2, "dp_shard": 2}, 6, "Start 4, or choose pp=2, dp_shard=3 or pp=3, dp_shard=2 for 6 processes"),
-        ({"pp": 2, "sp": 2}, 6, "Start 4 or 8, or choose pp=2, sp=3 or pp=3, sp=2 for 6 processes"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_a_process_starts(arguments: Any, devices: int, message: str) -> None:

@@ -105,14 +105,8 @@ def counted_steps(folder: str, accumulate: int = 1, **options: Any) -> list[dict
             if batch_idx % accumulate == 0:
                 found.append(counters())
 
-    run = trainer(
-        folder,
-        max_epochs=1,
-        log_every_n_steps=1000,
-        gradient_clip_val=1.0,
-        accumulate_grad_batches=accumulate,
-        **options,
-    )
+    options |= {"max_epochs": 1, "log_every_n_steps": 1000, "gradient_clip_val": 1.0}
+    run = trainer(folder, accumulate_grad_batches=accumulate, **options)
     run.fit(Counted(), loader(samples=16 * 12 * accumulate))
     return found
 
