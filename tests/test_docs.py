@@ -115,9 +115,6 @@ def _run(command: list[str], folder: Path, timeout_s: float = 240) -> str:
     return ended.stdout
 
 
-# Programs
-
-
 @pytest.fixture
 def page_module() -> Iterator[types.ModuleType]:
     """A module that a page's program runs in, so that its classes have a home."""
@@ -147,11 +144,7 @@ def test_the_examples_of_a_page_run(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "path",
-    [path for path in PAGES[1:] if _starts_processes(path)],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", [path for path in PAGES[1:] if _starts_processes(path)], ids=lambda path: path.stem)
 @pytest.mark.exhaustive
 def test_the_examples_with_several_processes_run_as_a_script_without_a_main_guard(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -248,9 +241,6 @@ def test_every_python_block_is_python(path: Path) -> None:
             compile("\n" * (block.line - 1) + block.text, str(path), "exec", ast.PyCF_ONLY_AST)
 
 
-# Links and names
-
-
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.stem)
 def test_every_link_leads_somewhere(path: Path) -> None:
     broken = []
@@ -321,18 +311,12 @@ def test_every_command_that_is_shown_exists(path: Path) -> None:
     assert set(commands) <= set(COMMANDS)
 
 
-# Facts of README.md
-
-
 def test_every_name_of_accelerate_that_is_refused_is_listed() -> None:
     listed = {
         name for row in _table(_page("coming-from-accelerate"), "Accelerate", "write instead") for name in _code(row[0])
     }
     assert set(ANSWERS["Accelerate"]) <= listed
     assert not {name for name in listed if own_name(f"accelerate.{name}")}
-
-
-# Facts of docs/
 
 
 class _Order(RegressionTask):

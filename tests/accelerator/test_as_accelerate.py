@@ -116,6 +116,7 @@ def _deepspeed(stage: int, **further: Any) -> dict[str, Any]:
     return {"deepspeed": {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **further}}
 
 
+_LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 _ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 
 
@@ -124,17 +125,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "zero2": _deepspeed(2),
     "zero2, DeepSpeed's optimizer": _deepspeed(2, optimizer=_ADAM),
     "zero3": _deepspeed(3),
-    "fsdp": {
-        "fsdp": True,
-        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": True},
-    },
-    "fsdp, sharded files": {
-        "fsdp": True,
-        "fsdp_config": {
-            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-            "state_dict_type": "SHARDED_STATE_DICT",
-        },
-    },
+    "fsdp": {"fsdp": True, "fsdp_config": {**_LAYERS, "cpu_ram_efficient_loading": True}},
+    "fsdp, sharded files": {"fsdp": True, "fsdp_config": {**_LAYERS, "state_dict_type": "SHARDED_STATE_DICT"}},
 }
 
 

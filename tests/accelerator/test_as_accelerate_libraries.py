@@ -34,8 +34,6 @@ pytestmark = [
 _TOKENS = torch.arange(24).view(2, 12) % WORDS
 
 
-# transformers: from_pretrained(device_map=…)
-
 _MAPS: dict[str, dict[str, Any]] = {
     "auto": {"device_map": "auto"},
     "everything on the disk": {"device_map": {"": "disk"}},
@@ -70,9 +68,6 @@ def test_transformers_loads_with_a_device_map(kind: str, tmp_path: Path) -> None
     assert same == [True, True, True]
     on_disk = "disk" in kind or kind.startswith("max_memory")
     assert ("disk" in places) == on_disk
-
-
-# peft: adapters that transformers' Trainer trains
 
 
 def _adapted(folder: Path, bits: int | None = None) -> Any:
@@ -153,9 +148,6 @@ def test_peft_trains_saves_and_resumes_adapters(kind: str, tmp_path: Path) -> No
     assert again == found
 
 
-# trl: SFTTrainer
-
-
 def _ragged() -> list[list[int]]:
     """Return 48 sentences of 512 tokens: both fill their optimizer steps, so that no rank repeats samples."""
     return [Sentences()[index]["input_ids"].tolist()[: (9, 10, 13)[index % 3]] for index in range(48)]
@@ -211,12 +203,6 @@ def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -
     assert again[:4] == found[:4]
     for name in ("loss", "grad_norm"):
         assert [entry[name] for entry in again[4:]] == [entry[name] for entry in found[4:]]
-
-
-# transformers' Trainer: options that use other parts of accelerate
-
-
-# diffusers: models that move to the device one after another
 
 
 def _generate_images(kind: str) -> list[bool]:

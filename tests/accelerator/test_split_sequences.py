@@ -55,12 +55,7 @@ def _train(sizes: dict[str, int] | None, rows: slice = slice(None)) -> dict[str,
 
 @pytest.mark.usefixtures("fresh_state")
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        {"sp_size": 2},
-        pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
+    "sizes", [{"sp_size": 2}, pytest.param({"cp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.exhaustive)], ids=str
 )
 def test_a_loop_equals_one_process(sizes: dict[str, int]) -> None:
     world = torch.tensor(list(sizes.values())).prod().item()

@@ -76,10 +76,7 @@ class Block(nn.Module):
 
 
 def _with_adapter(model: nn.Sequential) -> nn.Sequential:
-    block = model[0]
-    assert isinstance(block, Block)
-    assert isinstance(block.layer, nn.Linear)
-    block.layer = Adapter(block.layer)
+    model[0].layer = Adapter(model[0].layer)
     return model
 
 

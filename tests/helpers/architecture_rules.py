@@ -191,8 +191,7 @@ def environment_breaches(source: Source) -> list[Breach]:
             continue
         found.append(
             source.breach(
-                node,
-                f"{use}s the environment: only core/process.py reads it, only processes/launcher.py writes it",
+                node, f"{use}s the environment: only core/process.py reads it, only processes/launcher.py writes it"
             )
         )
     return found

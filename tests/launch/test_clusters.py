@@ -156,8 +156,6 @@ def test_the_command_of_mpirun(
         assert f" {' '.join(variable).format(name, value)} " in text
 
 
-# The commands of docs/clusters.md
-
 _PAGE = (Path(__file__).parents[2] / "docs/clusters.md").read_text(encoding="utf-8")
 _COMMANDS = [
     re.sub(r"\s*\\\n\s*|\s+#[^\n]*$", " ", found).split()[2:]

@@ -47,8 +47,6 @@ def _facts(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(found[1] for found in re.finditer(r"facts (.*)", done.stdout))
 
 
-# The commands of docs/launching.md
-
 _PAGE = (_ROOT / "docs/launching.md").read_text(encoding="utf-8")
 _COMMANDS = [
     re.sub(r"\s*\\\n\s*|\s+#[^\n]*$", " ", found).strip()

@@ -32,13 +32,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def fit(
-    name: str,
-    epochs: int,
-    strategy: Any,
-    *,
-    save: Path | None = None,
-    resume: Path | None = None,
-    processes: int = 2,
+    name: str, epochs: int, strategy: Any, *, save: Path | None = None, resume: Path | None = None, processes: int = 2
 ) -> Weights:
     """Train on so many ranks; return the full weights."""
     with torch.compiler.set_stance("force_eager"):

@@ -109,12 +109,7 @@ def check(folder: Path, temporary: Path, code: int, expected: int, text: str, wa
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
 def test_every_process_exits(
-    options: dict[str, Any],
-    code: int,
-    text: str,
-    server: subprocess.Popen[str],
-    tmp_path: Path,
-    temporary: Path,
+    options: dict[str, Any], code: int, text: str, server: subprocess.Popen[str], tmp_path: Path, temporary: Path
 ) -> None:
     server.stdin.write(json.dumps({**options, "folder": str(tmp_path), "tmp": str(temporary)}) + "\n")
     server.stdin.flush()

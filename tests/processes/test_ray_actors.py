@@ -66,12 +66,7 @@ def _start(folder: Path, *words: str) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(_PROGRAM)
     variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [sys.executable, *words], cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

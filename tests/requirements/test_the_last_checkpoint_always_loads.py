@@ -25,23 +25,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 STEPS = 2
 
 
-class AdamTask(RegressionTask):
-    """Has an optimizer whose state matters, and draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__(dropout=0.5)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
-
-
 def train(folder: Path, keep: str, *, ckpt_path: str | None = None, seed: int = 7) -> dict[str, torch.Tensor]:
-    policy: dict[str, Any] = {
-        "newest": {"save_top_k": 1},
-        "replaced": {"save_top_k": 0, "save_last": True},
-    }[keep]
+    policy: dict[str, Any] = {"newest": {"save_top_k": 1}, "replaced": {"save_top_k": 0, "save_last": True}}[keep]
     torch.manual_seed(seed)
-    task = AdamTask()
+    task = RegressionTask(momentum=0.9, dropout=0.5)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **policy)
     trainer = quiet_trainer(max_steps=STEPS, callbacks=[saver], seed=1, async_save=False)
     # Nothing that a crash leaves is damaged under a visible name, so that there is nothing to fall back from.

@@ -40,13 +40,8 @@ def _fit(policy: str, accumulate: int, sized: bool, num_items: bool) -> Any:
         def num_items(self, batch: Batch) -> int:
             return len(batch[0])
 
-    trainer = quiet_trainer(
-        devices="auto",
-        max_epochs=2,
-        uneven_batches=policy,
-        accumulate_grad_batches=accumulate,
-        use_distributed_sampler=False,
-    )
+    options = {"uneven_batches": policy, "accumulate_grad_batches": accumulate, "use_distributed_sampler": False}
+    trainer = quiet_trainer(devices="auto", max_epochs=2, **options)
     rank = trainer.settings.selection.topology.rank
     task = Counting() if num_items else RegressionTask()
     data: Any = _batches(rank) if sized else torch.utils.data.DataLoader(_Stream(_batches(rank)), batch_size=None)

@@ -22,15 +22,10 @@ pytestmark = [
 ]
 
 
-class AdamTask(RegressionTask):
-    """Has an optimizer whose state is keyed by names."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> None:
-        super().__init__()
-        self.net = wrap(self.net)  # type: ignore[assignment]  # what wraps a Sequential is called like one
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+def _task(wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> RegressionTask:
+    task = RegressionTask(momentum=0.9)  # whose state is keyed by names
+    task.net = wrap(task.net)
+    return task
 
 
 def _compile(module: nn.Module) -> nn.Module:
@@ -44,12 +39,12 @@ def _wrap_inside(module: nn.Module) -> nn.Module:
     return module
 
 
-FORMS: dict[str, Callable[[], tuple[AdamTask, dict[str, Any]]]] = {
-    "plain": lambda: (AdamTask(), {}),
-    "compiled step": lambda: (AdamTask(), {"compile": {"backend": "eager"}}),
-    "compiled module": lambda: (AdamTask(_compile), {}),
-    "wrapped modules": lambda: (AdamTask(_wrap_inside), {}),
-    "both": lambda: (AdamTask(lambda module: _compile(_wrap_inside(module))), {}),
+FORMS: dict[str, Callable[[], tuple[RegressionTask, dict[str, Any]]]] = {
+    "plain": lambda: (_task(), {}),
+    "compiled step": lambda: (_task(), {"compile": {"backend": "eager"}}),
+    "compiled module": lambda: (_task(_compile), {}),
+    "wrapped modules": lambda: (_task(_wrap_inside), {}),
+    "both": lambda: (_task(lambda module: _compile(_wrap_inside(module))), {}),
 }
 
 

@@ -96,8 +96,7 @@ def test_the_table_has_all_precisions_and_uses_all_footnotes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "near"),
-    [("bf16-mixd", "bf16-mixed"), (17, ""), ("transformer-engine-float16", "'transformer-engine'?")],
+    ("spec", "near"), [("bf16-mixd", "bf16-mixed"), (17, ""), ("transformer-engine-float16", "'transformer-engine'?")]
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, near: str) -> None:
     with pytest.raises(ConfigurationError, match=r"Known: 32-true, 64-true, 16-true") as caught:

@@ -116,9 +116,6 @@ def test_heads_that_ulysses_cannot_divide_are_refused() -> None:
     assert "k has 1 heads" in run_distributed(_refused_heads, 2)[0]
 
 
-# Blocks: two of them merge into attention over both, with every kernel
-
-
 def _largest_error_of_blocks(dtype: torch.dtype, device: str) -> float:
     """Return the largest error of the output and gradients of two merged blocks; full attention in float64 is true."""
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +129,6 @@ def _largest_error_of_blocks(dtype: torch.dtype, device: str) -> float:
     results = [forward_block(q, *half, is_causal=False, scale=None) for half in halves]
     lse = torch.stack([of for _, of in results]).logsumexp(0)
     out = sum((of - lse).exp().unsqueeze(-1) * part for part, of in results)
-    assert isinstance(out, Tensor)
     arguments = out.to(dtype), lse
     grads = [backward_block(torch.ones_like(q), q, *half, *arguments, is_causal=False, scale=None) for half in halves]
     found = [out, grads[0][0] + grads[1][0], *(torch.cat([grads[0][i], grads[1][i]], 2) for i in (1, 2))]
@@ -144,9 +140,6 @@ def test_blocks_merge_on_the_cpu(kernel: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(blocks, "_kernel", lambda *_: kernel)
     assert _largest_error_of_blocks(torch.float64, "cpu") < 1e-12
     assert _largest_error_of_blocks(torch.float32, "cpu") < 1e-5
-
-
-# Sequences: who holds which positions, splitting and joining
 
 
 @pytest.mark.distributed

@@ -189,9 +189,6 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
     assert isinstance(task.late, nn.SyncBatchNorm)
 
 
-# Parameters that are frozen or unfrozen during a fit
-
-
 class Thawing(Blocks):
     def __init__(self) -> None:
         super().__init__()

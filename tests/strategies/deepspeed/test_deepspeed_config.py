@@ -33,10 +33,7 @@ def test_defaults_are_lightnings() -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage", "optimizer", "parameters"),
-    [
-        ("deepspeed_stage_1_offload", 1, "cpu", "none"),
-        ("deepspeed_stage_3_offload_nvme", 3, "nvme", "nvme"),
-    ],
+    [("deepspeed_stage_1_offload", 1, "cpu", "none"), ("deepspeed_stage_3_offload_nvme", 3, "nvme", "nvme")],
 )
 def test_names_mean_what_they_say(name: str, stage: int, optimizer: str, parameters: str) -> None:
     config = STRATEGIES.get(name)().config

@@ -104,9 +104,7 @@ def _after(strategies: list[Any]) -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "strategies",
-    [_STAGES["fsdp"], pytest.param(_STAGES["deepspeed 3"], marks=pytest.mark.engines)],
-    ids=list(_STAGES),
+    "strategies", [_STAGES["fsdp"], pytest.param(_STAGES["deepspeed 3"], marks=pytest.mark.engines)], ids=list(_STAGES)
 )
 def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_used_again(strategies: list[Any]) -> None:
     first, second = run_distributed(_after, 2, strategies, timeout=120, init=False)

@@ -156,8 +156,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "data"),
-    [*((name, "even") for name in (*SCHEDULES, "selective")), ("mixed", "mixed")],
+    ("name", "data"), [*((name, "even") for name in (*SCHEDULES, "selective")), ("mixed", "mixed")]
 )
 def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: Any) -> None:
     for found in (two[0][name], two[1][name]):
@@ -227,10 +226,7 @@ class Leaky(Speaker):
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("task", "message"),
-    [
-        (Twice, "called the model twice"),
-        (Leaky, "argument 1 of Block .* comes from another pipeline stage"),
-    ],
+    [(Twice, "called the model twice"), (Leaky, "argument 1 of Block .* comes from another pipeline stage")],
 )
 def test_a_model_that_a_pipeline_cannot_run_is_refused_in_its_first_step(task: Any, message: str) -> None:
     def run() -> str:

@@ -52,11 +52,7 @@ def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(
     ("parameters", "state", "listener"),
-    [
-        ("device", "cpu", "nobody"),
-        ("disk", "disk", "nobody"),
-        ("cpu", "cpu", "averages"),
-    ],
+    [("device", "cpu", "nobody"), ("disk", "disk", "nobody"), ("cpu", "cpu", "averages")],
 )
 def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any, listener: str, tmp_path: Path) -> None:
     for accumulate, clip in ((1, None), (3, None), (3, 0.5)):

@@ -153,9 +153,6 @@ def test_what_it_cannot_do_is_refused_at_once(make: Any, text: str) -> None:
         make()
 
 
-# What is on the disk is read for the next unit's step while the present one computes
-
-
 def test_a_model_without_units_is_warned_of() -> None:
     class Flat(Tiny):
         def shard_units(self) -> list[nn.Module]:
