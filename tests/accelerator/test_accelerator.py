@@ -78,8 +78,6 @@ def test_bf16_computes_under_autocast_and_gives_float32() -> None:
 
 
 class Overflows(nn.Module):
-    """A model whose gradient overflows when it is told."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))

@@ -347,15 +347,6 @@ def test_autocast_has_the_options_of_its_handler() -> None:
         assert not torch.is_autocast_cache_enabled()
 
 
-class _Backend:
-    def __init__(self) -> None:
-        self.num_graphs = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.num_graphs += 1
-        return graph.forward
-
-
 def test_dynamo_options_are_those_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TorchDynamoPlugin().compile_options() is None
     assert TorchDynamoPlugin(DynamoBackend.NO).compile_options() is None
@@ -372,12 +363,14 @@ def test_dynamo_options_are_those_of_torch_compile(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_a_prepared_model_is_compiled_and_keeps_its_names() -> None:
-    backend, net = _Backend(), Net()
+    from torch._dynamo.testing import CompileCounter  # imports much of torch
+
+    backend, net = CompileCounter(), Net()
     names, expected = list(net.state_dict()), net(torch.ones(2, 4))
     accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend, fullgraph=True))
     model = accelerator.prepare(net)
     torch.testing.assert_close(model(torch.ones(2, 4)), expected)
-    assert backend.num_graphs == 1
+    assert backend.frame_count == 1
     assert list(model.state_dict()) == list(accelerator.get_state_dict(model)) == names
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
     kept: Any = accelerator.unwrap_model(model)

@@ -32,12 +32,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class _Busy(RegressionTask):
-    """Has something of everything that a step may change.
-
-    Args:
-        fits: memory runs out above so many samples, in the task's `place` of a step.
-        ranks: only on these ranks; None: on all.
-    """
+    """Has something of everything that a step may change; memory runs out above `fits` samples, at a `place`."""
 
     def __init__(
         self, fits: int = 10**9, *, place: str = "forward", host: bool = False, ranks: list[int] | None = None

@@ -16,15 +16,11 @@ from trainwright.callbacks.callback import Callback
 
 
 class _Watches(RegressionTask):
-    """Checks at the start of each step that what the last one made is gone.
-
-    Args:
-        watch_batch: batches of a group live until the group is done, on a device where nothing is moved.
-    """
+    """Checks at the start of each step that what the last one made is gone."""
 
     def __init__(self, *, watch_batch: bool) -> None:
         super().__init__()
-        self.watch_batch = watch_batch
+        self.watch_batch = watch_batch  # where nothing is moved, batches of a group live until the group is done
         self.references: dict[str, Any] = {}
         self.checked = 0
 

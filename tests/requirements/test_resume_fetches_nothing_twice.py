@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask
+from tests.helpers.tasks import RecordingCallback, RegressionTask, StepTask
 from tests.requirements.resumable import BATCH, train
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
@@ -43,9 +43,8 @@ class _FarAlong(Callback):
         trainer.state.batch_in_epoch = _START
 
 
-class _Sum(RegressionTask):
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.net(torch.zeros(1, 4)).sum() + 0 * batch.sum()
+def _sum(task: RegressionTask, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+    return task.net(torch.zeros(1, 4)).sum() + 0 * batch.sum()
 
 
 def _far_trainer(folder: Path, **arguments: Any) -> Trainer:
@@ -55,10 +54,10 @@ def _far_trainer(folder: Path, **arguments: Any) -> Trainer:
 def test_a_whole_run_resumed_at_batch_a_million_fetches_only_what_comes_next(tmp_path: Path) -> None:
     data, resumed = Virtual(), Virtual()
     begun = _far_trainer(tmp_path, max_steps=2, seed=4, callbacks=[_FarAlong()])
-    begun.fit(_Sum(), DataLoader(data, _BATCH_SIZE, shuffle=True))
+    begun.fit(StepTask(_sum), DataLoader(data, _BATCH_SIZE, shuffle=True))
     began = time.perf_counter()
     again = _far_trainer(tmp_path, max_steps=4)
-    again.fit(_Sum(), DataLoader(resumed, _BATCH_SIZE, shuffle=True), ckpt_path="last")
+    again.fit(StepTask(_sum), DataLoader(resumed, _BATCH_SIZE, shuffle=True), ckpt_path="last")
     seconds = time.perf_counter() - began
     first = (_START + 2) * _BATCH_SIZE
     assert resumed.fetched == ShuffledOrder(10**12, 4, 0).slice(first, first + 2 * _BATCH_SIZE).tolist()
@@ -76,20 +75,13 @@ class Forgetful(IterableDataset[torch.Tensor]):
         return iter(torch.arange(40.0).reshape(10, 4).double())
 
 
-class _Started(Callback):
-    started = False
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        self.started = True
-
-
 def test_a_stream_without_a_state_is_refused_before_training_starts(tmp_path: Path) -> None:
     train(DataLoader(Forgetful(), BATCH), tmp_path)
-    data, watch = Forgetful(), _Started()
+    data, watch = Forgetful(), RecordingCallback("on_train_start")
     with pytest.raises(ConfigurationError) as caught:
         train(DataLoader(data, BATCH), tmp_path / "resumed", tmp_path / "step=3", callbacks=[watch])
     assert not data.opened
-    assert not watch.started
+    assert watch.events == []
     message = str(caught.value)
     for said in ("train_dataloader cannot begin at batch 3", "state_dict and load_state_dict", "StatefulDataLoader"):
         assert said in message
