@@ -171,7 +171,6 @@ def _shell(text: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project that the page on strategies generates first."""
     folder = tmp_path_factory.mktemp("project")
     _run(_shell(_strategy_commands()[0]), folder)
     return folder / "words"

@@ -39,7 +39,6 @@ def _files_of_the_tree() -> set[str]:
 
 @pytest.fixture(scope="module")
 def tree_files() -> set[str]:
-    """Return the files of the tree as they are when the build starts."""
     return _files_of_the_tree()
 
 
@@ -53,7 +52,6 @@ def built(tmp_path_factory: pytest.TempPathFactory, tree_files: set[str]) -> Pat
 
 @pytest.fixture(scope="module")
 def wheel_files(built: Path) -> set[str]:
-    """Return the names in the wheel."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         return {name for name in archive.namelist() if not name.endswith("/")}
@@ -61,7 +59,6 @@ def wheel_files(built: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel alone into a folder."""
     target = tmp_path_factory.mktemp("installed")
     (wheel,) = built.glob("*.whl")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]

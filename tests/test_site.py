@@ -51,7 +51,6 @@ def test_the_reference_shows_signature_arguments_and_members() -> None:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site without pictures."""
     return site.build(tmp_path_factory.mktemp("build"), pictures=False)
 
 

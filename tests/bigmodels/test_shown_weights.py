@@ -14,6 +14,7 @@ from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_
 from trainwright.bigmodels.dispatch.attach import attach_align_device_hook
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, remove_hook_from_submodules
+from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
 from trainwright.core.errors import ConfigurationError
 
 Offload = Callable[[nn.Module], nn.Module]
@@ -114,6 +115,16 @@ def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path
         net[2].weight.zero_()
     with align_module_device(twin[2]):
         assert torch.equal(twin[2].weight, _net()[2].weight)
+
+
+def test_a_deep_copy_of_a_loader_has_values_of_its_own(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"a": torch.ones(3000), "b": torch.ones(2)})
+    loader = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert loader["a"][0] == 1.0
+    twin = copy.deepcopy(loader)
+    twin["a"].zero_()
+    assert loader["a"][0] == 1.0
+    assert twin.locate("a") is not None
 
 
 def test_weights_are_offloaded_without_a_device_and_run_where_they_were() -> None:

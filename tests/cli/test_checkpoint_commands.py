@@ -221,3 +221,10 @@ def test_show_is_readable_without_json(tmp_path: Path, capsys: pytest.CaptureFix
     assert "optimizer 0:" in lines
     assert "  class: Adam" in lines
     assert "  rank 0: torch" in lines
+
+
+def test_diff_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "diff", write_small(tmp_path, 1), write_small(tmp_path, 2), code=1)
+    assert not found["same"]
+    assert {"path": "manifest.step", "left": "1", "right": "2"} in found["values"]
+    assert any(item["path"] == "model.weight" for item in found["tensors"])

@@ -19,35 +19,27 @@ class OpenDevice:
         self._state = torch.zeros(8, dtype=torch.uint8)
 
     def is_initialized(self) -> bool:
-        """Return True."""
         return True
 
     def is_available(self) -> bool:
-        """Return True."""
         return True
 
     def device_count(self) -> int:
-        """Return 1."""
         return 1
 
     def current_device(self) -> int:
-        """Return 0."""
         return 0
 
     def get_device_name(self, index: int) -> str:
-        """Return the name of a device."""
         return f"Open device {index}"
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes of autocast."""
         return [torch.bfloat16]
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Return the state of the generator."""
         return self._state.clone()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Set the state of the generator."""
         self._state = state.clone()
 
     def manual_seed_all(self, seed: int) -> None:

@@ -123,7 +123,6 @@ def make_optimizer(case: Case, model: nn.Module) -> tuple[torch.optim.Optimizer,
 
 
 def make_loader(case: Case, num_samples: int, batch_size: int) -> DataLoader[Any]:
-    """Return the case's data in its own order."""
     generator = torch.Generator().manual_seed(3)
     if case.model == "mlp":
         inputs = torch.randn(num_samples, 4, generator=generator)
@@ -136,8 +135,6 @@ def make_loader(case: Case, num_samples: int, batch_size: int) -> DataLoader[Any
 
 
 class ReferenceTask(TaskModule):
-    """The case's model, optimizer and schedule as a task."""
-
     def __init__(self, case: Case) -> None:
         super().__init__()
         self.case = case

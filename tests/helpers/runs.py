@@ -40,7 +40,6 @@ def quiet_trainer(**arguments: Any) -> Trainer:
 
 
 def fitted(task: TaskModule, *loaders: Any, ckpt_path: Any = None, **arguments: Any) -> Trainer:
-    """Return a quiet Trainer with these arguments that has fitted the task."""
     trainer = quiet_trainer(**arguments)
     trainer.fit(task, *loaders, ckpt_path=ckpt_path)
     return trainer

@@ -52,14 +52,11 @@ class Import:
 
     @property
     def root(self) -> str:
-        """The distribution's top-level module."""
         return self.target.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class Breach:
-    """One line that breaks a law."""
-
     module: str
     line: int
     what: str
@@ -84,7 +81,6 @@ class Source:
 
     @property
     def short(self) -> str:
-        """The module's name without the package's, for example `core.task`."""
         return self.module.removeprefix("trainwright.")
 
     @property
@@ -94,7 +90,6 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """The parsed module."""
         return ast.parse(self.text)
 
     @cached_property

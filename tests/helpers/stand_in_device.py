@@ -49,7 +49,6 @@ class Reads(TorchDispatchMode):
         self.values = self.copies = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count copies to the host; compute whatever it is."""
         result = func(*args, **(kwargs or {}))
         if func in _COPIES and is_there(args[0 if func is _TO else 1]) and not is_there(result):
             self.copies += 1
@@ -122,10 +121,7 @@ class StandInStrategy(SingleDeviceStrategy):
 
 
 class StandInEngine(Engine):
-    """The engine of `StandInStrategy`."""
-
     def start(self, topology: Any) -> None:
-        """Take the stand-in for the device."""
         super().start(topology)
         self.device = STAND_IN
 

@@ -51,7 +51,6 @@ class RegressionTask(TaskModule):
         return self.net(inputs)
 
     def loss(self, batch: Batch) -> torch.Tensor:
-        """Return the mean squared error of a batch."""
         inputs, targets = batch
         return nn.functional.mse_loss(self(inputs), targets)
 
@@ -64,7 +63,6 @@ class RegressionTask(TaskModule):
         self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the loss as `test_loss`."""
         self.log("test_loss", self.loss(batch), batch_size=len(batch[0]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
