@@ -31,6 +31,8 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
 }
 # Mistakes in texts, names and representations cost users little, and tests do not pin their words.
 _NOT_MUTATED = {"__repr__", "__str__", "__reduce__", "__getstate__"}
+_ANY_ORDER = {"max", "min"}  # functions whose arguments may be swapped
+_FOR_TESTS = {"fault_point"}  # calls that only tests use
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,11 @@ class _Generator(ast.NodeVisitor):
     def visit_Raise(self, node: ast.Raise) -> None:
         """Skip the arguments of an error, which are mostly text. Whether it is raised is a mutant of its condition."""
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        """Skip `strict` of `zip`, which is a check of lengths that the caller made itself."""
+        if node.arg != "strict":
+            self.visit(node.value)
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Skip text."""
 
@@ -178,7 +185,7 @@ class _Generator(ast.NodeVisitor):
             self._replace("off by one", node, str(node.value + 1))
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call):
+        if isinstance(node.value, ast.Call) and self._text(node.value.func) not in _FOR_TESTS:
             self._replace("call removed", node, "pass")
         self.generic_visit(node)
 
@@ -198,11 +205,14 @@ class _Generator(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
+        called = self._text(node.func)
+        if called in _FOR_TESTS:
+            return
         for number, keyword in enumerate(node.keywords):
-            if keyword.arg is not None:
+            if keyword.arg not in (None, "strict"):
                 self._drop(node, number)
         plain = [each for each in node.args if not isinstance(each, ast.Starred)]
-        if len(plain) >= 2 and len(plain) == len(node.args):
+        if len(plain) >= 2 and len(plain) == len(node.args) and called not in _ANY_ORDER:
             begin, end = self._span(plain[0])[0], self._span(plain[1])[1]
             between = self.source[self._span(plain[0])[1] : self._span(plain[1])[0]].decode()
             self._add("arguments swapped", begin, end, self._text(plain[1]) + between + self._text(plain[0]))

@@ -63,9 +63,12 @@ def test_a_mutant_changes_nothing_else() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\n",
         "x: int\n",
         "x = '%s' % 'y'\n",
+        "for a, b in zip(first, strict=True): pass\n",
+        "x = max(first, second)\n",
+        "fault_point(first, second)\n",
     ],
 )
-def test_texts_and_types_are_left_alone(source: str) -> None:
+def test_what_changes_nothing_for_a_user_is_left_alone(source: str) -> None:
     assert _changes(source.encode()) == set()
 
 
