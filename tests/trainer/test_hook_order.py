@@ -12,6 +12,7 @@ import torch
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.hooks import DataHooks, TaskHooks
 
@@ -159,21 +160,11 @@ def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
     assert notes == ["the task's", "the trainer's"]
 
 
-class _KeepsOutputs(Callback):
-    def __init__(self) -> None:
-        self.seen: dict[str, list[Any]] = {"train": [], "test": [], "metrics": []}
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["train"].append(outputs)
-        self.seen["metrics"].append(dict(trainer.callback_metrics))
-
-    def on_test_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["test"].append(outputs)
-
-
 @pytest.mark.filterwarnings("ignore:.*training_step returned None for each", "ignore:.*it is skipped")
 @pytest.mark.parametrize("factor", [None, float("nan")], ids=["no loss", "NaN"])
 def test_outputs_are_empty_where_no_loss_was_used(factor: float | None) -> None:
-    keeps, task = _KeepsOutputs(), StepTask(lambda task, batch, idx: factor and task.loss(batch) * factor)
+    seen: list[Any] = []
+    keeps = LambdaCallback(on_train_batch_end=lambda trainer, task, outputs, batch, idx: seen.append(outputs))
+    task = StepTask(lambda task, batch, idx: factor and task.loss(batch) * factor)
     quiet_trainer(max_epochs=1, callbacks=keeps, on_nonfinite="skip").fit(task, regression_loader(3))
-    assert keeps.seen["train"] == [{}] * 3
+    assert seen == [{}] * 3

@@ -18,20 +18,6 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 
-VERBS = {"validation": "validate", "test": "test", "predict": "predict"}
-
-
-def _evaluate(kind: str, task: TaskModule, callbacks: list[Callback], num_loaders: int) -> None:
-    loaders = [regression_loader(2) for _ in range(num_loaders)]
-    options = {} if kind == "predict" else {"verbose": False}
-    trainer = quiet_trainer(callbacks=callbacks)
-    getattr(trainer, VERBS[kind])(task, loaders[0] if num_loaders == 1 else loaders, **options)
-
-
-def _evaluated(kind: str, num_loaders: int, step: Callable[..., Any]) -> None:
-    task = type("Mine", (RegressionTask,), {f"{kind}_step": step})()
-    _evaluate(kind, task, [], num_loaders)
-
 
 @pytest.mark.parametrize("num_loaders", [1, 2])
 def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) -> None:
@@ -59,7 +45,9 @@ def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) 
     ]
     for step, expected in forms:
         seen.clear()
-        _evaluated("test", num_loaders, step)
+        task = type("Mine", (RegressionTask,), {"test_step": step})()
+        loaders = [regression_loader(2)] * num_loaders
+        quiet_trainer().test(task, loaders if several else loaders[0], verbose=False)
         assert seen[0] == expected
 
 

@@ -29,43 +29,15 @@ BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
 }  # fmt: skip
 
 
-class Watch(Callback):
-    def __init__(self) -> None:
-        self.last: list[bool] = []
-        self.at_end: list[bool] = []
-        self.stages: list[str | None] = []
-        self.state: tuple[Any, ...] = ()
-
-    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
-        self.last.append(trainer.is_last_batch)
-        self.stages.append(trainer.state.stage)
-        self.state = (trainer.state.fn, trainer.state.status, trainer.state.finished, trainer.val_check_batch)
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.at_end.append(trainer.is_last_batch)
-
-    def on_validation_start(self, trainer: Any, task: Any) -> None:
-        self.stages.append(trainer.state.stage)
-
-
-@pytest.fixture(scope="module")
-def trained() -> tuple[Trainer, Watch, RegressionTask, Any, Any]:
-    """Return a Trainer that has trained one epoch of four batches, and what it was given."""
-    watch, task = Watch(), RegressionTask()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1, callbacks=watch)
-    train, val = regression_loader(8), regression_loader(8)
-    trainer.fit(task, train, val)
-    return trainer, watch, task, train, val
-
-
 def test_arguments_and_the_run_can_be_read_before_a_fit() -> None:
     trainer = quiet_trainer(max_epochs=1, limit_train_batches=4, limit_val_batches=1)
     assert {name: getattr(trainer, name) for name in BEFORE_A_FIT} == BEFORE_A_FIT
     assert (trainer.accelerator, type(trainer.profiler).__name__) == ("cpu", "PassThroughProfiler")
 
 
-def test_the_run_can_be_read_after_a_fit(trained: tuple[Trainer, Watch, RegressionTask, Any, Any]) -> None:
-    trainer, _, task, train, val = trained
+def test_the_run_can_be_read_after_a_fit() -> None:
+    task, train, val = RegressionTask(), regression_loader(8), regression_loader(8)
+    trainer = fitted(task, train, val, max_epochs=1, limit_train_batches=4, limit_val_batches=1)
     assert trainer.model is task
     assert trainer.train_dataloader is train
     assert trainer.val_dataloaders is val
@@ -148,7 +120,7 @@ def test_the_limits_of_fit_loop_continue_a_fit() -> None:
 
 
 class _Calls(Callback):
-    """Call a verb of a Trainer (default: the one that fits) within a fit."""
+    """Call a verb of this or of another Trainer within a fit."""
 
     def __init__(self, verb: str, other: Any = None) -> None:
         self.verb, self.other = verb, other
