@@ -73,13 +73,7 @@ class FakeRun:
     """
 
     def __init__(
-        self,
-        callbacks: Sequence[Callback],
-        root: Path,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        **attributes: Any,
+        self, callbacks: Sequence[Callback], root: Path, *, rank: int = 0, world_size: int = 1, **attributes: Any
     ) -> None:
         self.state = TrainState()
         self.stage: Stage | None = "fit"

@@ -148,8 +148,7 @@ class _NoReader(Terminal):
 
 
 @pytest.mark.parametrize(
-    ("bar", "stream"),
-    [(ProgressBar, lambda: None), (TQDMProgressBar, _NoReader), (RichProgressBar, _NoReader)],
+    ("bar", "stream"), [(ProgressBar, lambda: None), (TQDMProgressBar, _NoReader), (RichProgressBar, _NoReader)]
 )
 def test_a_fit_trains_on_where_standard_output_cannot_be_written(
     bar: Any, stream: Any, monkeypatch: pytest.MonkeyPatch

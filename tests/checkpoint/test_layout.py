@@ -10,11 +10,7 @@ import pytest
 from tests.checkpoint.every_kind import every_kind
 from tests.checkpoint.resealing import resealed
 from tests.checkpoint.snapshots import same
-from trainwright.checkpoint import (
-    RunIndex,
-    read_checkpoint,
-    verify,
-)
+from trainwright.checkpoint import RunIndex, read_checkpoint, verify
 from trainwright.checkpoint.disk.durable import FileEntry
 from trainwright.checkpoint.disk.untrusted import load_json
 from trainwright.checkpoint.format import layout

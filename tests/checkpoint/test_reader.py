@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.snapshots import write_small
-from trainwright.checkpoint import (
-    find_checkpoints,
-    newest_valid,
-    read_checkpoint,
-    verify,
-)
+from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint, verify
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 _FILES = [

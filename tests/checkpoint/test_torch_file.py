@@ -108,12 +108,7 @@ def tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], n
 
 @pytest.mark.parametrize(
     ("offset", "size", "stride", "num"),
-    [
-        (2, (3,), (1,), 4),
-        (-1, (2,), (1,), 4),
-        (0, (2,), (-1,), 4),
-        (0, (2,), (1,), 5),
-    ],
+    [(2, (3,), (1,), 4), (-1, (2,), (1,), 4), (0, (2,), (-1,), 4), (0, (2,), (1,), 5)],
 )
 def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
     offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int, tmp_path: Path

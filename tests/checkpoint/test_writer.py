@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.snapshots import same, small_snapshot, write_small
-from trainwright.checkpoint import (
-    clean_stale,
-    newest_valid,
-    read_checkpoint,
-    set_fault_hook,
-    verify,
-    write_checkpoint,
-)
+from trainwright.checkpoint import clean_stale, newest_valid, read_checkpoint, set_fault_hook, verify, write_checkpoint
 from trainwright.checkpoint.disk.durable import hidden, replace_file
 from trainwright.core.errors import CheckpointError
 

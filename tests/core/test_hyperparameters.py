@@ -251,10 +251,7 @@ class OfDataclass(AsDataclass):
 
 @pytest.mark.parametrize(
     ("task", "expected"),
-    [
-        (NoNetEither(3, "big"), {"width": 3, "depth": 1}),
-        (OfDataclass(2), {"width": 4, "names": ["a"], "depth": 2}),
-    ],
+    [(NoNetEither(3, "big"), {"width": 3, "depth": 1}), (OfDataclass(2), {"width": 4, "names": ["a"], "depth": 2})],
     ids=["ignored in a sub-class", "sub-class of a dataclass"],
 )
 def test_arguments_of_sub_classes_and_dataclasses(task: TaskModule, expected: dict[str, Any]) -> None:

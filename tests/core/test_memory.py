@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from trainwright.core.errors import TrainwrightError
-from trainwright.core.host.memory import (
-    find_executable_batch_size,
-    is_out_of_memory,
-    release_memory,
-)
+from trainwright.core.host.memory import find_executable_batch_size, is_out_of_memory, release_memory
 
 HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.process import (
-    check_address,
-    detect,
-)
+from trainwright.core.process import check_address, detect
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",

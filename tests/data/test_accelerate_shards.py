@@ -12,12 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from trainwright import Accelerator, DataLoaderConfiguration, skip_first_batches
 from trainwright.core.errors import ConfigurationError
-from trainwright.data_loader import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SkipBatchSampler,
-    SkipDataLoader,
-)
+from trainwright.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler, SkipDataLoader
 
 Batches = list[list[int]]
 

@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler
 
 from tests.data.sources import Numbers, NumberStream, flat, ids, on_ranks, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning

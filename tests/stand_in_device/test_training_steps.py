@@ -11,11 +11,7 @@ import torchmetrics
 from torch import nn
 
 from tests.helpers.stand_in_device import STAND_IN, Reads, StandInStrategy, is_there, stand_in_device
-from trainwright.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
+from trainwright.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from trainwright.core.task import TaskModule
 from trainwright.trainer.checkpoints.capture import capture
 from trainwright.trainer.trainer import Trainer
@@ -126,10 +122,7 @@ def test_what_is_logged_is_read_once_an_interval() -> None:
 
 @pytest.mark.parametrize(
     "callback",
-    [
-        lambda: EMAWeightAveraging(decay=0.9),
-        lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.0),
-    ],
+    [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.0)],
 )
 def test_callbacks_beside_the_step_read_nothing(callback: Any) -> None:
     by_step, _ = rehearse(WithoutBatchStatistics(), callback())

@@ -105,10 +105,7 @@ def test_a_hook_that_changes_the_model_or_its_groups_lets_a_run_resume_exactly(k
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    [
-        pytest.param("resized layer", "deepspeed_stage_2", marks=pytest.mark.exhaustive),
-        ("added group", "fsdp"),
-    ],
+    [pytest.param("resized layer", "deepspeed_stage_2", marks=pytest.mark.exhaustive), ("added group", "fsdp")],
 )
 def test_a_hook_that_changes_the_model_or_its_groups_lets_two_ranks_resume(
     kind: str, strategy: str, tmp_path: Path

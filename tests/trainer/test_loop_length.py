@@ -44,8 +44,7 @@ def test_a_stop_request_finishes_the_batch_and_validates_once(in_step: bool) -> 
 
 
 @pytest.mark.parametrize(
-    ("batches", "min_epochs", "min_steps", "steps"),
-    [(3, 0, 10, 10), (3, 2, 0, 6), (3, 3, 10, 10), (5, 3, 10, 15)],
+    ("batches", "min_epochs", "min_steps", "steps"), [(3, 0, 10, 10), (3, 2, 0, 6), (3, 3, 10, 10), (5, 3, 10, 15)]
 )
 def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
     batches: int, min_epochs: int, min_steps: int, steps: int
