@@ -18,9 +18,18 @@ from trainwright.core.state import Group, StepResult, TrainState
 from trainwright.core.task import TaskModule
 
 
-class Task(TaskModule):
-    """One linear layer."""
+def pass_time(now: list[float], seconds: float) -> Any:
+    """Return a function for `FakeRun.fit` by which each call takes so long by the fixture `now`."""
+    return lambda run: now.__setitem__(0, now[0] + seconds)
 
+
+def logged_in_turn(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
+    """Return a function for `FakeRun.fit` that logs the next of `values` at each call."""
+    left = iter(values)
+    return lambda run: run.callback_metrics.update({name: next(left)})
+
+
+class Task(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 2)

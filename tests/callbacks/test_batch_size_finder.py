@@ -68,7 +68,6 @@ def _sizes(where: str = "training_step") -> list[int]:
         ({}, 20, 16),
         ({"mode": "binsearch", "margin": 0.0}, 20, 20),
         ({"mode": "binsearch"}, 20, 19),
-        ({"init_val": 64}, 20, 16),
         ({"max_trials": 2}, 10**9, 4),
         ({"max_val": 24}, 10**9, 24),
         ({"num_samples": 100}, 10**9, 64),  # 128 would not be filled
@@ -130,9 +129,7 @@ class _Fixed(_Hungry):
         (_Hungry(0), {}, "not even one sample fits into memory: OutOfMemoryError: CUDA out of"),
         (_Hungry(), {"train_dataloaders": regression_loader()}, "Define train_dataloader"),
         (_Hungry(), {"method": "fit", "dataloaders": [1]}, "takes train_dataloaders"),
-        (_Hungry(), {"method": "test", "train_dataloaders": [1]}, "takes dataloaders"),
         (_Hungry(), {"method": "tset"}, "Did you mean 'test'"),
-        (_Hungry(), {"mode": "powers"}, "Did you mean 'power'"),
         (_Hungry(), {"init_val": 0}, "init_val=0"),
         (_Hungry(), {"steps_per_trial": 1.5}, "steps_per_trial=1.5"),
         (_Hungry(), {"margin": 1.0}, "margin=1.0"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.callbacks.fake_run import FakeRun
+from tests.callbacks.fake_run import FakeRun, pass_time
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
@@ -44,17 +43,6 @@ class Recording(ProgressBar):
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
         self.calls.append(("close", kind, leave, paused_s))
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
-def pass_time(now: list[float], seconds: float) -> Any:
-    return lambda run: now.__setitem__(0, now[0] + seconds)
 
 
 def test_an_epoch_s_bar_is_opened_moved_and_closed(tmp_path: Path, now: list[float]) -> None:

@@ -21,8 +21,6 @@ from trainwright.loggers import CSVLogger
 
 
 class Task(TaskModule):
-    """Saves all of its arguments."""
-
     def __init__(self, width: int, *, lr: float = 0.1, **options: Any) -> None:
         super().__init__()
         helper = 3  # a local that is no argument
@@ -54,37 +52,32 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
 
 
 class Colour(enum.Enum):
-    """Neither text nor a number."""
-
     RED = (255, 0, 0)
     BLUE = (0, 0, 255)
 
 
 class Level(enum.IntEnum):
-    """A number with a name."""
-
     LOW = 1
 
 
 class Keeping(RegressionTask):
-    """Keeps everything that it is given."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
 class Needing(RegressionTask):
-    """Needs a module and a function."""
-
     def __init__(self, width: int, loss_fn: nn.Module, make: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
-def _saved(task: TaskModule, folder: Path, **arguments: Any) -> Path:
+def _saved(made: TaskModule | DataModule, folder: Path, **arguments: Any) -> Path:
     trainer = quiet_trainer(max_steps=1, **arguments)
-    trainer.fit(task, regression_loader(4))
+    if isinstance(made, DataModule):
+        trainer.fit(RegressionTask(), datamodule=made)
+    else:
+        trainer.fit(made, regression_loader(4))
     return trainer.save_checkpoint(folder / "saved")
 
 
@@ -122,8 +115,6 @@ def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) 
 
 
 class Numbers(DataModule):
-    """Has a hyper-parameter and a state."""
-
     def __init__(self, count: int, level: Level = Level.LOW) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -140,25 +131,15 @@ class Numbers(DataModule):
 
 
 class WithAct(RegressionTask):
-    """Has an optional module and a function as a default."""
-
     def __init__(self, act: nn.Module | None = None, init: Any = torch.nn.init.zeros_) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
 class DataWithAct(Numbers):
-    """Has an optional function."""
-
     def __init__(self, count: int, transform: Any = None) -> None:
         super().__init__(count)
         self.save_hyperparameters()
-
-
-def _saved_data(data: DataModule, folder: Path) -> Path:
-    trainer = quiet_trainer(max_steps=1)
-    trainer.fit(RegressionTask(), datamodule=data)
-    return trainer.save_checkpoint(folder / "saved")
 
 
 @pytest.mark.filterwarnings("ignore:.*(is a ReLU|function):trainwright.core.errors.TrainwrightWarning")
@@ -174,7 +155,7 @@ def test_an_argument_that_was_not_saved_must_be_passed_to_load(
     cls: Any, arguments: dict[str, Any], lost: str | None, tmp_path: Path
 ) -> None:
     made = cls(**arguments)
-    path = _saved_data(made, tmp_path) if isinstance(made, DataModule) else _saved(made, tmp_path)
+    path = _saved(made, tmp_path)
     if lost is None:
         assert cls.load_from_checkpoint(path).hparams == made.hparams
         return
@@ -184,8 +165,6 @@ def test_an_argument_that_was_not_saved_must_be_passed_to_load(
 
 
 class Configured(RegressionTask):
-    """Has a configuration of OmegaConf."""
-
     def __init__(self, cfg: Any, widths: Any = (), colour: Colour = Colour.RED) -> None:
         super().__init__()
         self.save_hyperparameters(*([] if widths else [cfg]))
@@ -213,16 +192,12 @@ def test_containers_of_omegaconf_are_stored_as_data_and_loaded_as_containers(
 
 
 class NoNet(RegressionTask):
-    """Ignores an argument that its base class saved."""
-
     def __init__(self, width: int, net: str) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
 class NoNetEither(NoNet):
-    """Has a base class that saves all arguments."""
-
     def __init__(self, width: int, net: str, depth: int = 1) -> None:
         super().__init__(width, net)
         self.save_hyperparameters(ignore=["net"])
@@ -230,8 +205,6 @@ class NoNetEither(NoNet):
 
 @dataclass(eq=False)
 class AsDataclass(RegressionTask):
-    """A task whose constructor is generated."""
-
     width: int
     names: list[str] = field(default_factory=lambda: ["a"])
     secret: str = "x"
@@ -243,8 +216,6 @@ class AsDataclass(RegressionTask):
 
 
 class OfDataclass(AsDataclass):
-    """Adds an argument to a dataclass."""
-
     def __init__(self, depth: int) -> None:
         super().__init__(width=2 * depth)
 

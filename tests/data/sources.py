@@ -46,6 +46,27 @@ class SizedStream(NumberStream):
         return self.n
 
 
+class Resumable:
+    """An iterable of numbers that keeps its own place and sets it back at its end."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.place = self.place, 0
+        for i in range(start, self.n):
+            self.place = i + 1
+            yield i
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Meeting:
     """`agree` for ranks that are threads: each call waits for all and gives everybody what all have said."""
 

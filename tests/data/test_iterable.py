@@ -30,10 +30,6 @@ class OtherWayRound(NumberStream):
         raise AssertionError("must not be called")
 
 
-def sharded(n: int) -> ShardedIterable:
-    return ShardedIterable(NumberStream(n))
-
-
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (1, 2), (2, 2)])
 @pytest.mark.parametrize("make", [NumberStream, OtherWayRound])
 def test_an_undeclared_iterable_is_refused_naming_the_three_ways(make: Any, world: int, workers: int) -> None:
@@ -68,7 +64,7 @@ def test_the_users_own_worker_init_runs_too(tmp_path: Any) -> None:
 
 
 def test_what_goes_to_a_worker_can_be_pickled() -> None:
-    placed = sharded(6).placed(1, 2, block=2)
+    placed = ShardedIterable(NumberStream(6)).placed(1, 2, block=2)
     assert list(pickle.loads(pickle.dumps(placed))) == [2, 3]
     pickle.loads(pickle.dumps(WorkerPlace(1, 3, None)))(0)
     assert shard_info() == (1, 3)
