@@ -46,8 +46,6 @@ class Task(TaskModule):
 
 
 class FakeTrialSteps:
-    """Steps that always fit and never learn."""
-
     def __enter__(self) -> FakeTrialSteps:
         return self
 
@@ -237,7 +235,6 @@ class FakeRun:
         self._fire("teardown", "fit")
 
     def step_end(self) -> None:
-        """Let waiting actions decide, then write what was asked for."""
         actions, self._actions = self._actions, []
         for action in actions:
             action()
@@ -248,7 +245,6 @@ class FakeRun:
                 self._write(request)
 
     def saved_names(self) -> list[str]:
-        """Return the names in the checkpoint folder, sorted."""
         folder = self.checkpoint_dir
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 

@@ -1,5 +1,3 @@
-"""The largest batch size that fits is found, in either mode, within what the data and the user allow."""
-
 from __future__ import annotations
 
 from pathlib import Path

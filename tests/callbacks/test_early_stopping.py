@@ -1,5 +1,3 @@
-"""EarlyStopping: when it stops, and why."""
-
 from __future__ import annotations
 
 import json

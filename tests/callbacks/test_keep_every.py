@@ -1,5 +1,3 @@
-"""ModelCheckpoint(keep_every=...): one checkpoint per stretch stays, whatever else comes and goes."""
-
 from __future__ import annotations
 
 import datetime

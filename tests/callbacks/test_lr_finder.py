@@ -1,5 +1,3 @@
-"""A range test tries the learning rates it says, suggests where the loss falls most, and sets that one."""
-
 from __future__ import annotations
 
 from pathlib import Path

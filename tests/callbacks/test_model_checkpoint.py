@@ -1,5 +1,3 @@
-"""ModelCheckpoint and OnExceptionCheckpoint: when they save, under which names, and what is kept."""
-
 from __future__ import annotations
 
 import datetime

@@ -1,5 +1,3 @@
-"""Progress bars: what is shown in a terminal and in a file, how often, and by whom."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""Arguments that no callback can work with are refused when it is made, in words that name them."""
-
 from __future__ import annotations
 
 import datetime

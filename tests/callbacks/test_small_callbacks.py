@@ -1,5 +1,3 @@
-"""GarbageCollection and GradientAccumulationScheduler."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Throughput: rates over a window, given or counted FLOPs."""
-
 from __future__ import annotations
 
 from pathlib import Path

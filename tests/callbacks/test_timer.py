@@ -1,5 +1,3 @@
-"""Timer: when it stops, and what it counts."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -44,7 +44,6 @@ def writer() -> Iterator[AsyncWriter]:
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """Return the URL of a folder in fsspec's own memory."""
     url = f"memory://test-{secrets.token_hex(4)}"
     yield url
     files, root = fsspec.core.url_to_fs(url)
@@ -54,7 +53,6 @@ def memory() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
-    """Run moto's server and return its address."""
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None  # by the arguments

@@ -1,5 +1,3 @@
-"""Manifests are sealed and relative; older versions are read, and newer ones are refused."""
-
 from __future__ import annotations
 
 import math

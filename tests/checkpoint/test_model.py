@@ -1,5 +1,3 @@
-"""The model part: Hugging Face's layout, ties, odd dtypes, names without wrappers."""
-
 from __future__ import annotations
 
 import json

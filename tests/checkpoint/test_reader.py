@@ -1,5 +1,3 @@
-"""The reader: damage is found, nothing partial passes for whole, nothing is unpickled."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Checkpoints on remote file systems: whole or not there, and only a run's own are ever deleted."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""The run index and its folder: only what this run wrote is listed and deleted, and no other run's name is taken."""
-
 from __future__ import annotations
 
 import math
@@ -15,7 +13,6 @@ from trainwright.core.errors import TrainwrightWarning
 
 
 def index_with(folder: Path, metrics: list[float], **options: Any) -> RunIndex:
-    """Return the index of a run that wrote one checkpoint per value of the metric `loss`."""
     index = RunIndex(folder, **options)
     for step, value in enumerate(metrics, start=1):
         index.add(write_small(folder, step, f"s{step}", metrics={"loss": value}))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint import sharded_runs
 from tests.checkpoint.foreign import Evil
+from tests.checkpoint.snapshots import names_of
 from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import convert_checkpoint
@@ -29,8 +30,7 @@ def _continued(folder: Path) -> list[float]:
     model = sharded_runs.Net()
     model.load_state_dict(snapshot.model or {})
     optimizer = torch.optim.AdamW(sharded_runs.groups(model), lr=0.5)  # the saved rate replaces this one
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    load_named_optimizer_state(optimizer, snapshot.optimizers[0], names)
+    load_named_optimizer_state(optimizer, snapshot.optimizers[0], names_of(model))
     losses = []
     for number in range(3, 6):
         loss = sharded_runs.loss_of(model, sharded_runs.batch(number))
@@ -120,11 +120,17 @@ def test_foreign_code_is_refused_and_never_executed(tmp_path: Path) -> None:
     assert not flag.exists()
 
 
+def _deepspeed_folder(folder: Path, **more: Any) -> Path:
+    (folder / "global_step2").mkdir(parents=True)
+    (folder / "latest").write_text("global_step2")
+    model = sharded_runs.net()
+    state = {"module": model.state_dict(), "optimizer": None, "param_shapes": None, "global_steps": 2, **more}
+    torch.save(state, folder / "global_step2" / "mp_rank_00_model_states.pt")
+    return folder
+
+
 def test_what_deepspeed_saved_in_tensor_parallelism_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x" / "global_step2").mkdir(parents=True)
-    (tmp_path / "x" / "latest").write_text("global_step2")
-    state = {"module": sharded_runs.net().state_dict(), "optimizer": None, "param_shapes": None, "mp_world_size": 2}
-    torch.save(state, tmp_path / "x" / "global_step2" / "mp_rank_00_model_states.pt")
+    _deepspeed_folder(tmp_path / "x", mp_world_size=2)
     with pytest.raises(CheckpointError, match=r"tensor parallelism.*ds_to_universal"):
         convert_checkpoint(tmp_path / "x", tmp_path / "out")
 
@@ -152,15 +158,6 @@ def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:
     merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == sharded_runs.net().state_dict().keys()
     assert not folder.exists()
-
-
-def _deepspeed_folder(folder: Path, **more: Any) -> Path:
-    (folder / "global_step2").mkdir(parents=True)
-    (folder / "latest").write_text("global_step2")
-    model = sharded_runs.net()
-    state = {"module": model.state_dict(), "optimizer": None, "param_shapes": None, "global_steps": 2, **more}
-    torch.save(state, folder / "global_step2" / "mp_rank_00_model_states.pt")
-    return folder
 
 
 def test_a_checkpoint_of_deepspeed_without_zero_is_its_weights(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""The writer: all of a checkpoint or none of it."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Lengths with units, and the intervals that are made of them."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Errors for names and objects of Lightning and Accelerate."""
-
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,3 @@
-"""What `save_hyperparameters` takes from constructors, and what it refuses."""
-
 from __future__ import annotations
 
 import enum

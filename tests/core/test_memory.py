@@ -1,5 +1,3 @@
-"""Out-of-memory errors are told from others, and a function is tried again with less until it fits."""
-
 from __future__ import annotations
 
 import weakref

@@ -1,5 +1,3 @@
-"""What callables take, and how they are called with it."""
-
 from __future__ import annotations
 
 from typing import Any

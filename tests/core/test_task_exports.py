@@ -1,5 +1,3 @@
-"""Export of a task, and names of Lightning's LightningModule."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Tensors inside nested containers."""
-
 from __future__ import annotations
 
 import dataclasses

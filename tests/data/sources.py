@@ -40,8 +40,6 @@ class NumberStream(IterableDataset[int]):
 
 
 class SizedStream(NumberStream):
-    """The same with a length."""
-
     def __len__(self) -> int:
         return self.n
 
@@ -105,10 +103,8 @@ def prepared(loader: Any, epoch: int = 0, **settings: Any) -> PreparedLoader:
 
 
 def ids(batches: Any) -> list[list[int]]:
-    """The sample numbers of each batch."""
     return [batch.reshape(-1).tolist() for batch in batches]
 
 
 def flat(batches: Any) -> list[int]:
-    """The sample numbers of all batches."""
     return [number for batch in batches for number in batch.reshape(-1).tolist()]

@@ -19,8 +19,6 @@ Batches = list[list[int]]
 
 
 class Drawn(IterableDataset[int]):
-    """Ten numbers of a generator."""
-
     def __init__(self) -> None:
         self.generator = torch.Generator()
 

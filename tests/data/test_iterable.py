@@ -14,8 +14,6 @@ from trainwright.data.iterable import WorkerPlace, set_place
 
 
 class DividesItself(NumberStream):
-    """Asks shard_info."""
-
     is_sharded = True
 
     def __iter__(self) -> Iterator[int]:
@@ -24,8 +22,6 @@ class DividesItself(NumberStream):
 
 
 class OtherWayRound(NumberStream):
-    """Has a method `shard` with another meaning."""
-
     def shard(self, num_shards: int, index: int) -> Iterable[int]:
         raise AssertionError("must not be called")
 
@@ -72,8 +68,6 @@ def test_what_goes_to_a_worker_can_be_pickled() -> None:
 
 
 class Shifting(IterableDataset[int]):
-    """Yields numbers that depend on the epoch."""
-
     def __init__(self) -> None:
         self.epoch = 0
 

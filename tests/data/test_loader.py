@@ -187,8 +187,6 @@ def test_evaluation_in_lock_step_agrees_on_the_end_of_a_stream() -> None:
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """Samples with noise from the three global generators."""
-
     def __len__(self) -> int:
         return 24
 

@@ -1,5 +1,3 @@
-"""Files of tokens, samples from them, and `trainwright data`."""
-
 from __future__ import annotations
 
 import contextlib
@@ -328,7 +326,6 @@ def test_texts_and_json_lines_become_documents(tmp_path: Path, capsys: pytest.Ca
 
 
 def word_lengths(text: str) -> list[int]:
-    """Return the lengths of words: a tokenizer."""
     return [len(word) for word in text.split()]
 
 

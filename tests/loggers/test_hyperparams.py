@@ -1,5 +1,3 @@
-"""Hyper-parameters as plain, flat and JSON-able values."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""What TensorBoard reads back: images, figures, text, graph, hyper-parameters."""
-
 from __future__ import annotations
 
 import io

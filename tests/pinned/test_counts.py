@@ -109,8 +109,6 @@ def test_a_step_s_collectives() -> None:
 
 @contextmanager
 def _noting(entered: set[str]) -> Iterator[None]:
-    """Note the modules of the package that are entered."""
-
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         name = frame.f_globals.get("__name__", "")
         if event == "call" and name.startswith("trainwright."):

@@ -1,5 +1,3 @@
-"""Profilers in a Trainer: what they record, write and print, and that training is the same with and without one."""
-
 from __future__ import annotations
 
 import json

@@ -36,13 +36,11 @@ class Classifier(TaskModule):
     norm: type[nn.Module] = nn.BatchNorm1d
 
     def configure_model(self) -> None:
-        """Build the layers, on the device, once."""
         if not hasattr(self, "net"):
             self.net = nn.Sequential(nn.Linear(4, 8), self.norm(8), nn.Dropout(0.1), nn.Linear(8, 3))
             self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, validate_args=False).to(STAND_IN)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Log a loss, a metric object and a number of the host."""
         scores = self.net(batch[0])
         loss = nn.functional.cross_entropy(scores, batch[1])
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
@@ -50,12 +48,10 @@ class Classifier(TaskModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log a loss and an accuracy."""
         scores = self.net(batch[0])
         self.log("val_loss", nn.functional.cross_entropy(scores, batch[1]))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with a schedule that counts steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_BATCHES)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -83,7 +79,6 @@ class ByStep(Callback):
 
 
 def batches() -> Batches:
-    """Return host batches without values, as they come from a loader."""
     return [(torch.ones(4, 4), torch.zeros(4, dtype=torch.long)) for _ in range(NUM_BATCHES)]
 
 

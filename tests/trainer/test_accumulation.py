@@ -1,5 +1,3 @@
-"""Groups of micro-batches: when weights change, how often gradients are cleared, what a step's gradient is."""
-
 from __future__ import annotations
 
 import math

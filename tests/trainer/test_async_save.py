@@ -1,5 +1,3 @@
-"""Asynchronous saves in a run: training goes on meanwhile, and nothing is lost."""
-
 from __future__ import annotations
 
 import signal

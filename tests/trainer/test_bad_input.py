@@ -1,5 +1,3 @@
-"""Bad input gets a clear error before anything is touched, and errors of steps get notes that help."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Which checkpoints a run leaves, what they say, which is the best, and what a run that continues from one does."""
-
 from __future__ import annotations
 
 import shutil
@@ -21,7 +19,6 @@ FOUR_BATCHES = 8  # samples, by 2
 
 
 def saved_in(folder: Path) -> list[tuple[int, int]]:
-    """Return (epoch, step) of every checkpoint in a folder, by step."""
     return [(found.manifest.epoch, found.manifest.step) for found in find_checkpoints(folder)]
 
 

@@ -1,5 +1,3 @@
-"""Every form that `configure_optimizers` may return, and when schedules step."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -40,8 +40,6 @@ class NoisySamples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the runs that are compared have in common."""
-
     kind: str = "sgd"
     workers: int = 0
     accumulate: int = 1

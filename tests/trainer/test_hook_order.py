@@ -1,5 +1,3 @@
-"""In which order hooks run."""
-
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,3 @@
-"""Ctrl-C, signals and errors before and in a fit: who hears of them, and what is kept."""
-
 from __future__ import annotations
 
 import os
@@ -48,8 +46,6 @@ def _press_ctrl_c() -> None:
 
 
 class _InterruptedTwice(_FailsAt):
-    """Also fails in its second test batch."""
-
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 1:
             self.fail()
@@ -112,29 +108,6 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
     assert verify(saved) == []
     with pytest.raises(KeyboardInterrupt):
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
-
-
-class _SignalsAgain(Callback):
-    """Sends a signal in a step, and another while the run is torn down."""
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def teardown(self, trainer: Any, task: Any, stage: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
-    came: list[int] = []
-    trainer = quiet_trainer(max_epochs=2, callbacks=_SignalsAgain(), default_root_dir=tmp_path, preemption_grace=0.3)
-    with pytest.raises(Preempted):
-        trainer.fit(RegressionTask(), regression_loader(4))
-    leaving = signal.getsignal(signal.SIGTERM)
-    leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
-    leaving._deadline = 0.0  # type: ignore[union-attr]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert came == [signal.SIGTERM]
 
 
 def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:

@@ -1,5 +1,3 @@
-"""Settings of `trainwright launch` in a Trainer that does not give them."""
-
 from __future__ import annotations
 
 import warnings

@@ -1,5 +1,3 @@
-"""Hooks that load checkpoints, and parameter groups added during a fit."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""Data of a stage: limits, loaders without length, several loaders, reloads, overfitting."""
-
 from __future__ import annotations
 
 import os
@@ -56,8 +54,6 @@ def test_several_training_loaders_are_as_long_as_their_mode_says(mode: Any, batc
 
 
 class _LoadsByEpoch(RegressionTask):
-    """Notes the epoch in which each loader is requested."""
-
     def __init__(self) -> None:
         super().__init__()
         self.asked: list[tuple[str, int]] = []

@@ -1,5 +1,3 @@
-"""Length of a fit and when it validates: epochs, steps, samples, tokens, seconds, stop requests."""
-
 from __future__ import annotations
 
 import time

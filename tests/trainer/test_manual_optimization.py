@@ -1,5 +1,3 @@
-"""Steps, backward, closures and optimizers that a task runs by hand or in its own way."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""What becomes of a step whose loss or gradient is NaN or infinite, under each `on_nonfinite`."""
-
 from __future__ import annotations
 
 import itertools

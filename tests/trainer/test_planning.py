@@ -1,5 +1,3 @@
-"""`Trainer.plan`: it predicts a fit from the Trainer's arguments, and changes nothing."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Names, arguments, attributes and calls of Lightning's Trainer, and the run behind them."""
-
 from __future__ import annotations
 
 import importlib.util

@@ -1,5 +1,3 @@
-"""The helpers of `trainwright.utilities` do what their names say elsewhere."""
-
 from __future__ import annotations
 
 import pytest
