@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.callbacks.fake_run import FakeRun, FakeTrialSteps
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import BatchSizeFinder, LearningRateFinder
@@ -154,10 +152,3 @@ def test_a_fast_development_run_does_not_search(finder: Any, search: str) -> Non
 def test_a_tuner_beside_a_finder_is_refused(finder: Any, search: str) -> None:
     with pytest.raises(ConfigurationError, match=f"already contain a {finder.__name__}"):
         getattr(Tuner(quiet_trainer(callbacks=finder())), search)(_Hungry())
-
-
-def test_fewer_samples_than_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeTrialSteps, "capacity", lambda steps: 0)
-    run = FakeRun([], tmp_path, world_size=4)
-    with pytest.raises(ConfigurationError, match=r"fewer samples than processes \(4\)"):
-        BatchSizeFinder().scale_batch_size(run, run.task)  # type: ignore[arg-type]

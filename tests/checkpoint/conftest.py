@@ -1,9 +1,4 @@
-"""Remote folders of several kinds, and no waiting for the disk.
-
-S3 is moto's server in its own process: botocore reads its address and the keys from environment variables.
-
-Thousands of small files are written here; waiting for the disk each time would take longer than everything else.
-"""
+"""Remote folders of several kinds, and no waiting for the disk, on which thousands of small files are written."""
 
 from __future__ import annotations
 

@@ -78,12 +78,8 @@ def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, ep
     assert ("saved 3 batches into epoch 1" in _notes(done)) is not is_last_batch
 
 
-def _reversed(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(model.parameters())[::-1])
-
-
 def test_an_optimizer_whose_names_cannot_be_told_is_left_out_unless_they_are_given(tmp_path: Path) -> None:
-    source, model, optimizer = _lightning(tmp_path, _reversed)
+    source, model, optimizer = _lightning(tmp_path, lambda model: torch.optim.AdamW(list(model.parameters())[::-1]))
     done = convert_checkpoint(source, tmp_path / "out")
     assert done.kind == "weights"
     assert "cannot be keyed by name" in _notes(done)

@@ -140,7 +140,6 @@ _ENTRY = '{"format_version": 1, "checkpoints": [{"name": "%s", "step": 1, "creat
     ("text", "message"),
     [
         ("[]", r"index\.mine\.json"),
-        ('{"format_version": 99, "checkpoints": []}', r"index\.mine\.json"),
         ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', r"index\.mine\.json"),
         (_ENTRY % "../other", "its folder"),
     ],

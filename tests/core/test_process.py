@@ -67,7 +67,6 @@ _GOLDEN: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         {**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "38123"},
         {"launcher": "none", "world_size": 1},
     ),
-    "an interactive job named bash": ({**SRUN, "SLURM_JOB_NAME": "bash"}, {"launcher": "none", "world_size": 1}),
     "torchrun inside srun": ({**SRUN, **TORCHRUN}, {"launcher": "torchrun", "rank": 5, "world_size": 8}),
     "Open MPI": (
         OPEN_MPI,
@@ -77,10 +76,6 @@ _GOLDEN: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
         },
     ),
     "Intel MPI": (INTEL_MPI, {"launcher": "mpi", "rank": 5, "local_rank": 1, "num_nodes": 2, "master_addr": None}),
-    "MPI that does not say what is local": (
-        {"PMI_RANK": "3", "PMI_SIZE": "4"},
-        {"launcher": "mpi", "rank": 3, "local_rank": 3, "local_world_size": 4, "num_nodes": 1},
-    ),
 }  # fmt: skip
 
 

@@ -71,13 +71,6 @@ def test_shuffle_false_overrides_the_loader() -> None:
     assert flat(prepared(DataLoader(Numbers(9), 3, shuffle=True), shuffle=False).iterate()) == list(range(9))
 
 
-def test_an_empty_loader_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="val_dataloader is empty"):
-        prepare_loader(DataLoader(Numbers(3), batch_size=4, drop_last=True), LoaderOptions(stage="validate"))
-    with pytest.raises(ConfigurationError, match="my_loader is empty"):
-        prepare_loader([], LoaderOptions(name="my_loader"))
-
-
 def test_what_is_no_loader_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="int is not a loader"):
         prepare_loader(3, LoaderOptions())

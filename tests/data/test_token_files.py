@@ -392,38 +392,20 @@ def test_tokens_outside_of_the_vocabulary_are_an_error(documents: str, tmp_path:
     data = TokenDataset(path, 8, documents=documents)
     with pytest.raises(ConfigurationError, match=r"a\.bin has the tokens .* to 32 in sample \d, expected 0 to 31"):
         [data[i] for i in range(len(data))]
-    (tmp_path / "a.json").unlink()
-    data = TokenDataset(path, 8, documents=documents, vocab_size=30)
-    with pytest.raises(ConfigurationError, match="expected 0 to 29"):
-        [data[i] for i in range(len(data))]
 
 
 @pytest.mark.slow
 @pytest.mark.requires("tokenizers", reason="loads a tokenizer")
-def test_a_hub_without_a_network_is_tried_once_and_its_copy_is_read(tmp_path: Path) -> None:
-    import tokenizers
-
+def test_a_hub_without_a_network_is_tried_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a b", encoding="utf-8")
     command = [sys.executable, "-m", "trainwright", "data", "tokenize", "a.txt"]
     command += ["--output", "out", "--tokenizer", "me/it"]
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
 
-    def run() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
-
-    failed = run()
+    failed = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
     assert failed.returncode == 2
     assert "hub cannot be reached" in failed.stderr
     assert "Pass a local folder, or set HF_HOME" in failed.stderr
     assert "Retrying" not in failed.stderr
-    copy, commit = tmp_path / "home" / "hub" / "models--me--it", "0" * 40
-    (copy / "snapshots" / commit).mkdir(parents=True)
-    (copy / "refs").mkdir()
-    (copy / "refs" / "main").write_text(commit)
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(copy / "snapshots" / commit / "tokenizer.json"))
-    assert run().returncode == 0
-    assert TokenFile(tmp_path / "out")[0].tolist() == [0, 1]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.loggers.evaluation_rows import EvaluationRows
 from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
 from trainwright.loggers.metric_slot import FOLD_EVERY
 
@@ -204,13 +203,6 @@ def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPat
     resumed.log("d", torch.tensor(1.0), on_epoch=True, reduce_fx=torch.median)
     buffer.log("d", torch.tensor(1.0), on_epoch=True, reduce_fx=torch.median)
     assert resumed.flush_epoch().logged == buffer.flush_epoch().logged
-
-
-def test_rows_of_an_evaluation_are_exchanged_once() -> None:
-    rows = EvaluationRows()
-    rows._synced, rows._steps = {(0, 0): {}}, {(0, 0): 0}
-    assert rows.combine([rows.payload()]) == {0: {}}
-    assert rows.payload() == {}
 
 
 def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:

@@ -28,15 +28,10 @@ def test_a_fit_ends_at_whichever_bound_comes_first(
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
-@pytest.mark.parametrize("in_step", [False, True], ids=["in a callback", "in the training step itself"])
-def test_a_stop_request_finishes_the_batch_and_validates_once(in_step: bool) -> None:
-    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
-        task.trainer.should_stop = batch_idx == 4
-        return task.loss(batch)
-
-    tally, stop = Tally(), AfterBatch(lambda trainer, batch_idx: batch_idx == 4 and not in_step, ask_to_stop)
-    task = StepTask(step) if in_step else RegressionTask()
-    trainer = fitted(task, regression_loader(10), regression_loader(10), max_epochs=5, callbacks=[stop, tally])
+def test_a_stop_request_finishes_the_batch_and_validates_once() -> None:
+    tally, stop = Tally(), AfterBatch(lambda trainer, batch_idx: batch_idx == 4, ask_to_stop)
+    loader = regression_loader(10)
+    trainer = fitted(RegressionTask(), loader, loader, max_epochs=5, callbacks=[stop, tally])
     assert (tally.train_batches, tally.validations) == (5, [(0, 5)])
     assert (trainer.global_step, trainer.current_epoch) == (5, 1)
 
