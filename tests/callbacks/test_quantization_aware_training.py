@@ -197,9 +197,6 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     save_file(_Task().state_dict(), path)
     with pytest.raises(CheckpointError, match=r"no quantized weights. load_checkpoint_in_model reads"):
         load_quantized_model(_Task(), path)
-    path.write_bytes(b"12345678")
-    with pytest.raises(CheckpointError, match="cannot be loaded into _Task"):
-        load_quantized_model(_Task(), path)
 
 
 def test_without_convert_the_task_stays_in_float_and_can_be_trained_further(tmp_path: Path) -> None:

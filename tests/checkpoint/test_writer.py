@@ -33,7 +33,6 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     [
         ({"trainer": {"callbacks": {"EarlyStopping": {"best": object()}}}}, r"callbacks\.EarlyStopping\.best is a"),
         ({"optimizers": [{"a": object()}]}, r"optimizer\[0\]\.a is a"),
-        ({"rng": [{"a": object()}]}, r"rng\[0\]\.a is a"),
         ({"model": {"w": torch.zeros(1, device="meta")}}, r"model\.w: a meta"),
         ({"trainer": {"progress": 1}}, "this name is reserved"),
         ({"kind": "partial"}, "expected one of full, weights"),

@@ -78,8 +78,3 @@ def test_an_interval_is_due_once_for_each_multiple_or_run_of_multiples_passed(
         state.samples += advance
         assert interval.due(state) == (state.samples // every > before // every)
         assert not interval.due(state)  # asking twice is not another interval
-
-
-def test_a_fraction_of_an_epoch_can_be_an_interval_of_epochs() -> None:
-    interval = Interval(Duration("2 epochs"))
-    assert [epoch for epoch in range(9) if interval.due(TrainState(epoch=epoch))] == [2, 4, 6, 8]

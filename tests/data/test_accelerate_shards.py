@@ -172,11 +172,6 @@ def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() ->
     assert Accelerator(cpu=True, dataloader_config=always).split_batches
 
 
-def test_other_loader_options_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="keeps the class of the original"):
-        DataLoaderConfiguration(custom_classes={})
-
-
 def test_what_cannot_be_skipped_is_refused() -> None:
     class Own(DataLoader[Any]):
         def __iter__(self) -> Any:
