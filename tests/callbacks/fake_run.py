@@ -18,9 +18,18 @@ from trainwright.core.state import Group, StepResult, TrainState
 from trainwright.core.task import TaskModule
 
 
-class Task(TaskModule):
-    """One linear layer."""
+def pass_time(now: list[float], seconds: float) -> Any:
+    """Return a function for `FakeRun.fit` by which each call takes so long by the fixture `now`."""
+    return lambda run: now.__setitem__(0, now[0] + seconds)
 
+
+def logged_in_turn(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
+    """Return a function for `FakeRun.fit` that logs the next of `values` at each call."""
+    left = iter(values)
+    return lambda run: run.callback_metrics.update({name: next(left)})
+
+
+class Task(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 2)
@@ -37,8 +46,6 @@ class Task(TaskModule):
 
 
 class FakeTrialSteps:
-    """Steps that always fit and never learn."""
-
     def __enter__(self) -> FakeTrialSteps:
         return self
 
@@ -73,13 +80,7 @@ class FakeRun:
     """
 
     def __init__(
-        self,
-        callbacks: Sequence[Callback],
-        root: Path,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        **attributes: Any,
+        self, callbacks: Sequence[Callback], root: Path, *, rank: int = 0, world_size: int = 1, **attributes: Any
     ) -> None:
         self.state = TrainState()
         self.stage: Stage | None = "fit"
@@ -234,7 +235,6 @@ class FakeRun:
         self._fire("teardown", "fit")
 
     def step_end(self) -> None:
-        """Let waiting actions decide, then write what was asked for."""
         actions, self._actions = self._actions, []
         for action in actions:
             action()
@@ -245,7 +245,6 @@ class FakeRun:
                 self._write(request)
 
     def saved_names(self) -> list[str]:
-        """Return the names in the checkpoint folder, sorted."""
         folder = self.checkpoint_dir
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 

@@ -36,11 +36,7 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "stochastic_weight_averaging": lambda root: public.StochasticWeightAveraging(0.1, swa_epoch_start=1),
     "timer": lambda root: public.Timer("00:00:01:00"),
 }
-
-
 ABSTRACT = {Callback, ProgressBar, public.BaseFinetuning, public.BasePredictionWriter}
-
-
 NEEDS = {"quantization_aware_training": pytest.mark.requires("torchao", reason="it quantizes layers")}
 
 

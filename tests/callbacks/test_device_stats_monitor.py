@@ -1,5 +1,3 @@
-"""DeviceStatsMonitor: what is logged where, and when."""
-
 from __future__ import annotations
 
 from pathlib import Path

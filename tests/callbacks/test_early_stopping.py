@@ -1,9 +1,7 @@
-"""EarlyStopping: when it stops, and why."""
-
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.callbacks.fake_run import FakeRun
+from tests.callbacks.fake_run import FakeRun, logged_in_turn
 from trainwright.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from trainwright.core.errors import TrainwrightWarning
 
 NAN, INF = float("nan"), float("inf")
 
 
-def log(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
-    left = iter(values)
-    return lambda run: run.callback_metrics.update({name: next(left)})
-
-
 def fit(callback: EarlyStopping, root: Path, values: Sequence[float]) -> FakeRun:
     """Train one step an epoch; each validation logs the next of `values` as `val_loss`."""
     run = FakeRun([callback], root, has_validation=True)
-    run.fit(epochs=len(values), batches=1, on_validation=log("val_loss", values))
+    run.fit(epochs=len(values), batches=1, on_validation=logged_in_turn("val_loss", values))
     return run
 
 
 def test_the_end_of_the_epoch_can_be_chosen(tmp_path: Path) -> None:
     callback = EarlyStopping("train_loss", patience=1, check_on_train_epoch_end=True)
     run = FakeRun([callback], tmp_path, has_validation=True)
-    run.fit(epochs=3, batches=4, val_every=2, on_epoch_end=log("train_loss", [1, 2, 3]))
+    run.fit(epochs=3, batches=4, val_every=2, on_epoch_end=logged_in_turn("train_loss", [1, 2, 3]))
     assert callback.stopped_epoch == 1
 
 

@@ -1,11 +1,10 @@
-"""ModelCheckpoint(keep_every=...): one checkpoint per stretch stays, whatever else comes and goes."""
-
 from __future__ import annotations
 
 import datetime
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,12 +53,8 @@ def test_a_name_that_is_kept_is_never_replaced(tmp_path: Path) -> None:
 def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(
     span: int, saves: list[int], stop: int
 ) -> None:
-    class Clock:
-        state: Any = None
-
     saves.sort()
-    run: Any = Clock()
-    run.state = type("State", (), {"step": 0})()
+    run: Any = SimpleNamespace(state=SimpleNamespace(step=0))
     keeping = KeepEvery(span)
     keeping.begin(run)
     for number, step in enumerate(saves):

@@ -1,5 +1,3 @@
-"""LearningRateMonitor: names, values and moments."""
-
 from __future__ import annotations
 
 from pathlib import Path

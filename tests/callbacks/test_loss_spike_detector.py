@@ -1,5 +1,3 @@
-"""LossSpikeDetector: what counts as a spike, and what happens then."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,6 @@ from trainwright.core.state import StepResult
 
 
 def feed(detector: LossSpikeDetector, losses: list[float], root: Path, log_every: int = 1) -> FakeRun:
-    """Let a run have these losses, one a step."""
     run = FakeRun([detector], root, log_every_n_steps=log_every)
     detector.setup(run, run.task, "fit")  # type: ignore[arg-type]
     for loss in losses:

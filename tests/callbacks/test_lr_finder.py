@@ -1,5 +1,3 @@
-"""A range test tries the learning rates it says, suggests where the loss falls most, and sets that one."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -39,10 +37,8 @@ def test_learning_rates_go_from_the_smallest_to_the_largest(options: dict[str, A
 
 def test_losses_are_a_running_mean_that_starts_with_the_first_loss() -> None:
     losses = iter([4.0, 2.0, 1.0])
-
-    found = _find(
-        StepTask(lambda task, batch, idx: 0 * task.loss(batch) + next(losses)), num_training=3, update_attr=False
-    )
+    task = StepTask(lambda task, batch, idx: 0 * task.loss(batch) + next(losses))
+    found = _find(task, num_training=3, update_attr=False)
     weights = [0.02 * 0.98**2, 0.02 * 0.98, 0.02]
     third = sum(w * x for w, x in zip(weights, [4.0, 2.0, 1.0], strict=True)) / (1 - 0.98**3)
     assert found.results["loss"][0] == pytest.approx(4.0)

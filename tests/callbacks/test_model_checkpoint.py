@@ -1,11 +1,8 @@
-"""ModelCheckpoint and OnExceptionCheckpoint: when they save, under which names, and what is kept."""
-
 from __future__ import annotations
 
 import datetime
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,23 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.callbacks.fake_run import FakeRun
+from tests.callbacks.fake_run import FakeRun, logged_in_turn, pass_time
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 
-def log(name: str, values: Sequence[float]) -> Callable[[FakeRun], None]:
-    """Return a function that logs one of `values` at each call."""
-    left = iter(values)
-    return lambda run: run.callback_metrics.update({name: next(left)})
-
-
 def fit(callback: ModelCheckpoint, root: Path, values: Sequence[float] = (), epochs: int = 3) -> FakeRun:
     """Run epochs of 5 steps with a validation at each end that logs `val_loss`."""
     run = FakeRun([callback], root, has_validation=True)
-    run.fit(epochs=epochs, batches=5, on_validation=log("val_loss", values or [0.0] * epochs))
+    run.fit(epochs=epochs, batches=5, on_validation=logged_in_turn("val_loss", values or [0.0] * epochs))
     return run
 
 
@@ -51,7 +42,7 @@ def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(t
 def test_a_step_interval_uses_the_numbers_of_a_validation_at_the_same_step(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     run = FakeRun([callback], tmp_path, has_validation=True)
-    run.fit(epochs=1, batches=4, val_every=2, on_validation=log("val_loss", [7.0, 6.0]))
+    run.fit(epochs=1, batches=4, val_every=2, on_validation=logged_in_turn("val_loss", [7.0, 6.0]))
     assert [(step, request.metrics["val_loss"]) for step, request in run.written] == [(2, 7.0), (4, 6.0)]
 
 
@@ -59,16 +50,14 @@ def test_a_step_that_is_due_twice_is_saved_once(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
     run = FakeRun([callback], tmp_path, has_validation=True)
     with pytest.warns(TrainwrightWarning, match="Nothing is ranked until validation"):
-        run.fit(epochs=1, batches=5, val_every=4, on_validation=log("val_loss", [7.0]))
+        run.fit(epochs=1, batches=5, val_every=4, on_validation=logged_in_turn("val_loss", [7.0]))
     assert run.saved_names() == ["step=4"]
 
 
-def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_a_time_interval_saves_when_it_has_passed(tmp_path: Path, now: list[float]) -> None:
     callback = ModelCheckpoint(train_time_interval=datetime.timedelta(seconds=10), save_top_k=-1, filename="{step}")
     run = FakeRun([callback], tmp_path)
-    run.fit(epochs=1, batches=9, on_step=lambda run: now.__setitem__(0, now[0] + 4))
+    run.fit(epochs=1, batches=9, on_step=pass_time(now, 4))
     assert [step for step, _ in run.written] == [3, 6, 9]
 
 
@@ -81,7 +70,7 @@ def test_another_dirpath_forgets_the_index_and_deletes_nothing_of_equal_name(tmp
     run = FakeRun([second], tmp_path / "b", has_validation=True)
     run.state.step, run.state.epoch = 15, 3
     with pytest.warns(TrainwrightWarning, match="epoch=1-step=10"):
-        run.fit(epochs=5, batches=5, on_validation=log("val_loss", [9.0, 8.0]))
+        run.fit(epochs=5, batches=5, on_validation=logged_in_turn("val_loss", [9.0, 8.0]))
     assert run.saved_names() == ["epoch=1-step=10", "epoch=4-step=25"]
 
 
@@ -118,24 +107,7 @@ def test_fields_are_filled_in_with_their_names(
     assert ModelCheckpoint(filename=template, **options).format_checkpoint_name(METRICS, **arguments) == name
 
 
-@pytest.mark.parametrize(
-    "filename",
-    [
-        "",
-        "..",
-        ".hidden",
-        "a/b",
-        "a:b",
-        "x" * 300,
-        "index.json",
-        "a\nb",
-        "{epoch:zzz}",
-        "{epoch:>300}",
-        "{epoch:>99999999999}",
-        "{a\\b}",
-        "{epoch",
-    ],
-)
+@pytest.mark.parametrize("filename", ["", "..", "a/b", "x" * 300, "index.json", "a\nb", "{epoch:zzz}", "{epoch"])
 @pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
 def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="filename="):

@@ -18,31 +18,25 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*holds the state of a callback:
 _EPOCHS = 3
 
 
-def _task() -> RegressionTask:
-    return RegressionTask(momentum=0.9)
-
-
-def _loader() -> Any:
-    return regression_loader(batch_size=8)
-
-
 def _fit(folder: Path, callback: ModelPruning, task: Any = None, **arguments: Any) -> RegressionTask:
-    task = task or _task()
+    task = task or RegressionTask(momentum=0.9)
     callbacks: list[Any] = [callback]
     if "ckpt_path" not in arguments:
         callbacks.append(ModelCheckpoint(folder, filename="{step}", save_top_k=-1, every_n_train_steps=4))
     ckpt_path = arguments.pop("ckpt_path", None)
-    quiet_trainer(max_epochs=_EPOCHS, callbacks=callbacks, **arguments).fit(task, _loader(), ckpt_path=ckpt_path)
+    quiet_trainer(max_epochs=_EPOCHS, callbacks=callbacks, **arguments).fit(
+        task, regression_loader(batch_size=8), ckpt_path=ckpt_path
+    )
     return task
 
 
 def _by_hand(*, ticket: bool) -> RegressionTask:
-    task = _task()
+    task = RegressionTask(momentum=0.9)
     targets = [(layer, name) for layer in (task.net[0], task.net[3]) for name in ("weight", "bias")]
     first = [getattr(layer, name).detach().clone() for layer, name in targets]
     optimizer = task.configure_optimizers()
     for _ in range(_EPOCHS):
-        for batch in _loader():
+        for batch in regression_loader(batch_size=8):
             optimizer.zero_grad()
             task.loss(batch).backward()
             optimizer.step()
@@ -81,7 +75,7 @@ def test_it_prunes_as_by_hand_and_a_resume_is_exact(ticket: bool, tmp_path: Path
     ],
 )
 def test_each_parameter_may_be_pruned_by_itself(arguments: dict[str, Any], tmp_path: Path) -> None:
-    task = _task()
+    task = RegressionTask(momentum=0.9)
     callback = ModelPruning(
         **arguments,
         parameters_to_prune=[(task.net[0], "weight")],

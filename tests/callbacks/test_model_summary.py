@@ -1,5 +1,3 @@
-"""ModelSummary: counts, sizes and FLOPs."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Predictions are written batch by batch, or at the end, with their places in the data set."""
-
 from __future__ import annotations
 
 from typing import Any

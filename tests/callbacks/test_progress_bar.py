@@ -1,18 +1,15 @@
-"""Progress bars: what is shown in a terminal and in a file, how often, and by whom."""
-
 from __future__ import annotations
 
 import io
 import sys
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.callbacks.fake_run import FakeRun
+from tests.callbacks.fake_run import FakeRun, pass_time
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
@@ -44,17 +41,6 @@ class Recording(ProgressBar):
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
         self.calls.append(("close", kind, leave, paused_s))
-
-
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
-def pass_time(now: list[float], seconds: float) -> Any:
-    return lambda run: now.__setitem__(0, now[0] + seconds)
 
 
 def test_an_epoch_s_bar_is_opened_moved_and_closed(tmp_path: Path, now: list[float]) -> None:
@@ -148,8 +134,7 @@ class _NoReader(Terminal):
 
 
 @pytest.mark.parametrize(
-    ("bar", "stream"),
-    [(ProgressBar, lambda: None), (TQDMProgressBar, _NoReader), (RichProgressBar, _NoReader)],
+    ("bar", "stream"), [(ProgressBar, lambda: None), (TQDMProgressBar, _NoReader), (RichProgressBar, _NoReader)]
 )
 def test_a_fit_trains_on_where_standard_output_cannot_be_written(
     bar: Any, stream: Any, monkeypatch: pytest.MonkeyPatch

@@ -43,10 +43,6 @@ class _Task(RegressionTask):
         return super().forward(inputs) * self.scale
 
 
-def _loader() -> Any:
-    return regression_loader(batch_size=8)
-
-
 def _callback(config: Any = "int8_dynamic_int4_weight", **arguments: Any) -> QuantizationAwareTraining:
     return QuantizationAwareTraining(config, **{"skip": "net.0", **arguments})
 
@@ -55,7 +51,9 @@ def _fit(*callbacks: Any, ckpt_path: Any = None, task: Any = None, **arguments: 
     task = task or _Task()
     torch.manual_seed(3)  # of the dropout
     arguments = {"max_epochs": 2, **arguments}
-    quiet_trainer(callbacks=list(callbacks), **arguments).fit(task, _loader(), ckpt_path=ckpt_path)
+    quiet_trainer(callbacks=list(callbacks), **arguments).fit(
+        task, regression_loader(batch_size=8), ckpt_path=ckpt_path
+    )
     return task
 
 
@@ -85,7 +83,7 @@ def _by_hand(name: str) -> _Task:
     quantize_(task, QATConfig(_config(name), step="prepare"), filter_fn=lambda module, name: name in chosen)
     optimizer = task.configure_optimizers()
     for _ in range(2):
-        for batch in _loader():
+        for batch in regression_loader(batch_size=8):
             optimizer.zero_grad()
             task.loss(batch).backward()
             optimizer.step()
@@ -129,12 +127,12 @@ def test_a_checkpoint_has_float_weights_and_a_resume_is_exact(tmp_path: Path) ->
 
 def test_a_quantized_task_is_evaluated_but_neither_saved_nor_trained(tmp_path: Path) -> None:
     task = _Task()
-    trainer = fitted(task, _loader(), max_epochs=1, callbacks=[_callback()])
+    trainer = fitted(task, regression_loader(batch_size=8), max_epochs=1, callbacks=[_callback()])
     with pytest.raises(CheckpointError, match="_Task has quantized layers, which checkpoints"):
         trainer.save_checkpoint(tmp_path / "after")
     task = pickle.loads(pickle.dumps(task))
     trainer = quiet_trainer(max_epochs=1)
-    assert trainer.test(task, _loader(), verbose=False)[0]["test_loss"] > 0
+    assert trainer.test(task, regression_loader(batch_size=8), verbose=False)[0]["test_loss"] > 0
     with pytest.raises(ConfigurationError, match=r"net\.3, net\.5 of _Task is quantized already"):
         _fit(_callback(), task=task)
 
@@ -198,9 +196,6 @@ def test_a_file_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         load_quantized_model(RegressionTask(), path)
     save_file(_Task().state_dict(), path)
     with pytest.raises(CheckpointError, match=r"no quantized weights. load_checkpoint_in_model reads"):
-        load_quantized_model(_Task(), path)
-    path.write_bytes(b"12345678")
-    with pytest.raises(CheckpointError, match="cannot be loaded into _Task"):
         load_quantized_model(_Task(), path)
 
 

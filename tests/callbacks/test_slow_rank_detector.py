@@ -1,5 +1,3 @@
-"""A rank that waits for data or computes longer is named, and so is slow communication."""
-
 from __future__ import annotations
 
 import time

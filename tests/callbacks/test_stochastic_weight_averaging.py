@@ -1,5 +1,3 @@
-"""Stochastic weight averaging in real runs: rates, the mean, batch normalization, and that a resume is exact."""
-
 from __future__ import annotations
 
 import contextlib
@@ -43,8 +41,6 @@ class Normed(RegressionTask):
 
 
 class Notes(Callback):
-    """Note the rate of each epoch and the weights at its end."""
-
     order = Order.FIRST - 1
 
     def __init__(self) -> None:

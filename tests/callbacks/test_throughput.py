@@ -1,15 +1,12 @@
-"""Throughput: rates over a window, given or counted FLOPs."""
-
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.callbacks.fake_run import FakeRun, Task
+from tests.callbacks.fake_run import FakeRun, Task, pass_time
 from trainwright.callbacks import Throughput
 
 
@@ -18,33 +15,22 @@ class Tokens(Task):
         return 4
 
 
-@pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [10.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
-
-
-def ticking(now: list[float], seconds: float) -> Any:
-    return lambda run: now.__setitem__(0, now[0] + seconds)
-
-
 def test_rates_are_logged_at_log_steps(tmp_path: Path, now: list[float]) -> None:
     run = FakeRun([Throughput()], tmp_path, log_every_n_steps=2)
-    run.fit(epochs=1, batches=5, on_step=ticking(now, 0.5))
+    run.fit(epochs=1, batches=5, on_step=pass_time(now, 0.5))
     assert run.logged == [(step, {"throughput/steps_per_s": 2.0, "throughput/samples_per_s": 4.0}) for step in (2, 4)]
 
 
 def test_tokens_are_counted_when_the_task_says_how_many(tmp_path: Path, now: list[float]) -> None:
     run = FakeRun([Throughput()], tmp_path, task=Tokens())
-    run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
+    run.fit(epochs=1, batches=1, on_step=pass_time(now, 0.5))
     assert run.logged[0][1]["throughput/tokens_per_s"] == 16.0
 
 
 def test_the_rate_is_that_of_the_latest_window(tmp_path: Path, now: list[float]) -> None:
     run = FakeRun([Throughput(window_size=2)], tmp_path)
     pace = iter([1.0, 1.0, 1.0, 0.25, 0.25])
-    run.fit(epochs=1, batches=5, on_step=lambda run: ticking(now, next(pace))(run))
+    run.fit(epochs=1, batches=5, on_step=lambda run: pass_time(now, next(pace))(run))
     assert run.logged[2][1]["throughput/steps_per_s"] == 1.0
     assert run.logged[4][1]["throughput/steps_per_s"] == 4.0
 
@@ -55,7 +41,7 @@ def test_given_flops_become_a_utilization_of_all_devices(
 ) -> None:
     callback = Throughput(**{option: value}, peak_flops=100.0)  # type: ignore[arg-type]
     run = FakeRun([callback], tmp_path, world_size=2)
-    run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
+    run.fit(epochs=1, batches=1, on_step=pass_time(now, 0.5))
     assert run.logged[0][1]["throughput/flops_per_s"] == 100.0
     assert run.logged[0][1]["throughput/mfu"] == 0.5
 

@@ -1,5 +1,3 @@
-"""Averaged weights in real runs: what is averaged, where the average is used, and that a resume is exact."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,8 +19,6 @@ from trainwright.core.task import TaskModule
 
 
 class Normed(RegressionTask):
-    """With batch normalization: floating-point statistics and a counter among the buffers."""
-
     def __init__(self, momentum: float = 0.0, dropout: float = 0.0) -> None:
         super().__init__(momentum=momentum, dropout=dropout)
         self.net.insert(1, nn.BatchNorm1d(8))

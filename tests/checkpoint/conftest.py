@@ -1,9 +1,4 @@
-"""Remote folders of several kinds, and no waiting for the disk.
-
-S3 is moto's server in its own process: botocore reads its address and the keys from environment variables.
-
-Thousands of small files are written here; waiting for the disk each time would take longer than everything else.
-"""
+"""Remote folders of several kinds, and no waiting for the disk, on which thousands of small files are written."""
 
 from __future__ import annotations
 
@@ -44,7 +39,6 @@ def writer() -> Iterator[AsyncWriter]:
 
 @pytest.fixture
 def memory() -> Iterator[str]:
-    """Return the URL of a folder in fsspec's own memory."""
     url = f"memory://test-{secrets.token_hex(4)}"
     yield url
     files, root = fsspec.core.url_to_fs(url)
@@ -54,7 +48,6 @@ def memory() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
-    """Run moto's server and return its address."""
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None  # by the arguments

@@ -51,7 +51,6 @@ def lightning_dict(
     epoch: int = 1,
     inside: int = 4,
     is_last_batch: bool = True,
-    schedulers: Iterable[Any] = (),
     **more: Any,
 ) -> dict[str, Any]:
     """Return what Lightning 2.6 saves at the end of an epoch (or `inside` it), as far as anybody reads it."""
@@ -75,7 +74,7 @@ def lightning_dict(
         },
         "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_score": None, "kth_value": torch.tensor(1.0)}},
         "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
-        "lr_schedulers": [scheduler.state_dict() for scheduler in schedulers],
+        "lr_schedulers": [],
         "hparams_name": "kwargs",
         "hyper_parameters": {"width": 4},
         **more,

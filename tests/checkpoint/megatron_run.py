@@ -45,7 +45,6 @@ def tokens() -> torch.Tensor:
 
 
 def model(kind: str) -> Any:
-    """Return a tiny GPTModel with the local layers."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,7 +83,6 @@ def model(kind: str) -> Any:
 
 
 def main(kind: str, action: str, folder: Path, rank: int, store: str) -> None:
-    """Run one rank."""
     from megatron.core import dist_checkpointing, parallel_state
 
     patch_cuda()

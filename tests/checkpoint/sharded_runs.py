@@ -41,13 +41,11 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def batch(step: int, rank: int | None = None) -> torch.Tensor:
-    """Return the batch of a step: of one rank, or of all."""
     full = torch.randn(RANKS * ROWS, 3, generator=torch.Generator().manual_seed(step))
     return full if rank is None else full[rank * ROWS : (rank + 1) * ROWS]
 
 
 def loss_of(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a batch, in float32."""
     loss: torch.Tensor = model(inputs).float().pow(2).mean()
     return loss
 

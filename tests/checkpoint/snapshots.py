@@ -14,6 +14,10 @@ from trainwright.checkpoint import Snapshot, named_optimizer_state, write_checkp
 from trainwright.core.state import TrainState
 
 
+def names_of(model: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
 def small_snapshot(step: int = 1, **changes: Any) -> Snapshot:
     """Return a full snapshot of a tiny model whose values depend on `step`."""
     model = torch.nn.Linear(3, 2)
@@ -25,7 +29,7 @@ def small_snapshot(step: int = 1, **changes: Any) -> Snapshot:
     values: dict[str, Any] = {
         "state": TrainState(step=step, epoch=step // 10).to_dict(),
         "model": model.state_dict(),
-        "optimizers": [named_optimizer_state(optimizer, {p: name for name, p in model.named_parameters()})],
+        "optimizers": [named_optimizer_state(optimizer, names_of(model))],
         "trainer": {"callbacks": {"best": float(step)}, "hyper_parameters": {"width": 3}, "mean": torch.ones(2)},
         "rng": [{"torch": torch.get_rng_state()}],
         "metrics": {"loss": 1.0 / step},
@@ -34,12 +38,10 @@ def small_snapshot(step: int = 1, **changes: Any) -> Snapshot:
 
 
 def write_small(folder: Path, step: int = 1, name: str | None = None, **changes: Any) -> Path:
-    """Write `small_snapshot(step)` into `folder` and return its path."""
     return write_checkpoint(folder / (name or f"step-{step:08d}"), small_snapshot(step, **changes))
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return every file below `folder`, sorted."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

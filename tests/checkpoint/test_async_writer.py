@@ -1,11 +1,9 @@
-"""Asynchronous saves: the moment of `submit`, published later and at low priority, with errors that are not lost."""
-
 from __future__ import annotations
 
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,20 +41,6 @@ def gate() -> Iterator[Gate]:
     gate.opened.set()
 
 
-@pytest.fixture
-def full_disk() -> Callable[[str], None]:
-    """Have every write below a folder of the given name fail."""
-
-    def start(name: str) -> None:
-        def fail(event: str, path: Path) -> None:
-            if event == "write" and any(step.startswith(f".{name}.") for step in path.parts):
-                raise OSError(28, "No space left on device")
-
-        set_fault_hook(fail)
-
-    return start
-
-
 def as_read(snapshot: Snapshot) -> dict[str, object]:
     return {**vars(snapshot), "model": dict(snapshot.model or {})}
 
@@ -87,10 +71,14 @@ def test_the_write_is_not_part_of_the_submit_and_later_changes_do_not_reach_the_
 
 
 def test_an_error_of_the_write_is_raised_once_by_the_next_save_and_names_the_path(
-    tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
+    tmp_path: Path, writer: AsyncWriter
 ) -> None:
+    def fail(event: str, path: Path) -> None:
+        if event == "write" and any(step.startswith(".failing.") for step in path.parts):
+            raise OSError(28, "No space left on device")
+
     write_checkpoint(tmp_path / "earlier", small_snapshot(1))
-    full_disk("failing")
+    set_fault_hook(fail)
     writer.submit(tmp_path / "failing", small_snapshot(2))
     with pytest.raises(CheckpointError, match=r"failing could not be written .*OSError: .*No space left") as caught:
         writer.submit(tmp_path / "next", small_snapshot(3))

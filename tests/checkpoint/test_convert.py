@@ -1,5 +1,3 @@
-"""Taking over foreign checkpoints: what comes along, what is left out and said, and what is refused."""
-
 from __future__ import annotations
 
 import subprocess
@@ -12,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.foreign import Net, accelerate_folder, lightning_dict, trained
-from tests.checkpoint.snapshots import same
+from tests.checkpoint.snapshots import names_of, same
 from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import Converted, ConvertOptions, convert_checkpoint
 from trainwright.core.errors import CheckpointError
@@ -30,10 +28,6 @@ def _two_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in parameters if p.dim() > 1]
     others = [p for p in parameters if p.dim() < 2]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
-
-
-def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
-    return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def _lightning(tmp_path: Path, make: MakeOptimizer = _adamw, **more: Any) -> tuple[Path, Net, torch.optim.Optimizer]:
@@ -71,9 +65,9 @@ def test_an_optimizer_comes_along_keyed_by_name(make: MakeOptimizer, tmp_path: P
     source, model, optimizer = _lightning(tmp_path, make)
     assert convert_checkpoint(source, tmp_path / "out").kind == "full"
     saved = read_checkpoint(tmp_path / "out").optimizers[0]
-    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+    assert same(saved, named_optimizer_state(optimizer, names_of(model)))
     fresh = Net()
-    load_named_optimizer_state(make(fresh), saved, _names(fresh))  # fits an optimizer made anew
+    load_named_optimizer_state(make(fresh), saved, names_of(fresh))  # fits an optimizer made anew
 
 
 @pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])
@@ -84,20 +78,16 @@ def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, ep
     assert ("saved 3 batches into epoch 1" in _notes(done)) is not is_last_batch
 
 
-def _reversed(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(list(model.parameters())[::-1])
-
-
 def test_an_optimizer_whose_names_cannot_be_told_is_left_out_unless_they_are_given(tmp_path: Path) -> None:
-    source, model, optimizer = _lightning(tmp_path, _reversed)
+    source, model, optimizer = _lightning(tmp_path, lambda model: torch.optim.AdamW(list(model.parameters())[::-1]))
     done = convert_checkpoint(source, tmp_path / "out")
     assert done.kind == "weights"
     assert "cannot be keyed by name" in _notes(done)
     assert read_checkpoint(tmp_path / "out").optimizers == []
-    names = [_names(model)[p] for group in optimizer.param_groups for p in group["params"]]
+    names = [names_of(model)[p] for group in optimizer.param_groups for p in group["params"]]
     assert convert_checkpoint(source, tmp_path / "full", ConvertOptions(param_names=[names])).kind == "full"
     saved = read_checkpoint(tmp_path / "full").optimizers[0]
-    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+    assert same(saved, named_optimizer_state(optimizer, names_of(model)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +118,7 @@ def test_an_accelerate_folder_with_ordered_weights_is_a_full_checkpoint(tmp_path
     assert (done.source, done.kind, done.step) == ("accelerate", "full", 3)
     snapshot = read_checkpoint(tmp_path / "out")
     assert same(dict(snapshot.model or {}), dict(model.state_dict()))
-    assert same(snapshot.optimizers[0], named_optimizer_state(optimizer, _names(model)))
+    assert same(snapshot.optimizers[0], named_optimizer_state(optimizer, names_of(model)))
     assert snapshot.trainer["schedulers"] == [{"last_epoch": 3, "_step_count": 4, "_last_lr": [0.1]}]
 
 
@@ -172,12 +162,8 @@ def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
     assert same(list(saved.values()), [reference[number] for number in range(len(saved))])
 
 
-class _Custom:
-    """Something of the user's own."""
-
-
 def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: Path) -> None:
-    source, _, _ = _lightning(tmp_path, mine={"thing": _Custom(), "kept": 1})
+    source, _, _ = _lightning(tmp_path, mine={"thing": Net(), "kept": 1})
     done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(trust_pickle=True))
     assert read_checkpoint(tmp_path / "out").trainer["task"] == {"mine": {"kept": 1}}
     assert "Skipped: task.mine.thing" in _notes(done)
@@ -191,7 +177,7 @@ def test_accelerate_safetensors_do_not_keep_the_order_of_weights_of_one_shape(tm
     names = list(dict(model.named_parameters()))
     assert convert_checkpoint(source, tmp_path / "two", ConvertOptions(param_names=[names])).kind == "full"
     saved = read_checkpoint(tmp_path / "two").optimizers[0]
-    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+    assert same(saved, named_optimizer_state(optimizer, names_of(model)))
 
 
 def test_a_whole_module_is_refused_unless_trusted(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""Two checkpoints compared: every kind of difference is found by its path, and nothing else is."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Weights out of a checkpoint: other readers find the same bits, and no more than one tensor is held."""
-
 from __future__ import annotations
 
 import json

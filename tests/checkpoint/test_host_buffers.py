@@ -1,5 +1,3 @@
-"""Host buffers: exact copies of any tensor, in memory that is allocated once."""
-
 from __future__ import annotations
 
 import random
@@ -18,7 +16,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, tor
 
 
 def written(files: list[PlannedFile]) -> list[bytes]:
-    """Return what each file would hold on the disk."""
     return [b"".join(bytes(chunk) for chunk in file.chunks()) for file in files]
 
 

@@ -1,5 +1,3 @@
-"""A task built from a checkpoint alone."""
-
 from __future__ import annotations
 
 from pathlib import Path

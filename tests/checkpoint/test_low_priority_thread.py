@@ -1,5 +1,3 @@
-"""Files that a thread of low priority writes past the page cache."""
-
 from __future__ import annotations
 
 import fcntl
@@ -21,18 +19,13 @@ from trainwright.checkpoint.format.manifests import hash_file
 @pytest.fixture
 def quiet() -> Iterator[LowPriorityThread]:
     quiet = LowPriorityThread()
+    quiet.start()
     yield quiet
     quiet.end()
 
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100
 SIZE = HEAD + BODY + TAIL
-
-
-@pytest.fixture
-def started(quiet: LowPriorityThread) -> LowPriorityThread:
-    quiet.start()
-    return quiet
 
 
 @pytest.fixture
@@ -48,8 +41,8 @@ def is_direct(handle: int) -> bool:
     return bool(fcntl.fcntl(handle, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
 
 
-def write(path: Path, pieces: list[bytes | memoryview], started: LowPriorityThread) -> FileEntry:
-    with LowPriorityFile(path, size=sum(len(piece) for piece in pieces), quiet=started) as file:
+def write(path: Path, pieces: list[bytes | memoryview], quiet: LowPriorityThread) -> FileEntry:
+    with LowPriorityFile(path, size=sum(len(piece) for piece in pieces), quiet=quiet) as file:
         for piece in pieces:
             file.write(piece)
     return file.entry
@@ -70,10 +63,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int, str]]:
 
 
 def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
-    tmp_path: Path, started: LowPriorityThread, body: memoryview, written: list[tuple[bool, int, str]]
+    tmp_path: Path, quiet: LowPriorityThread, body: memoryview, written: list[tuple[bool, int, str]]
 ) -> None:
     head = os.urandom(HEAD)
-    entry = write(tmp_path / "a", [head, body], started)
+    entry = write(tmp_path / "a", [head, body], quiet)
     assert (tmp_path / "a").read_bytes() == head + bytes(body)
     assert entry == FileEntry(SIZE, hash_file(tmp_path / "a"))
     assert max(size for _, size, _ in written) <= CHUNK_BYTES
@@ -88,7 +81,6 @@ def fail() -> None:
 def test_the_first_error_is_raised_once_and_what_came_after_it_is_dropped(quiet: LowPriorityThread) -> None:
     found: list[int] = []
     held = threading.Event()
-    quiet.start()
     quiet.put(lambda: held.wait(30))
     quiet.put(fail)
     quiet.put(lambda: found.append(1))

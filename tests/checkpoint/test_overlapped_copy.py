@@ -1,5 +1,3 @@
-"""An optimizer's state is copied while the next step computes, and never while it changes."""
-
 from __future__ import annotations
 
 import threading
@@ -10,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.snapshots import names_of
 from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
@@ -33,7 +32,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and its optimizer after a step."""
     net = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
     step(net, optimizer)
@@ -41,25 +39,22 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Take a step."""
     net(torch.ones(1, WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def snapshot_of(net: nn.Module, optimizer: torch.optim.Optimizer, *, overlaps: bool = True) -> Snapshot:
-    names = {parameter: name for name, parameter in net.named_parameters()}
     return Snapshot(
         state={"step": 1, "epoch": 0},
         model=net.state_dict(),
-        optimizers=[named_optimizer_state(optimizer, names)],
+        optimizers=[named_optimizer_state(optimizer, names_of(net))],
         rng=[{}],
         overlaps=overlaps,
     )
 
 
 def state_of(path: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of a checkpoint's first optimizer."""
     tree = read_checkpoint(path).optimizers[0]["state"]
     return {f"{name}.{key}": value for name, state in tree.items() for key, value in state.items()}
 
@@ -72,7 +67,7 @@ def test_a_step_waits_for_the_copy_and_the_checkpoint_is_that_of_the_submit(
     writer.optimizers = [optimizer]
     writer.submit(tmp_path / "later", snapshot_of(net, optimizer))
     step(net, optimizer)  # the thread has copied nothing: the step does so itself
-    after = named_optimizer_state(optimizer, {p: n for n, p in net.named_parameters()})["state"]["weight"]
+    after = named_optimizer_state(optimizer, names_of(net))["state"]["weight"]
     held.set()
     writer.wait()
     expected, found = state_of(tmp_path / "at_once"), state_of(tmp_path / "later")

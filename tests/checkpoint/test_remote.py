@@ -1,5 +1,3 @@
-"""Checkpoints on remote file systems: whole or not there, and only a run's own are ever deleted."""
-
 from __future__ import annotations
 
 import socket
@@ -142,7 +140,6 @@ _ENTRY = '{"format_version": 1, "checkpoints": [{"name": "%s", "step": 1, "creat
     ("text", "message"),
     [
         ("[]", r"index\.mine\.json"),
-        ('{"format_version": 99, "checkpoints": []}', r"index\.mine\.json"),
         ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', r"index\.mine\.json"),
         (_ENTRY % "../other", "its folder"),
     ],

@@ -21,11 +21,8 @@ from trainwright.trainer.checkpoints import step_end
 STEPS = 8  # of one epoch
 
 
-class Task(RegressionTask):
-    """Draws random numbers and has an optimizer with a state."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.9, dropout=0.3)
+def new_task() -> RegressionTask:
+    return RegressionTask(momentum=0.9, dropout=0.3)
 
 
 def fit(root: Path, url: str, max_epochs: int = 2, *, ckpt_path: Any = None, **arguments: Any) -> Any:
@@ -35,14 +32,14 @@ def fit(root: Path, url: str, max_epochs: int = 2, *, ckpt_path: Any = None, **a
     saver = ModelCheckpoint(url, **{"filename": "{epoch}", **arguments})
     callbacks = [saver, *own.pop("callbacks", [])]
     trainer = quiet_trainer(default_root_dir=root, max_epochs=max_epochs, seed=1, callbacks=callbacks, **own)
-    trainer.fit(Task(), regression_loader(STEPS, shuffle=True), ckpt_path=ckpt_path)
+    trainer.fit(new_task(), regression_loader(STEPS, shuffle=True), ckpt_path=ckpt_path)
     return trainer
 
 
 def uninterrupted(root: Path, max_epochs: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     trainer = quiet_trainer(default_root_dir=root, max_epochs=max_epochs, seed=1)
-    trainer.fit(Task(), regression_loader(STEPS, shuffle=True))
+    trainer.fit(new_task(), regression_loader(STEPS, shuffle=True))
     return weights_of(trainer.task)
 
 

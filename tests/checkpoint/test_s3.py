@@ -1,5 +1,3 @@
-"""Checkpoints on an S3 server: files in several parts, kills, outdated listings, refused credentials, no bucket."""
-
 from __future__ import annotations
 
 from pathlib import Path

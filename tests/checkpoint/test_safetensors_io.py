@@ -1,5 +1,3 @@
-"""The safetensors writer and reader against the library that everybody else uses."""
-
 from __future__ import annotations
 
 from pathlib import Path

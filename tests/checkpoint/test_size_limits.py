@@ -1,5 +1,3 @@
-"""Limits on the memory and time that reading a file may take."""
-
 from __future__ import annotations
 
 import os
@@ -9,13 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.snapshots import small_snapshot, write_small
 from tests.checkpoint.test_torch_file import rewritten, tensor_pickle
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint as read_weights
-from trainwright.checkpoint import read_checkpoint, read_safetensors, write_checkpoint
-from trainwright.checkpoint.disk import untrusted
-from trainwright.checkpoint.format.layout import MAX_MANIFEST_BYTES
-from trainwright.checkpoint.interop import pickle_parser
+from trainwright.checkpoint import read_safetensors
 from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.cli.main import main
@@ -49,13 +43,6 @@ def test_a_pickle_with_shared_containers_is_an_error_at_once(name: str, tmp_path
         convert_checkpoint(path, tmp_path / "made", ConvertOptions(drop_unknown=True))
 
 
-def test_a_pickle_of_too_many_operations_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_parser, "MAX_OPERATIONS", 1000)
-    path = archive(tmp_path / "x.pt", b"\x80\x02" + b"]" * 2000 + b".")
-    with pytest.raises(CheckpointError, match="exceeds 1000 operations"):
-        read_torch_file(path)
-
-
 @pytest.mark.parametrize("shape", [(750_000_000,), (2**61, 2**61)])
 def test_an_expanded_tensor_is_not_made_large(
     shape: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -66,39 +53,14 @@ def test_an_expanded_tensor_is_not_made_large(
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
-@pytest.mark.parametrize("size", [MAX_MANIFEST_BYTES - 100, MAX_MANIFEST_BYTES + 1])
-def test_a_manifest_is_not_parsed_before_its_seal_fits(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write_small(tmp_path)
-    manifest = path / "manifest.json"
-    whole = manifest.read_bytes()
-    manifest.write_bytes(whole[:-60] + b" " * (size - len(whole)) + whole[-60:])
-    monkeypatch.setattr(untrusted.json, "loads", lambda *_, **__: pytest.fail("it was parsed"))
-    with pytest.raises(CheckpointError, match=r"manifest\.json .*(its seal does not match|the limit is)"):
-        read_checkpoint(path)
-
-
-def test_writing_more_values_than_can_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(untrusted, "MAX_JSON_VALUES", 1000)
-    with pytest.raises(CheckpointError, match=r"trainer\.json has .* values, the limit is 1000. Save long lists as"):
-        write_checkpoint(tmp_path / "a", small_snapshot(trainer={"losses": [0.5] * 2000}))
-    tensors = {str(number): torch.ones(1) for number in range(500)}
-    with pytest.raises(CheckpointError, match=r"values, the limit is 1000"):
-        write_checkpoint(tmp_path / "a", small_snapshot(model=tensors))
-    assert not (tmp_path / "a").exists()
-
-
 @pytest.mark.parametrize("command", ["convert", "export", "merge"])
 def test_a_target_below_a_file_is_an_error_of_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tmp_path / "model.safetensors"
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     convert_checkpoint(tmp_path / "x.pt", tmp_path / "run")
     (tmp_path / "file").write_text("x")
     given = tmp_path / "x.pt" if command == "convert" else tmp_path / "run"
     assert main(["checkpoint", command, str(given), str(tmp_path / "file" / "made")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    assert not source.exists()
     assert read_safetensors(tmp_path / "run" / "model" / "model-00001-of-00001.safetensors")["w"].shape == (2,)

@@ -1,5 +1,3 @@
-"""Reading torch.save's files: the same values as torch reads, and nothing that a file says is ever done."""
-
 from __future__ import annotations
 
 import io
@@ -19,11 +17,6 @@ from tests.checkpoint.snapshots import same
 from trainwright.checkpoint.interop.pickle_parser import Unknown
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
-
-
-def _saved(path: Path, tree: Any) -> Path:
-    torch.save(tree, path)
-    return path
 
 
 def rewritten(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
@@ -48,7 +41,8 @@ def rewritten(path: Path, pickled: bytes, storages: dict[str, bytes] | None = No
     ],
 )
 def test_plain_data_comes_back_as_it_was(tree: Any, tmp_path: Path) -> None:
-    read, unknown = read_torch_file(_saved(tmp_path / "x.pt", tree))
+    torch.save(tree, tmp_path / "x.pt")
+    read, unknown = read_torch_file(tmp_path / "x.pt")
     assert unknown == []
     assert same(read, tree)
 
@@ -56,7 +50,8 @@ def test_plain_data_comes_back_as_it_was(tree: Any, tmp_path: Path) -> None:
 def test_what_is_outside_the_closed_list_is_named_and_never_run(tmp_path: Path) -> None:
     flag = tmp_path / "ran"
     tree = {"weights": torch.ones(2), "evil": Evil(flag), "layer": torch.nn.Linear(1, 1)}
-    read, unknown = read_torch_file(_saved(tmp_path / "x.pt", tree))
+    torch.save(tree, tmp_path / "x.pt")
+    read, unknown = read_torch_file(tmp_path / "x.pt")
     assert not flag.exists()
     assert "posix.system" in unknown
     assert "torch.nn.modules.linear.Linear" in unknown
@@ -108,12 +103,7 @@ def tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], n
 
 @pytest.mark.parametrize(
     ("offset", "size", "stride", "num"),
-    [
-        (2, (3,), (1,), 4),
-        (-1, (2,), (1,), 4),
-        (0, (2,), (-1,), 4),
-        (0, (2,), (1,), 5),
-    ],
+    [(2, (3,), (1,), 4), (-1, (2,), (1,), 4), (0, (2,), (-1,), 4), (0, (2,), (1,), 5)],
 )
 def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
     offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int, tmp_path: Path
@@ -136,19 +126,14 @@ def test_archives_of_torchscript_and_of_big_endian_machines_are_told_apart(
         read_torch_file(tmp_path / "x.pt")
 
 
-def _former(path: Path, tree: Any) -> Path:
-    """Save as torch did before 1.6."""
-    torch.save(tree, path, _use_new_zipfile_serialization=False)
-    return path
-
-
 @pytest.mark.parametrize("mapped", [True, False])
 def test_the_format_before_1_6_is_read_with_its_dtypes_and_ties(mapped: bool, tmp_path: Path) -> None:
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
     tree = {str(dtype): torch.arange(6).to(dtype).view(2, 3) for dtype in dtypes}
     shared = torch.arange(10.0)
     tree |= {"whole": shared, "part": shared[3:7], "transposed": torch.arange(6.0).view(2, 3).T, "none": torch.empty(0)}
-    path = _former(tmp_path / "x.bin", {"state_dict": OrderedDict(tree), "epoch": 3, "p": torch.nn.Parameter(shared)})
+    path, whole = tmp_path / "x.bin", {"state_dict": OrderedDict(tree), "epoch": 3, "p": torch.nn.Parameter(shared)}
+    torch.save(whole, path, _use_new_zipfile_serialization=False)
     read, unknown = read_torch_file(path, mapped=mapped)
     assert (read["epoch"], unknown) == (3, [])
     assert read["state_dict"].keys() == tree.keys()

@@ -1,5 +1,3 @@
-"""The writer: all of a checkpoint or none of it."""
-
 from __future__ import annotations
 
 import os
@@ -9,14 +7,7 @@ import pytest
 import torch
 
 from tests.checkpoint.snapshots import same, small_snapshot, write_small
-from trainwright.checkpoint import (
-    clean_stale,
-    newest_valid,
-    read_checkpoint,
-    set_fault_hook,
-    verify,
-    write_checkpoint,
-)
+from trainwright.checkpoint import clean_stale, newest_valid, read_checkpoint, set_fault_hook, verify, write_checkpoint
 from trainwright.checkpoint.disk.durable import hidden, replace_file
 from trainwright.core.errors import CheckpointError
 
@@ -42,7 +33,6 @@ def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path) -> None:
     [
         ({"trainer": {"callbacks": {"EarlyStopping": {"best": object()}}}}, r"callbacks\.EarlyStopping\.best is a"),
         ({"optimizers": [{"a": object()}]}, r"optimizer\[0\]\.a is a"),
-        ({"rng": [{"a": object()}]}, r"rng\[0\]\.a is a"),
         ({"model": {"w": torch.zeros(1, device="meta")}}, r"model\.w: a meta"),
         ({"trainer": {"progress": 1}}, "this name is reserved"),
         ({"kind": "partial"}, "expected one of full, weights"),

@@ -1,5 +1,3 @@
-"""Lengths with units, and the intervals that are made of them."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -17,24 +15,16 @@ from trainwright.core.state import TrainState
     ("text", "value", "unit"),
     [
         ("500 steps", 500, "steps"),
-        ("1 step", 1, "steps"),
         ("0.25 epoch", 0.25, "epochs"),
-        ("2 ep", 2, "epochs"),
         ("7 batches", 7, "batches"),
         ("2M samples", 2e6, "samples"),
-        ("1.5k samples", 1500, "samples"),
         ("2B tokens", 2e9, "tokens"),
-        ("1T tokens", 1e12, "tokens"),
         ("1_000_000 tokens", 1e6, "tokens"),
-        ("1e9 tokens", 1e9, "tokens"),
         ("10 min", 600, "seconds"),
-        ("90 s", 90, "seconds"),
         ("90s", 90, "seconds"),
-        ("1.5h", 5400, "seconds"),
         ("2 days", 172800, "seconds"),
         ("00:12:00:00", 43200, "seconds"),
         ("1:00:00:01", 86401, "seconds"),
-        ("  3 steps ", 3, "steps"),
         ("5 Epochs", 5, "epochs"),
     ],
 )
@@ -47,17 +37,13 @@ def test_text_is_read_with_its_unit(text: str, value: float, unit: str) -> None:
     ("value", "unit", "says"),
     [
         (500, None, "has no unit"),
-        (0.5, None, "has no unit"),
         ("500", None, "not a length"),
-        ("steps", None, "not a length"),
-        ("", None, "not a length"),
         ("-3 steps", None, "not a length"),
         ("3 stepps", None, "Did you mean 'steps'"),
         (3, "epocs", "Did you mean 'epochs'"),
         (-1, "steps", "negative"),
         (float("nan"), "steps", "NaN"),
         (True, "steps", "not from bool"),
-        (None, None, "not from NoneType"),
     ],
 )
 def test_what_names_no_length_is_an_error(value: Any, unit: str | None, says: str) -> None:
@@ -92,8 +78,3 @@ def test_an_interval_is_due_once_for_each_multiple_or_run_of_multiples_passed(
         state.samples += advance
         assert interval.due(state) == (state.samples // every > before // every)
         assert not interval.due(state)  # asking twice is not another interval
-
-
-def test_a_fraction_of_an_epoch_can_be_an_interval_of_epochs() -> None:
-    interval = Interval(Duration("2 epochs"))
-    assert [epoch for epoch in range(9) if interval.due(TrainState(epoch=epoch))] == [2, 4, 6, 8]

@@ -1,5 +1,3 @@
-"""What errors are, and how they help."""
-
 from __future__ import annotations
 
 import pytest

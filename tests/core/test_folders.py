@@ -1,5 +1,3 @@
-"""A folder that cannot be written is told before a run begins."""
-
 from __future__ import annotations
 
 from pathlib import Path

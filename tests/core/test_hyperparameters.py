@@ -1,5 +1,3 @@
-"""What `save_hyperparameters` takes from constructors, and what it refuses."""
-
 from __future__ import annotations
 
 import enum
@@ -21,8 +19,6 @@ from trainwright.loggers import CSVLogger
 
 
 class Task(TaskModule):
-    """Saves all of its arguments."""
-
     def __init__(self, width: int, *, lr: float = 0.1, **options: Any) -> None:
         super().__init__()
         helper = 3  # a local that is no argument
@@ -54,37 +50,29 @@ def test_a_name_that_is_no_argument_is_an_error() -> None:
 
 
 class Colour(enum.Enum):
-    """Neither text nor a number."""
-
     RED = (255, 0, 0)
     BLUE = (0, 0, 255)
 
 
 class Level(enum.IntEnum):
-    """A number with a name."""
-
     LOW = 1
 
 
 class Keeping(RegressionTask):
-    """Keeps everything that it is given."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
 class Needing(RegressionTask):
-    """Needs a module and a function."""
-
     def __init__(self, width: int, loss_fn: nn.Module, make: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
 
 
-def _saved(task: TaskModule, folder: Path, **arguments: Any) -> Path:
+def _saved(made: TaskModule, folder: Path, **arguments: Any) -> Path:
     trainer = quiet_trainer(max_steps=1, **arguments)
-    trainer.fit(task, regression_loader(4))
+    trainer.fit(made, regression_loader(4))
     return trainer.save_checkpoint(folder / "saved")
 
 
@@ -122,43 +110,18 @@ def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) 
 
 
 class Numbers(DataModule):
-    """Has a hyper-parameter and a state."""
-
-    def __init__(self, count: int, level: Level = Level.LOW) -> None:
+    def __init__(self, count: int) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.seen = 0
 
     def train_dataloader(self) -> Any:
         return regression_loader(self.hparams.count)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"seen": 7}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.seen = state_dict["seen"]
-
 
 class WithAct(RegressionTask):
-    """Has an optional module and a function as a default."""
-
     def __init__(self, act: nn.Module | None = None, init: Any = torch.nn.init.zeros_) -> None:
         super().__init__()
         self.save_hyperparameters()
-
-
-class DataWithAct(Numbers):
-    """Has an optional function."""
-
-    def __init__(self, count: int, transform: Any = None) -> None:
-        super().__init__(count)
-        self.save_hyperparameters()
-
-
-def _saved_data(data: DataModule, folder: Path) -> Path:
-    trainer = quiet_trainer(max_steps=1)
-    trainer.fit(RegressionTask(), datamodule=data)
-    return trainer.save_checkpoint(folder / "saved")
 
 
 @pytest.mark.filterwarnings("ignore:.*(is a ReLU|function):trainwright.core.errors.TrainwrightWarning")
@@ -167,14 +130,13 @@ def _saved_data(data: DataModule, folder: Path) -> Path:
     [
         (WithAct, {"act": nn.ReLU()}, "act is a ReLU"),
         (WithAct, {"act": None}, None),  # nothing but the default function is omitted
-        (DataWithAct, {"count": 4, "transform": lambda x: x}, "transform is a function"),
     ],
 )
 def test_an_argument_that_was_not_saved_must_be_passed_to_load(
     cls: Any, arguments: dict[str, Any], lost: str | None, tmp_path: Path
 ) -> None:
     made = cls(**arguments)
-    path = _saved_data(made, tmp_path) if isinstance(made, DataModule) else _saved(made, tmp_path)
+    path = _saved(made, tmp_path)
     if lost is None:
         assert cls.load_from_checkpoint(path).hparams == made.hparams
         return
@@ -184,8 +146,6 @@ def test_an_argument_that_was_not_saved_must_be_passed_to_load(
 
 
 class Configured(RegressionTask):
-    """Has a configuration of OmegaConf."""
-
     def __init__(self, cfg: Any, widths: Any = (), colour: Colour = Colour.RED) -> None:
         super().__init__()
         self.save_hyperparameters(*([] if widths else [cfg]))
@@ -212,26 +172,8 @@ def test_containers_of_omegaconf_are_stored_as_data_and_loaded_as_containers(
     assert "double: 3" in Path(logger.log_dir, "hparams.yaml").read_text()
 
 
-class NoNet(RegressionTask):
-    """Ignores an argument that its base class saved."""
-
-    def __init__(self, width: int, net: str) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-class NoNetEither(NoNet):
-    """Has a base class that saves all arguments."""
-
-    def __init__(self, width: int, net: str, depth: int = 1) -> None:
-        super().__init__(width, net)
-        self.save_hyperparameters(ignore=["net"])
-
-
 @dataclass(eq=False)
 class AsDataclass(RegressionTask):
-    """A task whose constructor is generated."""
-
     width: int
     names: list[str] = field(default_factory=lambda: ["a"])
     secret: str = "x"
@@ -243,22 +185,13 @@ class AsDataclass(RegressionTask):
 
 
 class OfDataclass(AsDataclass):
-    """Adds an argument to a dataclass."""
-
     def __init__(self, depth: int) -> None:
         super().__init__(width=2 * depth)
 
 
-@pytest.mark.parametrize(
-    ("task", "expected"),
-    [
-        (NoNetEither(3, "big"), {"width": 3, "depth": 1}),
-        (OfDataclass(2), {"width": 4, "names": ["a"], "depth": 2}),
-    ],
-    ids=["ignored in a sub-class", "sub-class of a dataclass"],
-)
-def test_arguments_of_sub_classes_and_dataclasses(task: TaskModule, expected: dict[str, Any]) -> None:
-    assert task.hparams == task.hparams_initial == expected
+def test_arguments_of_a_sub_class_of_a_dataclass() -> None:
+    task = OfDataclass(2)
+    assert task.hparams == task.hparams_initial == {"width": 4, "names": ["a"], "depth": 2}
 
 
 @pytest.mark.parametrize(("value", "collides"), [(8, True), (4.0, True), (4, False)])
@@ -274,17 +207,6 @@ def test_different_values_of_task_and_data_module_under_one_name_are_an_error(
         trainer.fit(Keeping(count=value), datamodule=Numbers(4))
     for unlogged in ({"logger": logger, "enable_autolog_hparams": False}, {"logger": False}):
         quiet_trainer(max_steps=1, **unlogged).fit(Keeping(count=value), datamodule=Numbers(4))
-
-
-def test_a_value_that_contains_itself_is_named() -> None:
-    loop: list[Any] = []
-    loop.append({"inner": loop})
-    with pytest.raises(ConfigurationError, match="'extra' contains itself"):
-        Task(1, extra=loop)
-    task = Task(1)
-    task.hparams.late = loop
-    with pytest.raises(ConfigurationError, match="'late' contains itself"):
-        task.saved_hyperparameters()
 
 
 @pytest.mark.requires("omegaconf", reason="its containers are arguments")

@@ -1,5 +1,3 @@
-"""Out-of-memory errors are told from others, and a function is tried again with less until it fits."""
-
 from __future__ import annotations
 
 import weakref
@@ -9,11 +7,7 @@ import pytest
 import torch
 
 from trainwright.core.errors import TrainwrightError
-from trainwright.core.host.memory import (
-    find_executable_batch_size,
-    is_out_of_memory,
-    release_memory,
-)
+from trainwright.core.host.memory import find_executable_batch_size, is_out_of_memory, release_memory
 
 HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -62,10 +56,6 @@ def test_a_function_is_tried_with_half_until_it_fits() -> None:
     assert train.__doc__ == "Train."
 
 
-def _raise(error: Exception) -> Any:
-    raise error
-
-
 @pytest.mark.parametrize(("args", "options"), [((8, 1.0), {}), ((), {"batch_size": 8})])
 def test_a_batch_size_that_is_handed_over_is_refused(args: Any, options: Any) -> None:
     @find_executable_batch_size
@@ -77,8 +67,11 @@ def test_a_batch_size_that_is_handed_over_is_refused(args: Any, options: Any) ->
 
 
 def test_nothing_fits() -> None:
-    train = find_executable_batch_size(lambda batch_size: _raise(_out_of_memory()), starting_batch_size=4)
-    with pytest.raises(TrainwrightError, match=r"no batch size fits: <lambda> .* starting from 4") as caught:
+    def fail(batch_size: int) -> None:
+        raise _out_of_memory()
+
+    train = find_executable_batch_size(fail, starting_batch_size=4)
+    with pytest.raises(TrainwrightError, match=r"no batch size fits: .*fail .* starting from 4") as caught:
         train()
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)

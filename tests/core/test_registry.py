@@ -1,5 +1,3 @@
-"""Short names for things that are imported when somebody asks for them."""
-
 from __future__ import annotations
 
 import collections

@@ -1,5 +1,3 @@
-"""Seeding the generators, taking their state and putting it back."""
-
 from __future__ import annotations
 
 import random
@@ -13,7 +11,6 @@ from trainwright.core.rng import isolate_rng, rng_state, seed_everything, set_rn
 
 
 def draw() -> tuple[float, float, float, float]:
-    """Draw from every generator."""
     return random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1)
 
 

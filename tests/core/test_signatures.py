@@ -1,5 +1,3 @@
-"""What callables take, and how they are called with it."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -26,12 +24,9 @@ def test_a_hook_is_called_with_what_its_base_declares() -> None:
     [
         (lambda: None, "test_step", STEP, False),
         (lambda batch: None, "test_step", STEP, True),
-        (lambda outputs, batch: None, "on_test_batch_end", END, False),
         (lambda outputs, batch, batch_idx: None, "on_test_batch_end", END, True),
-        (lambda outputs, batch, batch_idx, a, b: None, "on_test_batch_end", END, False),
         (lambda outputs, batch, batch_idx, a=0, b=0: None, "on_test_batch_end", END, True),
         (lambda *args, batch_idx: None, "on_test_batch_end", END, True),
-        (lambda *args, other: None, "on_test_batch_end", END, False),
         (lambda *, stage: None, "setup", ("stage",), False),
     ],
 )

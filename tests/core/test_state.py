@@ -1,5 +1,3 @@
-"""The one clock travels through a checkpoint."""
-
 from __future__ import annotations
 
 import json

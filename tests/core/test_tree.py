@@ -1,5 +1,3 @@
-"""Tensors inside nested containers."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -16,16 +14,12 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     left: Any
     right: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A frozen dataclass."""
-
     tokens: torch.Tensor
     name: str
 
@@ -69,16 +63,12 @@ def test_moving_changes_the_dtype_of_floating_point_tensors_only() -> None:
     [
         (torch.ones(3, 2), 3),
         ((torch.ones(4, 1), torch.ones(9)), 4),
-        ([torch.ones(4, 1), torch.ones(9)], 4),
         ({"n": 3, "x": torch.ones(5)}, 5),
         ({"scale": torch.tensor(2.0), "x": torch.ones(6, 2)}, 6),
-        ((torch.tensor(1.0), torch.ones(7)), 7),
         (["a", "b", "c"], 3),
         (Example(torch.ones(2, 8), "x"), 2),
         ([[torch.ones(8)]], 8),
-        ("text", 1),
         (torch.tensor(1.0), 1),
-        ([], 1),
         (None, 1),
     ],
     ids=lambda value: str(value)[:20],

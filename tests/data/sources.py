@@ -40,10 +40,29 @@ class NumberStream(IterableDataset[int]):
 
 
 class SizedStream(NumberStream):
-    """The same with a length."""
-
     def __len__(self) -> int:
         return self.n
+
+
+class Resumable:
+    """An iterable of numbers that keeps its own place and sets it back at its end."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.place = self.place, 0
+        for i in range(start, self.n):
+            self.place = i + 1
+            yield i
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
 
 
 class Meeting:
@@ -84,10 +103,8 @@ def prepared(loader: Any, epoch: int = 0, **settings: Any) -> PreparedLoader:
 
 
 def ids(batches: Any) -> list[list[int]]:
-    """The sample numbers of each batch."""
     return [batch.reshape(-1).tolist() for batch in batches]
 
 
 def flat(batches: Any) -> list[int]:
-    """The sample numbers of all batches."""
     return [number for batch in batches for number in batch.reshape(-1).tolist()]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
+from tests.data.sources import NumberStream
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
@@ -17,22 +17,12 @@ from trainwright.data_loader import DataLoaderDispatcher, DataLoaderShard, prepa
 Batches = list[list[int]]
 
 
-class Stream(IterableDataset[int]):
-    """The numbers below n."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
-
-
 def loader(n: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(range(n), batch_size=4, **options)  # type: ignore[arg-type]
 
 
 def stream(n: int, **options: Any) -> DataLoader[Any]:
-    return DataLoader(Stream(n), batch_size=4, **options)
+    return DataLoader(NumberStream(n), batch_size=4, **options)
 
 
 # name → loader, options, the batches of both ranks, total batch size, remainder after the pass

@@ -1,19 +1,15 @@
-"""Tests."""
-
 from __future__ import annotations
 
 import itertools
 import pickle
 import warnings
-from collections.abc import Iterator
 from operator import itemgetter
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from tests.data.sources import Numbers, flat, prepared
+from tests.data.sources import Numbers, Resumable, flat, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, iterate_groups
 
@@ -88,34 +84,13 @@ def test_a_list_or_dict_of_loaders_is_combined() -> None:
     assert (loader.num_batches, list(next(loader.iterate()))) == (4, ["a", "b"])
 
 
-class Remembering:
-    """A loader-like iterable of numbers that keeps its own place and sets it back at its end."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.place = 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        start, self.place = self.place, 0
-        for i in range(start, self.n):
-            self.place = i + 1
-            yield torch.tensor(i)
-        self.place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (4, 4)])
 @pytest.mark.parametrize("sized", [False, True])
 def test_members_with_a_state_go_on_after_every_batch(mode: Any, lengths: tuple[int, int], sized: bool) -> None:
     def loader() -> Any:
-        other: Any = DataLoader(Numbers(lengths[1])) if sized else Remembering(lengths[1])
-        return prepared(CombinedLoader([Remembering(lengths[0]), other], mode))
+        other: Any = DataLoader(Numbers(lengths[1])) if sized else Resumable(lengths[1])
+        return prepared(CombinedLoader([Resumable(lengths[0]), other], mode))
 
     def numbers(groups: Any) -> list[list[int | None]]:
         return [[None if b is None else int(b) for b in group.batches[0]] for group in groups]
@@ -130,7 +105,7 @@ def test_members_with_a_state_go_on_after_every_batch(mode: Any, lengths: tuple[
 
 
 def test_a_member_that_can_neither_seek_nor_remember_is_refused() -> None:
-    loader = prepared(CombinedLoader([Remembering(3), iter([1, 2, 3])], "min_size"))
+    loader = prepared(CombinedLoader([Resumable(3), iter([1, 2, 3])], "min_size"))
     with pytest.raises(ConfigurationError, match="cannot begin at batch 2: list_iterator can neither seek"):
         loader.check_resume(2, has_state=True)
 

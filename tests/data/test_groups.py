@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from tests.data.sources import Numbers, on_ranks, prepared
+from tests.data.sources import Numbers, Resumable, on_ranks, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
 from trainwright.data import iterate_groups, resolve_limit
@@ -71,26 +71,6 @@ def test_a_loader_without_length_gives_the_groups_of_one_with(
 
 def shape(group: Group) -> tuple[Any, ...]:
     return group.batches, group.first_idx, group.is_last, group.weights
-
-
-class Resumable:
-    """An iterable of numbers that keeps its own place."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.place = 0
-
-    def __iter__(self) -> Iterator[int]:
-        start, self.place = self.place, 0
-        for i in range(start, self.n):
-            self.place = i + 1
-            yield i
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
 
 
 def test_a_limit_on_a_loader_without_length_needs_no_batch_ahead() -> None:
@@ -162,22 +142,14 @@ def test_ranks_without_length_are_refused_when_told_to() -> None:
     ("limit", "batches", "expected"),
     [
         (0.2, 64, 12),
-        (0.4, 64, 25),
-        (0.7, 64, 44),
         (0.0, 64, 0),
-        (1.0, 64, 64),
         (1, 64, 1),
-        (10, 64, 10),
         (100, 64, 64),
-        (1e50, 64, 64),
-        (10.0, 64, 10),
         (float("inf"), 64, 64),
         (None, 64, 64),
         (10, None, 10),
         (1.0, None, None),
-        (0.0, None, 0),
         (None, None, None),
-        (float("inf"), None, None),
     ],
 )
 def test_a_limit_is_a_fraction_up_to_one_and_a_number_above(

@@ -7,13 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SubsetRandomSampler
 
 from tests.data.sources import Numbers, NumberStream, flat, ids, on_ranks, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -75,13 +69,6 @@ def test_a_shuffled_evaluation_loader_is_not_shuffled_on_several_ranks() -> None
 
 def test_shuffle_false_overrides_the_loader() -> None:
     assert flat(prepared(DataLoader(Numbers(9), 3, shuffle=True), shuffle=False).iterate()) == list(range(9))
-
-
-def test_an_empty_loader_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="val_dataloader is empty"):
-        prepare_loader(DataLoader(Numbers(3), batch_size=4, drop_last=True), LoaderOptions(stage="validate"))
-    with pytest.raises(ConfigurationError, match="my_loader is empty"):
-        prepare_loader([], LoaderOptions(name="my_loader"))
 
 
 def test_what_is_no_loader_is_refused() -> None:
@@ -193,8 +180,6 @@ def test_evaluation_in_lock_step_agrees_on_the_end_of_a_stream() -> None:
 
 
 class Augmented(Dataset[torch.Tensor]):
-    """Samples with noise from the three global generators."""
-
     def __len__(self) -> int:
         return 24
 

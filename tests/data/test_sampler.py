@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from tests.helpers.calls import calls_of
-from trainwright.core.errors import ConfigurationError
 from trainwright.data.sampler import BatchShard, ShardedBatchSampler
 
 SIZES = {
@@ -207,8 +206,3 @@ def test_looking_up_a_batchs_indices_does_not_disturb_an_iteration_that_is_ahead
     seen = [next(batches) for _ in range(ahead)]
     assert disturbed.indices_in(3) == expected[3]
     assert [*seen, *batches] == expected
-
-
-def test_a_batch_size_of_zero_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="batch_size=0"):
-        ShardedBatchSampler(3, 0, shuffle=False, seed=0)

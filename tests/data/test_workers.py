@@ -1,5 +1,3 @@
-"""Loader workers are refused where they could never hand a batch over."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The lines that the console logger prints."""
-
 from __future__ import annotations
 
 import io

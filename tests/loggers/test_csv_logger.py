@@ -1,5 +1,3 @@
-"""The CSV file: columns that come late, rows that are cut off."""
-
 from __future__ import annotations
 
 import csv

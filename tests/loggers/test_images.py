@@ -1,5 +1,3 @@
-"""Images of every usual form become H×W×C bytes."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -16,13 +14,11 @@ from trainwright.loggers.images import to_pixels
     ("image", "shape"),
     [
         (torch.zeros(3, 4, 5), (4, 5, 3)),
-        (torch.zeros(1, 4, 5), (4, 5, 1)),
         (torch.zeros(4, 5), (4, 5, 1)),
         (torch.zeros(4, 5, 3), (5, 3, 4)),
         (torch.zeros(6, 5, 3), (6, 5, 3)),
         (np.zeros((4, 5, 3)), (4, 5, 3)),
         (np.zeros((3, 6, 5)), (6, 5, 3)),
-        (np.zeros((3, 5, 4)), (3, 5, 4)),
         (torch.zeros(3, 4, 5, dtype=torch.bfloat16), (4, 5, 3)),
     ],
 )

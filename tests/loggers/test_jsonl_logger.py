@@ -1,5 +1,3 @@
-"""The JSON Lines file: one valid object a line, at once."""
-
 from __future__ import annotations
 
 import json

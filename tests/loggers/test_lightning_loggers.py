@@ -1,5 +1,3 @@
-"""Loggers before a fit, and loggers written for Lightning."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -53,8 +51,6 @@ class OfLightning(Logger):
 
 
 class WithHyperparameters(RegressionTask):
-    """Saves its one argument."""
-
     def __init__(self, lr: float = 0.05) -> None:
         super().__init__(lr)
         self.save_hyperparameters()

@@ -1,5 +1,3 @@
-"""The buffer behind `log`, in one process: names, aggregates, errors, cost."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -11,13 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.loggers.evaluation_rows import EvaluationRows
 from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
 from trainwright.loggers.metric_slot import FOLD_EVERY
-
-
-def training() -> MetricBuffer:
-    return evaluating("train")
 
 
 def evaluating(stage: EpochStage = "validate", num_dataloaders: int = 1) -> MetricBuffer:
@@ -32,7 +25,7 @@ def evaluating(stage: EpochStage = "validate", num_dataloaders: int = 1) -> Metr
 
 
 def test_in_a_training_step_the_latest_value_is_logged_and_no_aggregate() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     buffer.log("loss", 1.0)
     buffer.log("loss", torch.tensor(2.0), on_step=True, on_epoch=False)  # the defaults, written out
     assert buffer.flush_step().logged == {"loss": 2.0}
@@ -41,7 +34,7 @@ def test_in_a_training_step_the_latest_value_is_logged_and_no_aggregate() -> Non
 
 
 def test_logged_on_step_and_epoch_a_metric_has_both_endings_and_its_plain_name_for_callbacks() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     for value in (1.0, 3.0):
         buffer.log("loss", torch.tensor(value), on_step=True, on_epoch=True, prog_bar=True)
     step = buffer.flush_step()
@@ -61,7 +54,7 @@ def test_several_loaders_have_keys_of_their_own() -> None:
 
 
 def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     buffer.log("loss", 1.0, on_step=True, on_epoch=True)
     buffer.begin("validate")
     buffer.log("loss", 100.0)
@@ -72,7 +65,7 @@ def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> Non
 
 
 def test_peek_shows_waiting_values_and_leaves_them() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     buffer.log("loss", torch.tensor(7.0))
     assert buffer.peek().callback == buffer.peek().callback == {"loss": 7.0}
     assert buffer.peek_new().callback == {}  # it has been looked at
@@ -135,14 +128,14 @@ def test_a_reduction_of_the_users_own_sees_all_values_in_order() -> None:
 
 
 def test_another_option_for_the_same_key_in_one_epoch_is_an_error() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     buffer.log("loss", 1.0)
     with pytest.raises(ConfigurationError, match=r"'loss'.*other options.*prog_bar=False before, True now"):
         buffer.log("loss", 1.0, prog_bar=True)
 
 
 def test_on_step_outside_a_step_is_refused() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     buffer.in_step = False
     with pytest.raises(ConfigurationError, match="outside a step"):
         buffer.log("loss", 1.0, on_step=True)
@@ -152,7 +145,6 @@ def test_on_step_outside_a_step_is_refused() -> None:
     ("value", "text"),
     [
         (torch.zeros(2), "'loss'"),
-        (torch.zeros(0), "'loss'"),
         (np.zeros(3), "'loss'"),
         ({"a": 1.0}, "log_dict"),
         (torch.tensor(1j), "complex"),
@@ -161,19 +153,16 @@ def test_on_step_outside_a_step_is_refused() -> None:
 )
 def test_a_value_that_is_not_one_number_is_refused(value: Any, text: str) -> None:
     with pytest.raises(TaskError, match=text):
-        training().log("loss", value)
+        evaluating("train").log("loss", value)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"name": 5}, "name"),
-        ({"name": ""}, "name"),
-        ({"name": "loss\udc80"}, "surrogate"),
         ({"batch_size": -1}, "batch_size"),
         ({"batch_size": torch.tensor(4)}, "batch_size"),
         ({"reduce_fx": "median"}, "reduce_fx"),
-        ({"reduce_fx": 5}, "reduce_fx"),
         ({"on_step": False, "on_epoch": False}, "would have no effect"),
     ],
 )
@@ -198,7 +187,7 @@ def test_logging_before_an_epoch_has_begun_is_refused() -> None:
 
 
 def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = training()
+    buffer = evaluating("train")
     for step in range(FOLD_EVERY + 3):
         for name in ("a", "b", "c"):
             buffer.log(name, torch.tensor(float(step)), on_step=True, on_epoch=True)
@@ -209,22 +198,15 @@ def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(torch.Tensor, name, lambda self, plain=plain, name=name: reads.append(name) or plain(self))
     state = buffer.state_dict()
     assert reads == ["tolist"]  # of all values together
-    resumed = training()
+    resumed = evaluating("train")
     resumed.load_state_dict(state, torch.device("cpu"))
     resumed.log("d", torch.tensor(1.0), on_epoch=True, reduce_fx=torch.median)
     buffer.log("d", torch.tensor(1.0), on_epoch=True, reduce_fx=torch.median)
     assert resumed.flush_epoch().logged == buffer.flush_epoch().logged
 
 
-def test_rows_of_an_evaluation_are_exchanged_once() -> None:
-    rows = EvaluationRows()
-    rows._synced, rows._steps = {(0, 0): {}}, {(0, 0): 0}
-    assert rows.combine([rows.payload()]) == {0: {}}
-    assert rows.payload() == {}
-
-
 def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:
-    buffer = training()
+    buffer = evaluating("train")
     buffer.log("a", 1.0, logger=False, prog_bar=True)
     flushed = buffer.flush_step()
     assert (flushed.logged, flushed.callback, flushed.prog_bar) == ({}, {"a": 1.0}, {"a": 1.0})

@@ -1,5 +1,3 @@
-"""torchmetrics objects in `log`, on one process."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -9,22 +7,14 @@ import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.loggers.test_metric_buffer import evaluating
 from trainwright.core.errors import ConfigurationError
-from trainwright.loggers.metric_buffer import MetricBuffer
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
 
-def buffer_for(stage: Any, num_dataloaders: int = 1) -> MetricBuffer:
-    buffer = MetricBuffer()
-    buffer.begin(stage, num_dataloaders=num_dataloaders)
-    buffer.in_step = True
-    buffer.batch = torch.zeros(2, 1)
-    return buffer
-
-
 def test_a_metric_object_is_computed_at_the_epochs_end_and_reset() -> None:
-    buffer, metric = buffer_for("validate"), torchmetrics.MeanMetric()
+    buffer, metric = evaluating("validate"), torchmetrics.MeanMetric()
     for value in (1.0, 3.0):
         metric.update(torch.tensor(value))
         buffer.log("m", metric)
@@ -33,7 +23,7 @@ def test_a_metric_object_is_computed_at_the_epochs_end_and_reset() -> None:
 
 
 def test_a_metric_objects_step_value_is_that_of_its_last_batch() -> None:
-    buffer, metric = buffer_for("train"), torchmetrics.MeanMetric()
+    buffer, metric = evaluating("train"), torchmetrics.MeanMetric()
     for value in (1.0, 3.0):
         metric(torch.tensor(value))
         buffer.log("m", metric, on_step=True, on_epoch=True)
@@ -42,7 +32,7 @@ def test_a_metric_objects_step_value_is_that_of_its_last_batch() -> None:
 
 
 def test_without_a_batch_value_the_step_value_is_what_has_been_accumulated() -> None:
-    buffer, metric = buffer_for("train"), torchmetrics.MeanMetric()
+    buffer, metric = evaluating("train"), torchmetrics.MeanMetric()
     for value in (1.0, 3.0):
         metric.update(torch.tensor(value))
         buffer.log("m", metric)
@@ -52,7 +42,7 @@ def test_without_a_batch_value_the_step_value_is_what_has_been_accumulated() -> 
 
 
 def test_begin_starts_a_metric_over_that_an_unfinished_epoch_left() -> None:
-    buffer, metric = buffer_for("validate"), torchmetrics.SumMetric()
+    buffer, metric = evaluating("validate"), torchmetrics.SumMetric()
     metric.update(torch.tensor(100.0))
     buffer.log("m", metric)
     buffer.begin("validate")
@@ -62,7 +52,7 @@ def test_begin_starts_a_metric_over_that_an_unfinished_epoch_left() -> None:
 
 
 def test_one_metric_object_for_two_loaders_is_refused() -> None:
-    buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
+    buffer, metric = evaluating("validate", num_dataloaders=2), torchmetrics.SumMetric()
     metric.update(torch.tensor(1.0))
     buffer.dataloader_idx = 0
     buffer.log("m", metric)
@@ -93,7 +83,7 @@ def test_one_metric_object_for_training_and_validation_is_refused(sanity_steps: 
 
 
 def test_two_objects_under_one_name_are_refused() -> None:
-    buffer = buffer_for("validate")
+    buffer = evaluating("validate")
     first, second = torchmetrics.SumMetric(), torchmetrics.SumMetric()
     first.update(torch.tensor(1.0))
     buffer.log("m", first)

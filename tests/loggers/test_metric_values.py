@@ -1,5 +1,3 @@
-"""The buffer over several ranks: one number for each key."""
-
 from __future__ import annotations
 
 import pickle
@@ -40,28 +38,22 @@ def as_ranks(world_size: int, fn: Callable[[int, Exchange], Any]) -> list[Any]:
         return [future.result() for future in futures]
 
 
-def epoch_of(rank: int, exchange: Exchange, log: Callable[[MetricBuffer, int], None]) -> Flushed:
+def flushed(rank: int, exchange: Exchange, log: Callable[[MetricBuffer, int], None], stage: Any) -> Flushed:
     buffer = MetricBuffer()
-    buffer.begin("validate")
+    buffer.begin(stage)
     buffer.in_step = True
     log(buffer, rank)
-    return buffer.flush_epoch(exchange)
+    return buffer.flush_step(exchange) if stage == "train" else buffer.flush_epoch(exchange)
 
 
-def step_of(rank: int, exchange: Exchange, log: Callable[[MetricBuffer, int], None]) -> Flushed:
-    buffer = MetricBuffer()
-    buffer.begin("train")
-    buffer.in_step = True
-    log(buffer, rank)
-    return buffer.flush_step(exchange)
-
-
-def epochs(world_size: int, log: Callable[[MetricBuffer, int], None]) -> list[dict[str, float]]:
-    return [f.callback for f in as_ranks(world_size, lambda rank, exchange: epoch_of(rank, exchange, log))]
+def epochs(
+    world_size: int, log: Callable[[MetricBuffer, int], None], stage: str = "validate"
+) -> list[dict[str, float]]:
+    return [f.callback for f in as_ranks(world_size, lambda rank, exchange: flushed(rank, exchange, log, stage))]
 
 
 def steps(world_size: int, log: Callable[[MetricBuffer, int], None]) -> list[dict[str, float]]:
-    return [f.callback for f in as_ranks(world_size, lambda rank, exchange: step_of(rank, exchange, log))]
+    return epochs(world_size, log, "train")
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)])
@@ -102,7 +94,7 @@ def test_rank_zero_only_gives_every_rank_the_value_of_rank_0() -> None:
 def test_ranks_that_reduce_a_key_differently_all_raise() -> None:
     def attempt(rank: int, exchange: Exchange) -> str:
         with pytest.raises(ConfigurationError, match=r"reduce it differently \(max, min\)"):
-            epoch_of(rank, exchange, lambda buffer, rank: buffer.log("m", 1.0, reduce_fx=["min", "max"][rank]))
+            flushed(rank, exchange, lambda buffer, rank: buffer.log("m", 1.0, reduce_fx=["min", "max"][rank]), "test")
         return "raised"
 
     assert as_ranks(2, attempt) == ["raised", "raised"]

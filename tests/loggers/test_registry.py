@@ -1,5 +1,3 @@
-"""What `Trainer(logger=...)` may be, and the package's public names."""
-
 from __future__ import annotations
 
 from pathlib import Path

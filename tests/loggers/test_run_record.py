@@ -1,5 +1,3 @@
-"""The record of a run: its events in `run.jsonl`."""
-
 from __future__ import annotations
 
 import json

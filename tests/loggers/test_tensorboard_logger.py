@@ -1,5 +1,3 @@
-"""What TensorBoard reads back: images, figures, text, graph, hyper-parameters."""
-
 from __future__ import annotations
 
 import io
@@ -12,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from trainwright import TaskModule
+from tests.helpers.tasks import RegressionTask
 from trainwright.loggers import RunInfo, TensorBoardLogger
 
 pytest.importorskip("tensorboard")
@@ -60,20 +58,10 @@ def test_images_figures_and_texts_are_read_back(tmp_path: Path) -> None:
     assert event.tensor_proto.string_val[0] == b"hello"
 
 
-class Task(TaskModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
-        self.layers[1].eval()
-        self.example_input_array = torch.randn(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layers(x)
-        return y
-
-
 def test_the_graph_is_read_back_and_the_task_is_left_as_it_was(tmp_path: Path) -> None:
-    task = Task()
+    task = RegressionTask(dropout=0.5)
+    task.net.insert(1, nn.BatchNorm1d(8).eval())
+    task.example_input_array = torch.randn(4, 4)
     modes = [module.training for module in task.modules()]
     state = {name: value.clone() for name, value in task.state_dict().items()}
     rng = torch.get_rng_state()

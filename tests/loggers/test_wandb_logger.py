@@ -15,8 +15,6 @@ from trainwright.loggers import RunInfo, WandbLogger
 
 
 class FakeRun:
-    """A W&B run that remembers what it is told."""
-
     def __init__(self, *, resumed: bool = False, last_step: int | None = None, **options: Any) -> None:
         self.options = options
         self.id = options.get("id") or "made-up"

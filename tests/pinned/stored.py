@@ -52,7 +52,6 @@ class PinnedTask(TaskModule):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean error of noisy inputs."""
         inputs, targets = batch
         self.seen += 1
         loss = functional.mse_loss(self.net(functional.dropout(inputs, 0.2)), targets)
@@ -64,7 +63,6 @@ class PinnedTask(TaskModule):
         return {"net.0": "colwise", "net.2": "rowwise"}
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with decay on the weights only, and a schedule by steps."""
         weights = [p for p in self.net.parameters() if p.dim() > 1]
         biases = [p for p in self.net.parameters() if p.dim() == 1]
         optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.02)
@@ -124,7 +122,6 @@ def processor() -> str:
 
 
 def main(names: list[str]) -> None:
-    """Write them."""
     for name in names or list(STRATEGIES):
         folder = FOLDER / name
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,10 +29,7 @@ PYTHON_CALLS = 17 if sys.version_info < (3, 12) else 15  # where comprehensions 
 OPERATIONS = 51 if is_present("torch>=2.13") else 56  # torch 2.9 detaches 5 times more
 # Of a step in two processes, on each, without what is agreed upon every few steps: the buffer, the gradients, FSDP's
 # one unit and the norm.
-COLLECTIVES = {
-    "ddp": {"gloo:all_reduce": 1, "gloo:broadcast": 1},
-    "fsdp": {"gloo:all_gather": 1, "gloo:all_reduce": 2},
-}
+COLLECTIVES = {"ddp": {"gloo:all_reduce": 1, "gloo:broadcast": 1}, "fsdp": {"gloo:all_gather": 1, "gloo:all_reduce": 2}}
 # Modules of the package that are entered by a save whose caller waits for it (28 are wanted), and by finding, reading
 # and restoring a checkpoint under FSDP.
 SAVE_MODULES, LOAD_MODULES = 36, 28
@@ -112,8 +109,6 @@ def test_a_step_s_collectives() -> None:
 
 @contextmanager
 def _noting(entered: set[str]) -> Iterator[None]:
-    """Note the modules of the package that are entered."""
-
     def profile(frame: FrameType, event: str, arg: Any) -> None:
         name = frame.f_globals.get("__name__", "")
         if event == "call" and name.startswith("trainwright."):

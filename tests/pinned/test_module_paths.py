@@ -1,5 +1,3 @@
-"""The module paths of Accelerate."""
-
 from __future__ import annotations
 
 import importlib

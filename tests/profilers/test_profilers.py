@@ -1,5 +1,3 @@
-"""Profilers in a Trainer: what they record, write and print, and that training is the same with and without one."""
-
 from __future__ import annotations
 
 import json
@@ -136,16 +134,12 @@ _STEP_OF = {"validate": "validation_step", "test": "test_step", "predict": "pred
 def test_wrong_arguments_name_the_nearest() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown profiler 'simpel'.*'simple'"):
         quiet_trainer(profiler="simpel")
-    with pytest.raises(ConfigurationError, match="expected 'simple'"):
-        quiet_trainer(profiler=3)
     with pytest.raises(ConfigurationError, match=r"no key 'aktive'.*'active'"):
         PyTorchProfiler(schedule={"aktive": 1})
     with pytest.raises(ConfigurationError, match="has no 'active'"):
         PyTorchProfiler(schedule={"wait": 1})
     with pytest.raises(ConfigurationError, match=r"'cpu_tme_total'.*'cpu_time_total'"):
         PyTorchProfiler(sort_by_key="cpu_tme_total")
-    with pytest.raises(ConfigurationError, match="at least 1 for active"):
-        PyTorchProfiler(schedule={"active": 0})
     with pytest.raises(ConfigurationError, match=r"no argument 'with_flop'.*'with_flops'"):
         PyTorchProfiler(with_flop=True)
     with pytest.raises(ValueError, match="not started"):

@@ -1,5 +1,3 @@
-"""An Accelerator's loop on a stand-in for an accelerator."""
-
 from __future__ import annotations
 
 import torch

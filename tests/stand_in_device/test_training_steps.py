@@ -11,11 +11,7 @@ import torchmetrics
 from torch import nn
 
 from tests.helpers.stand_in_device import STAND_IN, Reads, StandInStrategy, is_there, stand_in_device
-from trainwright.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
+from trainwright.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from trainwright.core.task import TaskModule
 from trainwright.trainer.checkpoints.capture import capture
 from trainwright.trainer.trainer import Trainer
@@ -40,13 +36,11 @@ class Classifier(TaskModule):
     norm: type[nn.Module] = nn.BatchNorm1d
 
     def configure_model(self) -> None:
-        """Build the layers, on the device, once."""
         if not hasattr(self, "net"):
             self.net = nn.Sequential(nn.Linear(4, 8), self.norm(8), nn.Dropout(0.1), nn.Linear(8, 3))
             self.accuracy = torchmetrics.classification.MulticlassAccuracy(3, validate_args=False).to(STAND_IN)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Log a loss, a metric object and a number of the host."""
         scores = self.net(batch[0])
         loss = nn.functional.cross_entropy(scores, batch[1])
         self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
@@ -54,12 +48,10 @@ class Classifier(TaskModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log a loss and an accuracy."""
         scores = self.net(batch[0])
         self.log("val_loss", nn.functional.cross_entropy(scores, batch[1]))
 
     def configure_optimizers(self) -> Any:
-        """Return AdamW with a schedule that counts steps."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_BATCHES)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -87,7 +79,6 @@ class ByStep(Callback):
 
 
 def batches() -> Batches:
-    """Return host batches without values, as they come from a loader."""
     return [(torch.ones(4, 4), torch.zeros(4, dtype=torch.long)) for _ in range(NUM_BATCHES)]
 
 
@@ -126,10 +117,7 @@ def test_what_is_logged_is_read_once_an_interval() -> None:
 
 @pytest.mark.parametrize(
     "callback",
-    [
-        lambda: EMAWeightAveraging(decay=0.9),
-        lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.0),
-    ],
+    [lambda: EMAWeightAveraging(decay=0.9), lambda: StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.0)],
 )
 def test_callbacks_beside_the_step_read_nothing(callback: Any) -> None:
     by_step, _ = rehearse(WithoutBatchStatistics(), callback())

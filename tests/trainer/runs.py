@@ -60,8 +60,6 @@ class Tally(Callback):
 
 
 class MemoryLogger(Logger):
-    """Keeps what it is told."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[tuple[int, dict[str, float]]] = []
@@ -108,20 +106,16 @@ class AfterBatch(Callback):
 
 
 def ask_to_stop(trainer: Any) -> None:
-    """Set `should_stop`, as a user's callback does."""
     trainer.should_stop = True
 
 
 class Endless(IterableDataset[Batch]):
-    """Samples without end and without length."""
-
     def __iter__(self) -> Iterator[Batch]:
         while True:
             yield [torch.ones(4), torch.zeros(1)]
 
 
 def weights_of(task: torch.nn.Module) -> torch.Tensor:
-    """Return a copy of all parameters in one row."""
     return torch.cat([parameter.detach().reshape(-1).clone() for parameter in task.parameters()])
 
 

@@ -1,42 +1,25 @@
-"""Groups of micro-batches: when weights change, how often gradients are cleared, what a step's gradient is."""
-
 from __future__ import annotations
 
 import math
-from typing import Any
+from itertools import pairwise
 
 import pytest
 import torch
 
 from tests.helpers.tasks import RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
-from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.core.errors import ConfigurationError
 
 
-class _Changes(Callback):
-    """Notes after which micro-batches the weights were others than before."""
-
-    def __init__(self) -> None:
-        self.after: list[int] = []
-
-    def on_train_start(self, trainer: Any, task: Any) -> None:
-        self.last = weights_of(task)
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        now = weights_of(task)
-        if not torch.equal(now, self.last):
-            self.after.append(batch_idx)
-        self.last = now
-
-
 @pytest.mark.parametrize(("limit", "batches", "k"), [(1.0, 64, 3), (0.7, 44, 4)])
 def test_weights_change_at_the_end_of_a_group_and_of_the_epoch_only(limit: float, batches: int, k: int) -> None:
-    changes = _Changes()
-    trainer = quiet_trainer(max_epochs=1, limit_train_batches=limit, accumulate_grad_batches=k, callbacks=changes)
+    recorder = RecordingCallback("on_train_start", "on_train_batch_end", note=lambda _, run: weights_of(run.task))
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=limit, accumulate_grad_batches=k, callbacks=recorder)
     trainer.fit(RegressionTask(), regression_loader())
-    assert changes.after == [i for i in range(batches) if (i + 1) % k == 0 or i == batches - 1]
+    steps = pairwise(weights for _, weights in recorder.notes)
+    changed = [index for index, (before, after) in enumerate(steps) if not torch.equal(before, after)]
+    assert changed == [i for i in range(batches) if (i + 1) % k == 0 or i == batches - 1]
     assert trainer.global_step == math.ceil(batches / k)
 
 

@@ -1,5 +1,3 @@
-"""Which checkpoints a run leaves, what they say, which is the best, and what a run that continues from one does."""
-
 from __future__ import annotations
 
 import shutil
@@ -21,7 +19,6 @@ FOUR_BATCHES = 8  # samples, by 2
 
 
 def saved_in(folder: Path) -> list[tuple[int, int]]:
-    """Return (epoch, step) of every checkpoint in a folder, by step."""
     return [(found.manifest.epoch, found.manifest.step) for found in find_checkpoints(folder)]
 
 
@@ -125,26 +122,19 @@ class _Task(RegressionTask):
         return self(batch[0])
 
 
-def _fitted(folder: Path, *savers: Any, **options: Any) -> tuple[Any, _Task, dict[str, torch.Tensor]]:
-    savers = savers or (ModelCheckpoint(monitor="val_loss"),)
-    trainer = quiet_trainer(max_epochs=3, default_root_dir=folder, callbacks=list(savers), **options)
-    task = _Task()
+def _fitted(folder: Path) -> tuple[Any, _Task]:
+    saver = ModelCheckpoint(monitor="val_loss")
+    trainer, task = quiet_trainer(max_epochs=3, default_root_dir=folder, callbacks=[saver]), _Task()
     trainer.fit(task, regression_loader(4), regression_loader(2))
-    return trainer, task, weights_of(task)
-
-
-def _best(saver: ModelCheckpoint) -> dict[str, torch.Tensor]:
-    found = read_checkpoint(saver.best_model_path).model
-    assert found is not None
-    return dict(found)
+    return trainer, task
 
 
 @pytest.mark.parametrize("stage", ["validate", "predict"])
 def test_without_a_task_the_best_weights_are_used_and_one_line_says_so(
     stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer, task, last = _fitted(tmp_path)
-    best = _best(trainer.checkpoint_callback)
+    trainer, task = _fitted(tmp_path)
+    last, best = weights_of(task), dict(read_checkpoint(trainer.checkpoint_callback.best_model_path).model or {})
     capsys.readouterr()
     getattr(trainer, stage)(dataloaders=regression_loader(2))
     assert_equal_weights(weights_of(task), best)
@@ -154,17 +144,11 @@ def test_without_a_task_the_best_weights_are_used_and_one_line_says_so(
     assert lines == [f"trainwright: {used}. Pass ckpt_path=None to use the task's current weights."]
 
 
-def _weights_of_best(folder: Path, saver: ModelCheckpoint | None) -> dict[str, torch.Tensor]:
-    """Evaluate `ckpt_path="best"` with a Trainer that has not trained, and return the weights."""
-    task = _Task()
-    trainer = quiet_trainer(default_root_dir=folder, callbacks=[saver] if saver else [])
-    trainer.test(task, regression_loader(2), ckpt_path="best")
-    return weights_of(task)
-
-
 def test_the_best_checkpoint_by_an_unknown_metric_or_without_a_callback_is_an_error(tmp_path: Path) -> None:
     _fitted(tmp_path)
+    loader = regression_loader(2)
+    trainer = quiet_trainer(default_root_dir=tmp_path, callbacks=ModelCheckpoint(monitor="other"))
     with pytest.raises(ConfigurationError, match=r"no checkpoint with the metric 'other' in .*checkpoints.*dirpath"):
-        _weights_of_best(tmp_path, ModelCheckpoint(monitor="other"))
+        trainer.test(_Task(), loader, ckpt_path="best")
     with pytest.raises(ConfigurationError, match=r"callbacks=\[ModelCheckpoint\(monitor=…\)\]"):
-        _weights_of_best(tmp_path, None)
+        quiet_trainer(default_root_dir=tmp_path).test(_Task(), loader, ckpt_path="best")

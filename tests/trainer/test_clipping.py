@@ -1,5 +1,3 @@
-"""Gradient clipping: once per step, on accumulated and unscaled gradients."""
-
 from __future__ import annotations
 
 from typing import Any

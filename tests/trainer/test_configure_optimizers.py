@@ -1,5 +1,3 @@
-"""Every form that `configure_optimizers` may return, and when schedules step."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,8 +27,7 @@ def _task(configure: Configure) -> RegressionTask:
 
 
 def _fit(configure: Configure, epochs: int = 1, batches: int = 2, **arguments: Any) -> Trainer:
-    trainer = fitted(_task(configure), regression_loader(batches), max_epochs=epochs, **arguments)
-    return trainer
+    return fitted(_task(configure), regression_loader(batches), max_epochs=epochs, **arguments)
 
 
 def _sgd(task: RegressionTask) -> Optimizer:
@@ -112,12 +109,8 @@ def test_a_form_that_cannot_be_meant_is_refused(configure: Configure, message: s
         _fit(configure)
 
 
-def _per_step(task: RegressionTask, frequency: int = 1) -> Any:
-    return _scheduled(task, interval="step", frequency=frequency)
-
-
 def test_a_schedule_of_the_step_counts_optimizer_steps() -> None:
-    trainer = _fit(_per_step, batches=4, accumulate_grad_batches=3)
+    trainer = _fit(lambda task: _scheduled(task, interval="step"), batches=4, accumulate_grad_batches=3)
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 

@@ -40,8 +40,6 @@ class NoisySamples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the runs that are compared have in common."""
-
     kind: str = "sgd"
     workers: int = 0
     accumulate: int = 1
@@ -89,10 +87,7 @@ class RestlessTask(TaskModule):
 
 
 def train(setting: Setting, folder: Path, ckpt_path: Path | None = None) -> RestlessTask:
-    """Run to the end, keeping a checkpoint of every third step in `folder`.
-
-    The generators start elsewhere each time: only the checkpoint may say where they go on.
-    """
+    """Run to the end, keeping a checkpoint of every third step; only it says where the generators go on."""
     torch.manual_seed(77 if ckpt_path is None else 78)
     task = RestlessTask(setting.kind)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
@@ -113,10 +108,7 @@ def train(setting: Setting, folder: Path, ckpt_path: Path | None = None) -> Rest
 
 
 def resume_and_compare(setting: Setting, folder: Path, steps: tuple[int, ...]) -> list[list[int]]:
-    """Train once without an end and once from each of `steps`, and compare what followed.
-
-    Returns the indices of the samples of each batch of the run without an end.
-    """
+    """Compare runs from each of `steps` with one without an end; returns the sample ids of its batches."""
     whole = train(setting, folder / "whole")
     per_step = setting.accumulate
     assert len(whole.losses) == _EPOCHS * _STEPS_PER_EPOCH * per_step

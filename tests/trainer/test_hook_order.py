@@ -1,5 +1,3 @@
-"""In which order hooks run."""
-
 from __future__ import annotations
 
 import functools
@@ -12,6 +10,7 @@ import torch
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.hooks import DataHooks, TaskHooks
 
@@ -143,37 +142,21 @@ def test_an_evaluation_runs_every_hook_in_the_promised_order(stage: str, event: 
 def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
     notes: list[str] = []
 
-    class Says(Callback):
-        def __init__(self, word: str) -> None:
-            self.word = word
+    def says(word: str) -> Callback:
+        return LambdaCallback(on_fit_start=lambda trainer, task: notes.append(word))
 
-        def on_fit_start(self, trainer: Any, task: Any) -> None:
-            notes.append(self.word)
-
-    class Task(RegressionTask):
-        def configure_callbacks(self) -> Any:
-            return Says("the task's")
-
-    trainer = fitted(Task(), regression_loader(1), max_epochs=1, callbacks=[Says("the trainer's")])
+    task = RegressionTask()
+    task.configure_callbacks = lambda: says("the task's")  # type: ignore[method-assign]
+    trainer = fitted(task, regression_loader(1), max_epochs=1, callbacks=[says("the trainer's")])
     trainer.fit(RegressionTask(), regression_loader(1))
     assert notes == ["the task's", "the trainer's"]
-
-
-class _KeepsOutputs(Callback):
-    def __init__(self) -> None:
-        self.seen: dict[str, list[Any]] = {"train": [], "test": [], "metrics": []}
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["train"].append(outputs)
-        self.seen["metrics"].append(dict(trainer.callback_metrics))
-
-    def on_test_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen["test"].append(outputs)
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step returned None for each", "ignore:.*it is skipped")
 @pytest.mark.parametrize("factor", [None, float("nan")], ids=["no loss", "NaN"])
 def test_outputs_are_empty_where_no_loss_was_used(factor: float | None) -> None:
-    keeps, task = _KeepsOutputs(), StepTask(lambda task, batch, idx: factor and task.loss(batch) * factor)
+    seen: list[Any] = []
+    keeps = LambdaCallback(on_train_batch_end=lambda trainer, task, outputs, batch, idx: seen.append(outputs))
+    task = StepTask(lambda task, batch, idx: factor and task.loss(batch) * factor)
     quiet_trainer(max_epochs=1, callbacks=keeps, on_nonfinite="skip").fit(task, regression_loader(3))
-    assert keeps.seen["train"] == [{}] * 3
+    assert seen == [{}] * 3

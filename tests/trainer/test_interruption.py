@@ -1,5 +1,3 @@
-"""Ctrl-C, signals and errors before and in a fit: who hears of them, and what is kept."""
-
 from __future__ import annotations
 
 import os
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
-from tests.trainer.runs import MemoryLogger, fitted, quiet_trainer
+from tests.trainer.runs import MemoryLogger, quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import verify
@@ -43,27 +41,20 @@ class _FailsAt(RegressionTask):
         return self.loss(batch)
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 def _press_ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
 class _InterruptedTwice(_FailsAt):
-    """Also fails in its second test batch."""
-
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         if batch_idx == 1:
             self.fail()
 
 
-@pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
-def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
+def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it() -> None:
     hears, logger = _Hears(), MemoryLogger()
     trainer = quiet_trainer(max_epochs=3, callbacks=hears, logger=logger, on_interrupt="return")
-    trainer.fit(_FailsAt(0, 3, how), regression_loader(8))
+    trainer.fit(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8))
     assert (trainer.interrupted, trainer.global_step) == (True, 3)
     assert [type(error) for error in hears.heard] == [KeyboardInterrupt]
     assert hears.torn_down == ["fit"]
@@ -88,14 +79,10 @@ def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
     assert not trainer.interrupted
 
 
-def _terminate() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize(("place", "status"), [("setup", None), ("on_train_end", "success"), ("teardown", "success")])
 def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, status: str | None) -> None:
     def signalled(self: Any, *args: Any) -> Any:
-        _terminate()
+        os.kill(os.getpid(), signal.SIGTERM)
         return getattr(RegressionTask, place)(self, *args)
 
     task = type("Signalled", (RegressionTask,), {place: signalled})()
@@ -123,42 +110,6 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
-class _SignalsAgain(Callback):
-    """Sends a signal in a step, and others while the run is torn down."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def teardown(self, trainer: Any, task: Any, stage: Any) -> None:
-        os.kill(os.getpid(), self.number)
-
-
-def test_after_the_grace_period_a_signal_reaches_the_earlier_handler(tmp_path: Path) -> None:
-    came: list[int] = []
-    with pytest.raises(Preempted):
-        fitted(
-            RegressionTask(),
-            regression_loader(4),
-            max_epochs=2,
-            callbacks=_SignalsAgain(signal.SIGTERM),
-            default_root_dir=tmp_path,
-            preemption_grace=0.3,
-        )
-    leaving = signal.getsignal(signal.SIGTERM)
-    leaving._before[signal.SIGTERM] = lambda number, frame: came.append(number)  # type: ignore[union-attr]
-    leaving._deadline = 0.0  # type: ignore[union-attr]
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert came == [signal.SIGTERM]
-
-
-def _divide_by_zero() -> float:
-    return 1 / 0
-
-
 def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
     class Clumsy(Callback):
         def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
@@ -170,5 +121,5 @@ def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> 
         pytest.warns(TrainwrightWarning, match=r"on_exception itself failed: RuntimeError: clumsy"),
         pytest.raises(ZeroDivisionError),
     ):
-        trainer.fit(_FailsAt(0, 1, _divide_by_zero), regression_loader(4))
+        trainer.fit(_FailsAt(0, 1, lambda: 1 / 0), regression_loader(4))
     assert len(hears.heard) == 1

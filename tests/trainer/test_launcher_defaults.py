@@ -1,5 +1,3 @@
-"""Settings of `trainwright launch` in a Trainer that does not give them."""
-
 from __future__ import annotations
 
 import warnings
@@ -14,13 +12,6 @@ from trainwright.trainer.configuration.settings import Settings
 def _settings(**arguments: Any) -> Settings:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     return Trainer(**quiet, **arguments).settings
-
-
-@pytest.fixture(autouse=True)
-def _no_other_warning() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
 
 
 def test_variables_are_the_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,15 +37,9 @@ def test_variables_are_the_defaults_of_arguments(monkeypatch: pytest.MonkeyPatch
     ("variables", "arguments", "text"),
     [
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"precision": "32-true"}, "is overridden by precision='32-true'"),
-        (
-            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"},
-            {"accumulate_grad_batches": 2},
-            "is overridden by accumulate_grad_batches=2",
-        ),
         ({"ACCELERATE_USE_FSDP": "true"}, {"strategy": DDPStrategy()}, "is overridden by strategy=DDPStrategy()"),
         ({"FSDP_VERSION": "2"}, {}, "not used, because ACCELERATE_USE_FSDP is not set"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSIONS": "2"}, {}, "Did you mean 'FSDP_VERSION'?"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "EAGER"}, {"compile": "default"}, "is overridden by compile='default'"),
         ({"ACCELERATE_LAUNCH_DELAY": "2"}, {}, "ACCELERATE_LAUNCH_DELAY=2 is not read by Trainwright"),
     ],
 )

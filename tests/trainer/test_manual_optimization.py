@@ -1,5 +1,3 @@
-"""Steps, backward, closures and optimizers that a task runs by hand or in its own way."""
-
 from __future__ import annotations
 
 import contextlib
@@ -99,8 +97,8 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
     quiet_trainer(max_epochs=1).fit(Two(body), regression_loader(3))
 
 
-def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
-    quiet_trainer(**{"max_epochs": 2, **arguments}).fit(task, regression_loader(8, 2))
+def _trained(task: RegressionTask) -> torch.Tensor:
+    quiet_trainer(max_epochs=2).fit(task, regression_loader(8, 2))
     return weights_of(task)
 
 

@@ -1,5 +1,3 @@
-"""Training and evaluation modes of modules, and gradients in evaluation."""
-
 from __future__ import annotations
 
 from typing import Any

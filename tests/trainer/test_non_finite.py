@@ -1,5 +1,3 @@
-"""What becomes of a step whose loss or gradient is NaN or infinite, under each `on_nonfinite`."""
-
 from __future__ import annotations
 
 import itertools
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.runs import assert_equal_weights, weights_of
-from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_manifest
@@ -133,17 +131,13 @@ def test_a_run_ends_after_max_skipped_consecutive_steps() -> None:
     assert (len(task.seen), trainer.global_step) == (7, 0)
 
 
-class _Overflows(RegressionTask):
-    """A gradient that is finite but overflows once it is scaled, in one batch."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        steep = 1e37 * self.net[3].bias.sum()
+def test_a_gradient_that_overflows_under_scaling_is_the_scalers_business() -> None:
+    def step(task: RegressionTask, batch: Batch, batch_idx: int) -> torch.Tensor:
+        loss = task.loss(batch)
+        steep = 1e37 * task.net[3].bias.sum()  # finite, until it is scaled
         return loss + (steep - steep.detach()) if batch_idx == 1 else loss
 
-
-def test_a_gradient_that_overflows_under_scaling_is_the_scalers_business() -> None:
-    guarded, plain = _Overflows(), _Overflows()
+    guarded, plain = StepTask(step), StepTask(step)
     trainers = [quiet_trainer(max_epochs=1, precision="16-mixed", on_nonfinite=p) for p in ("skip", None)]
     for trainer, task in zip(trainers, (guarded, plain), strict=True):
         trainer.fit(task, batches(4))

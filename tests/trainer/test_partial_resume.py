@@ -171,7 +171,6 @@ class Data(DataModule):
 
 
 def _saved(folder: Path, **data: Any) -> Path:
-    """Write a checkpoint after one epoch of a run without callbacks."""
     trainer = quiet_trainer(max_epochs=1)
     trainer.fit(DecayingTask(), **(data or {"train_dataloaders": loader()}))
     return trainer.save_checkpoint(folder / "saved")

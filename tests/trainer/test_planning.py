@@ -1,5 +1,3 @@
-"""`Trainer.plan`: it predicts a fit from the Trainer's arguments, and changes nothing."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -30,25 +28,10 @@ def _source(plan: Plan, name: str) -> tuple[Any, str]:
 def test_a_plan_of_one_process() -> None:
     plan = quiet_trainer(max_epochs=3, max_steps=20).plan(RegressionTask(), regression_loader(18, 4))
     assert (plan.strategy["name"], plan.processes["count"], plan.processes["mesh"]) == ("SingleDeviceStrategy", 1, {})
-    assert plan.parameters == {
-        "total": 49,
-        "trainable": 49,
-        "frozen": 0,
-        "total_per_device": 49,
-        "trainable_per_device": 49,
-        "frozen_per_device": 0,
-    }
-    assert plan.data == {
-        "micro_batch": 4,
-        "accumulate_grad_batches": 1,
-        "global_batch": 4,
-        "tokens_per_step": None,
-        "batches_per_epoch": 5,
-        "samples_per_epoch": 18,
-        "steps_per_epoch": 5,
-        "total_steps": 15,
-        "other_limits": [],
-    }
+    of_model = {"total": 49, "trainable": 49, "frozen": 0}
+    assert plan.parameters == {**of_model, **{f"{name}_per_device": number for name, number in of_model.items()}}
+    assert (plan.data["micro_batch"], plan.data["global_batch"], plan.data["samples_per_epoch"]) == (4, 4, 18)
+    assert (plan.data["batches_per_epoch"], plan.data["steps_per_epoch"], plan.data["total_steps"]) == (5, 5, 15)
     assert plan.precision["reduction"] == "none"
     assert plan.memory["forecast_bytes"] == 4 * (49 + 2 * 49 + 49 + 2 * 32)  # two temporary copies of the largest
     assert "peak_bytes" not in plan.memory

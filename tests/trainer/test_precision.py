@@ -1,5 +1,3 @@
-"""Number formats, repeatable kernels, anomaly detection and compilation."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -57,8 +57,6 @@ class Watched(TaskModule):
 
 
 def saving_at(hook: str, step: int, path: Path) -> Callback:
-    """Return a callback that calls `trainer.save_checkpoint` in `hook`."""
-
     def save(self: Any, trainer: Any, task: Any, *_: Any) -> None:
         if trainer.global_step == step and not path.exists():
             trainer.save_checkpoint(path)
@@ -68,7 +66,6 @@ def saving_at(hook: str, step: int, path: Path) -> Callback:
 
 
 def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Path | None = None) -> Watched:
-    """Train to the end, or to an interruption."""
     torch.manual_seed(5 if resume is None else 6)
     task = Watched()
     trainer = quiet_trainer(

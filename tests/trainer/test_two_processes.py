@@ -1,5 +1,3 @@
-"""The Trainer on two processes: those that it starts itself, and those of a launcher."""
-
 from __future__ import annotations
 
 import os

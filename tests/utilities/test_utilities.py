@@ -1,5 +1,3 @@
-"""The helpers of `trainwright.utilities` do what their names say elsewhere."""
-
 from __future__ import annotations
 
 import pytest
@@ -7,13 +5,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.utilities import (
-    grad_norm,
-    measure_flops,
-    move_data_to_device,
-    rank_zero_deprecation,
-    rank_zero_warn,
-)
+from trainwright.utilities import grad_norm, measure_flops, move_data_to_device, rank_zero_deprecation, rank_zero_warn
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from trainwright.loggers.trackers.queued import QueuedLogger
 
 
 class Stub(QueuedLogger):
-    """A backend in memory."""
-
     def __init__(self, *, delay: float = 0.0, fails: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.calls: list[Any] = []
