@@ -121,6 +121,10 @@ class _Generator(ast.NodeVisitor):
         for statement in node.body:
             self.visit(statement)  # not its decorators, defaults and annotations
 
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)

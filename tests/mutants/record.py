@@ -71,11 +71,11 @@ class Record:
         durations: dict[str, float] = json.loads((FOLDER / "durations.json").read_text())
         self._durations = {test: seconds for test, seconds in durations.items() if test in tests}
 
-    def tests_of(self, file: str, lines: Iterable[int]) -> list[str]:
-        """Return the test functions that run one of the lines of a file, the fastest first."""
+    def tests_of(self, file: str, lines: Iterable[int] | None = None) -> list[str]:
+        """Return the test functions that run one of the lines of a file, or any line, the fastest first."""
         found: set[str] = set()
         by_line = self._data.contexts_by_lineno(str(ROOT / file))
-        for line in lines:
+        for line in by_line if lines is None else lines:
             for context in by_line.get(line, []):
                 found |= set(filter(None, map(test_function, context.split("|"))))
         known = [name for name in found if name in self._durations]
