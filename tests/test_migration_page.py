@@ -54,6 +54,7 @@ def _verdicts() -> Iterator[tuple[str, str, str]]:
 VERDICTS = list(_verdicts())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "name", "verdict"), VERDICTS, ids=[f"{of}.{name}" for of, name, _ in VERDICTS])
 def test_the_page_agrees_with_the_package(of: str, name: str, verdict: str) -> None:
     found = OBJECTS[of]()

@@ -60,6 +60,7 @@ def test_examples_are_short_and_listed() -> None:
         assert f"(examples/{path.name})" in page
 
 
+@pytest.mark.slow
 @one_and_two_ranks
 @pytest.mark.parametrize(("checkpointing_steps", "path"), [("epoch", "newest"), ("3", "step_3")])
 def test_a_program_resumes_by_epoch_and_by_step(

@@ -30,6 +30,7 @@ def _save(accelerator: Accelerator, net: nn.Linear, value: float) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_states_are_never_overwritten_or_deleted_too_early(
     async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -142,6 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_checkpoint_that_does_not_fit_is_refused(damage: str, safetensors: Path) -> None:
     spoil, complaint = DAMAGES[damage]

@@ -74,6 +74,7 @@ def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int |
     return found
 
 
+@pytest.mark.slow
 @given(_placed())
 @_LAW
 def test_everything_is_placed_within_the_budgets_and_ties_lie_together(case: Any) -> None:

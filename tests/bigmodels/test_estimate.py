@@ -146,6 +146,7 @@ def test_weights_beside_an_index_or_a_configuration_of_others_are_weighed(
     assert _run(capsys, str(tmp_path / name if name == _INDEX else tmp_path))["elements"] == 32
 
 
+@pytest.mark.slow
 def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
     facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32", "--devices", "2")
     assert facts["peaks_float32_adam"]["fsdp"] > 0

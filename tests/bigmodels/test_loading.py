@@ -52,6 +52,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_checkpoint_runs_from_every_place(form: str, tmp_path: Path) -> None:
     checkpoint = FORMS[form](tmp_path / "checkpoint")

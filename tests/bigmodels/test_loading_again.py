@@ -67,6 +67,7 @@ SPREAD: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("places", "suffix"), [(None, "bin"), ({"": "cpu"}, "safetensors"), (ALL_DISK, "bin")])
 @pytest.mark.parametrize("kind", SPREAD)
 @torch.no_grad()
@@ -105,6 +106,7 @@ def _count(net: nn.Module) -> list[int]:
     return [sum(isinstance(hook, AlignDevicesHook) for hook in hooks_of(module)) for module in net.modules()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", PLACES)
 @pytest.mark.parametrize("former", FORMER)
 @torch.no_grad()

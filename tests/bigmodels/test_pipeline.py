@@ -125,7 +125,7 @@ def test_the_last_process_has_the_result_for_every_batch_size_and_all_have_it_on
         for size, result in zip(SIZES, results, strict=True):
             _assert_equal(result, size)
     assert found[0]["points"] == found[1]["points"]
-    assert found[0]["points"][0].startswith("blocks.2")  # stages are even unless told
+    assert found[0]["points"][0].startswith("blocks.2")  # stages are even by default
     _assert_equal(found[1]["after an error"], 4)
 
 

@@ -82,6 +82,7 @@ OFFLOADED: dict[str, Callable[[Path], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
 @pytest.mark.parametrize("where", OFFLOADED)
 def test_offloaded_weights_are_written_with_their_values(where: str, safe: bool, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def _sizes(where: str = "training_step") -> list[int]:
     return [size for kind, size in SIZES if kind == where]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "fits", "expected"),
     [

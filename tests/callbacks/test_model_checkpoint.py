@@ -118,6 +118,7 @@ SCORES = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), max_size=30)
 MODES = st.sampled_from(["min", "max"])
 
 
+@pytest.mark.slow
 @given(SCORES, st.integers(1, 6), MODES)
 def test_what_stays_are_the_k_best_scores_and_others_leave_once(
     scores: list[float], k: int, mode: Literal["min", "max"]

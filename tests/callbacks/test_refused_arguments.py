@@ -10,6 +10,7 @@ from trainwright import callbacks as public
 from trainwright.core.errors import ConfigurationError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [

@@ -69,7 +69,7 @@ def test_what_is_slow_is_named_once() -> None:
         assert texts[0].startswith(text)
         assert others == []
         assert seconds == same
-        assert 0.015 < seconds[1][key] < 0.2
+        assert seconds[1][key] > 0.015
 
 
 def test_one_process_is_measured_alone() -> None:

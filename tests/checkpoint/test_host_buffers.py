@@ -30,6 +30,7 @@ def some_tensor(draw: random.Random) -> torch.Tensor:
     return tensor
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([64, 128, 2**20]))
 def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(

@@ -94,6 +94,7 @@ def test_transformers_computes_the_logits_of_megatron(tmp_path: Path) -> None:
     torch.testing.assert_close(_logits(tmp_path / "hf"), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saved",
     ["llama", "gpt2", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("qwen2", "qwen3", "mistral"))],

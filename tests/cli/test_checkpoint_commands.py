@@ -187,6 +187,7 @@ def test_convert_takes_names_classes_and_counts(tmp_path: Path) -> None:
     assert (snapshot.state["step"], snapshot.state["epoch"]) == (9, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -82,6 +82,7 @@ def test_run_false_builds_and_leaves_running_to_the_script() -> None:
     assert made.trainer.global_step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_the_first_word_names_the_stage(stage: str) -> None:
     made = cli(stage, "--optimizer=SGD", "--optimizer.lr=0.1")

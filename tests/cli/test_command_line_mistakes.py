@@ -48,6 +48,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mistaken", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("project")
 @pytest.mark.parametrize(
     ("words", "says"),

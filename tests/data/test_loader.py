@@ -92,6 +92,7 @@ def test_nothing_that_was_consumed_is_fetched_again(size: int) -> None:
     assert data.fetched == whole[3 * size :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "world", "shuffle"), [(0, 2, True), pytest.param(2, 2, True, marks=pytest.mark.exhaustive)]
 )

@@ -10,6 +10,7 @@ from tests.data.sources import Numbers, prepared
 from trainwright.data import pad_to, trim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 4, 7, 13, 33])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_shard_gather_and_trim_equal_a_single_process_in_order(n: int, world: int) -> None:

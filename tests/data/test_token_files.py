@@ -7,7 +7,6 @@ import pickle
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 from collections import Counter
 from functools import partialmethod
@@ -129,14 +128,11 @@ def test_a_large_file_is_open_at_once_and_needs_no_memory(tmp_path: Path) -> Non
     index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, num, num + 1) + struct.pack(f"<{num}i", *[length] * num)
     (tmp_path / "a.idx").write_bytes(index + struct.pack(f"<{num}q", *starts) + struct.pack("<11q", *range(11)))
     tracemalloc.start()
-    begin = time.perf_counter()
     data = TokenDataset(tmp_path / "a", 2048, documents="separate")
-    seconds = time.perf_counter() - begin
     assert len(data) == (10**10 - 1) // 2048
     assert data[len(data) - 1]["input_ids"].shape == (2048,)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert seconds < 0.1  # 10 ms without tracing and beside nothing
     sample = pickle.loads(pickle.dumps(data))[7]["input_ids"]  # as for a spawned worker
     assert torch.equal(sample, data[7]["input_ids"])
 

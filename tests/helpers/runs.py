@@ -24,7 +24,7 @@ QUIET: dict[str, Any] = {
 
 
 def quiet_trainer(**arguments: Any) -> Trainer:
-    """Return a Trainer on one CPU process without loggers, checkpoints, bars and summaries, unless told otherwise.
+    """Return a Trainer on one CPU process without loggers, checkpoints, bars and summaries by default.
 
     `devices="auto"` takes the processes that a launcher (`run_distributed`) has started. A sharded model leaves its
     full weights on every rank, where tests read them.

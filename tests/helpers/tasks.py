@@ -25,7 +25,7 @@ def regression_data(num_samples: int = 64, num_features: int = 4, *, seed: int =
 
 
 def regression_loader(num_samples: int = 64, batch_size: int = 1, *, shuffle: bool = False) -> DataLoader[Any]:
-    """Return a loader over `regression_data`; 64 batches of one sample unless told."""
+    """Return a loader over `regression_data`; 64 batches of one sample by default."""
     return DataLoader(regression_data(num_samples), batch_size=batch_size, shuffle=shuffle)
 
 
@@ -84,7 +84,7 @@ class RecordingCallback(Callback):
     """Write down every event, in order, with the clock at that moment.
 
     Args:
-        only: the events to record; all of them unless told.
+        only: the events to record; all by default.
         note: called with `(event, trainer)` at each; what it returns is recorded beside the event's name.
     """
 

@@ -103,6 +103,7 @@ def test_an_error_is_a_failure_and_the_next_part_runs(one: Check) -> None:
     assert one.run("data", check_processes.data).result == PASS
 
 
+@pytest.mark.slow
 def test_a_missing_run_folder_fails_with_advice(tmp_path: Path) -> None:
     check = Check(Accelerator(cpu=True), tmp_path / "missing" / "run")
     row = check.run("run folder", check_processes.run_folder)

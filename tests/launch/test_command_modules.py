@@ -23,6 +23,7 @@ _MODULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", _MODULES)
 def test_a_module_runs_its_command(
     module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

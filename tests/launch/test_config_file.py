@@ -39,6 +39,7 @@ _CONFIGS = st.fixed_dictionaries(
 ).map(lambda values: LaunchConfig(**values))
 
 
+@pytest.mark.slow
 @given(_CONFIGS, st.sampled_from(["c.yaml", "c.json"]))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_is_read_back_to_the_same_options(tmp_path: Path, config: LaunchConfig, name: str) -> None:

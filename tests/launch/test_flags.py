@@ -66,6 +66,7 @@ def _read(flag: str, tmp_path: Path) -> LaunchConfig:
     return read_command(["--config_file", str(file), *found, f"--{flag.format(file=file)}", "a.py"]).config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", _ACCEPTED.split())
 def test_a_flag_is_accepted(flag: str, tmp_path: Path) -> None:
     check_supported(_read(flag, tmp_path))

@@ -27,6 +27,7 @@ def _typed(text: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "keys", "expected"),
     [

@@ -96,6 +96,7 @@ def run(tmp_path: Path) -> RunInfo:
     return RunInfo(root_dir=tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_logged_can_be_read_back_under_its_prefix(case: Case, run: RunInfo) -> None:
     logger = case.make(prefix="exp")
     logger.start(run)

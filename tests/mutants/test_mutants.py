@@ -81,6 +81,7 @@ def test_a_context_of_the_record_names_its_test() -> None:
     assert name_of_test("") == name_of_test("trainwright.core.task.fit") == ""
 
 
+@pytest.mark.slow
 def test_a_sample_is_determined_by_its_seed() -> None:
     files = ["trainer/schedule.py", "trainer/loop.py"]
     names = [[mutant.name for mutant in sample(files, 20, seed)] for seed in (1, 1, 2)]

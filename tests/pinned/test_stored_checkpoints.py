@@ -18,6 +18,7 @@ _SEVERAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*_ALONE, *_SEVERAL])
 def test_a_stored_checkpoint_goes_on_as_it_did(name: str, tmp_path: Path) -> None:
     stored = json.loads((FOLDER / name / "next.json").read_text())

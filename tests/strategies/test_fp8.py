@@ -175,6 +175,7 @@ def _split_by_hand() -> None:
     assert torch.stack(task.losses).numpy() == pytest.approx(torch.stack(losses).numpy(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_split_layers_train_as_those_that_torch_alone_splits() -> None:
     run_distributed(_split_by_hand, 2)
 
@@ -218,6 +219,7 @@ def _bytes_gathered() -> Iterator[list[int]]:
         collectives.DefaultAllGather.__call__ = own  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_weights_gathered_in_float8_train_as_torchao_alone_gathers_them() -> None:
     run_distributed(_gathered, 2)
 

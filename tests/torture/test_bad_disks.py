@@ -53,7 +53,7 @@ def train(
     callbacks: Sequence[Callback] = (),
     **policy: Any,
 ) -> Any:
-    """Train to step `until` with a checkpoint at every step, all of them kept unless told; returns the weights."""
+    """Train to step `until` with a checkpoint at every step, and keep all of them by default. Return the weights."""
     torch.manual_seed(78 if resume else 77)
     task = BroadTask()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **{"save_top_k": -1, **policy})

@@ -18,12 +18,12 @@ from trainwright.trainer.trainer import Trainer
 
 
 def quiet_trainer(**arguments: Any) -> Trainer:
-    """Return `tests.helpers.runs.quiet_trainer` that leaves the sanity check out too, unless told otherwise."""
+    """Return `tests.helpers.runs.quiet_trainer` that leaves the sanity check out too."""
     return runs.quiet_trainer(**{"num_sanity_val_steps": 0, **arguments})
 
 
 def fitted(task: TaskModule, *loaders: Any, **arguments: Any) -> Trainer:
-    """Return `tests.helpers.runs.fitted` that leaves the sanity check out too, unless told otherwise."""
+    """Return `tests.helpers.runs.fitted` that leaves the sanity check out too."""
     return runs.fitted(task, *loaders, **{"num_sanity_val_steps": 0, **arguments})
 
 

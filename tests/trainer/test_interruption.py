@@ -17,13 +17,13 @@ from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
 
 
-class _Hears(Callback):
+class _RecordsEndings(Callback):
     def __init__(self) -> None:
-        self.heard: list[BaseException] = []
+        self.exceptions: list[BaseException] = []
         self.torn_down: list[str] = []
 
     def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
-        self.heard.append(exception)
+        self.exceptions.append(exception)
 
     def teardown(self, trainer: Any, task: Any, stage: Stage) -> None:
         self.torn_down.append(stage)
@@ -51,30 +51,30 @@ class _InterruptedTwice(_FailsAt):
             self.fail()
 
 
-def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it() -> None:
-    hears, logger = _Hears(), MemoryLogger()
-    trainer = quiet_trainer(max_epochs=3, callbacks=hears, logger=logger, on_interrupt="return")
+def test_ctrl_c_ends_the_fit_quietly_and_callbacks_are_called() -> None:
+    endings, logger = _RecordsEndings(), MemoryLogger()
+    trainer = quiet_trainer(max_epochs=3, callbacks=endings, logger=logger, on_interrupt="return")
     trainer.fit(_FailsAt(0, 3, _press_ctrl_c), regression_loader(8))
     assert (trainer.interrupted, trainer.global_step) == (True, 3)
-    assert [type(error) for error in hears.heard] == [KeyboardInterrupt]
-    assert hears.torn_down == ["fit"]
+    assert [type(error) for error in endings.exceptions] == [KeyboardInterrupt]
+    assert endings.torn_down == ["fit"]
     assert logger.statuses == ["interrupted"]
     trainer.fit(RegressionTask(), regression_loader(8))
     assert (trainer.interrupted, trainer.global_step, trainer.current_epoch) == (False, 24, 3)
 
 
-def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
+def test_another_error_is_raised_unchanged_and_everyone_endings_of_it() -> None:
     error = ValueError("the user's own")
 
     def fail() -> None:
         raise error
 
-    hears, logger = _Hears(), MemoryLogger()
-    trainer = quiet_trainer(max_epochs=3, callbacks=hears, logger=logger)
+    endings, logger = _RecordsEndings(), MemoryLogger()
+    trainer = quiet_trainer(max_epochs=3, callbacks=endings, logger=logger)
     with pytest.raises(ValueError, match=r"the user's own") as caught:
         trainer.fit(_FailsAt(0, 3, fail), regression_loader(8))
     assert caught.value is error
-    assert hears.heard == [error]
+    assert endings.exceptions == [error]
     assert logger.statuses == ["failed"]
     assert not trainer.interrupted
 
@@ -86,15 +86,15 @@ def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, st
         return getattr(RegressionTask, place)(self, *args)
 
     task = type("Signalled", (RegressionTask,), {place: signalled})()
-    hears, logger = _Hears(), MemoryLogger()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[hears], logger=logger)
+    endings, logger = _RecordsEndings(), MemoryLogger()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[endings], logger=logger)
     before = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with pytest.raises(Preempted) as end:
         trainer.fit(task, regression_loader(2))
     signal.signal(signal.SIGTERM, before)
     assert (end.value.code, end.value.signal_name) == (143, "SIGTERM")
-    assert hears.torn_down == ["fit"]
+    assert endings.torn_down == ["fit"]
     assert logger.statuses == ([] if status is None else [status])
 
 
@@ -110,16 +110,16 @@ def test_ctrl_c_is_raised_in_a_script(tmp_path: Path) -> None:
         trainer.test(_InterruptedTwice(0, 3, _press_ctrl_c), regression_loader(8))
 
 
-def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
+def test_a_callback_that_fails_while_it_endings_of_an_error_does_not_hide_it() -> None:
     class Clumsy(Callback):
         def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
             raise RuntimeError("clumsy")
 
-    hears = _Hears()
-    trainer = quiet_trainer(max_epochs=1, callbacks=[Clumsy(), hears])
+    endings = _RecordsEndings()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Clumsy(), endings])
     with (
         pytest.warns(TrainwrightWarning, match=r"on_exception itself failed: RuntimeError: clumsy"),
         pytest.raises(ZeroDivisionError),
     ):
         trainer.fit(_FailsAt(0, 1, lambda: 1 / 0), regression_loader(4))
-    assert len(hears.heard) == 1
+    assert len(endings.exceptions) == 1

@@ -163,6 +163,7 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "every",
     [

@@ -137,7 +137,7 @@ def test_a_start_does_not_wait_for_a_server_and_nothing_is_lost_if_it_answers(tm
     begin = time.perf_counter()
     with pytest.warns(TrainwrightWarning, match=r"has not answered within 0\.1 s\. Training continues"):
         _started(logger, tmp_path)
-    assert time.perf_counter() - begin < 2
+    assert time.perf_counter() - begin < 10  # the answer would come after 20 s
     assert logger.version is None
     with pytest.warns(TrainwrightWarning, match="is not open yet"):
         logger.experiment.anything()
