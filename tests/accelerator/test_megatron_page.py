@@ -202,9 +202,17 @@ _REFUSED: dict[str, tuple[object, str]] = {
 # Values with which Megatron-LM does what Trainwright does.
 _WITHOUT_EFFECT: dict[str, Any] = {
     **{name: False for name, (value, _) in _REFUSED.items() if value is True},
-    **{"recompute_method": "uniform", "recompute_num_layers": 1, "expert_model_parallel_size": 1},
-    **{"context_parallel_size": 1, "attention_dropout": 0.0, "hidden_dropout": 0.0, "expert_tensor_parallel_size": 1},
-    **{"lr_warmup_samples": 0, "consumed_samples": [0, 0, 0], "lr_mult": 1.0, "other_megatron_args": {}},
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "expert_tensor_parallel_size": 1,
+    "lr_warmup_samples": 0,
+    "consumed_samples": [0, 0, 0],
+    "lr_mult": 1.0,
+    "other_megatron_args": {},
 }
 
 
