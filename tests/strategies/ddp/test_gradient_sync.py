@@ -106,6 +106,9 @@ def test_a_mean_of_gradients_counts_each_replica_by_its_weight() -> None:
     torch.testing.assert_close(one[0].grad, torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(one[1].grad, torch.tensor([1.0, 2.0]))
     assert one[2].grad is None
+    [alone] = flat_gradients([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))])
+    assert alone.values.tolist() == [0, 0]
+    assert alone.values.dtype is torch.bfloat16
 
 
 def test_holding_back_in_automatic_optimization_is_refused() -> None:
