@@ -162,17 +162,68 @@ def test_the_page_trains_as_one_process_does(way: str, custom: bool) -> None:
         assert rank[2] == ((2, 8, 32) if "return_logits" in options else None)
 
 
+# Values of options of Megatron-LM that have an effect there, and what the error says.
+_REFUSED: dict[str, tuple[object, str]] = {
+    "use_custom_fsdp": (True, "use_distributed_optimizer=True"),
+    "overlap_cpu_optimizer_d2h_h2d": (True, "cpu_offload=True"),
+    "no_load_optim": (True, "always include the optimizer"),
+    "eod_mask_loss": (True, "set labels to -100"),
+    "no_save_optim": (True, "always include the optimizer"),
+    "optimizer_cpu_offload": (True, "cpu_offload=True"),
+    "use_precision_aware_optimizer": (True, "choose an optimizer"),
+    "decoder_last_pipeline_num_layers": (1, "split_points=…"),
+    "recompute_method": ("block", "use 'uniform'"),
+    "recompute_num_layers": (2, "use 1"),
+    "expert_model_parallel_size": (2, "ep_size=…"),
+    "context_parallel_size": (2, "ParallelismConfig.*splits sequences"),
+    "attention_dropout": (0.1, "attn_pdrop=…"),
+    "hidden_dropout": (0.1, "resid_pdrop=…"),
+    "expert_tensor_parallel_size": (2, "ep_size=…"),
+    "calculate_per_token_loss": (True, "counts by its rows"),
+    "use_rotary_position_embeddings": (True, "determines its positions"),
+    "pipeline_model_parallel_split_rank": (1, "use tp_degree"),
+    "train_samples": (8, "use train_iters"),
+    "lr_decay_samples": (8, "lr_decay_iters"),
+    "lr_warmup_samples": (8, "lr_warmup_iters"),
+    "consumed_samples": ([1, 0, 0], "load_state restores the position"),
+    "no_wd_decay_cond": (print, "parameter groups"),
+    "scale_lr_cond": (print, "parameter groups"),
+    "lr_mult": (2.0, "parameter groups"),
+    "tensorboard_dir": ("logs", "log_with='tensorboard'"),
+    "set_all_logging_options": (True, "log_with='tensorboard'"),
+    "custom_model_provider_function": (print, "build it in the script"),
+    "custom_prepare_model_function": (print, "build it in the script"),
+    "custom_megatron_datasets_provider_function": (print, "prepare a DataLoader"),
+    "other_megatron_args": ({"position_embedding_type": "alibi"}, "configure position embeddings"),
+    "recompute_granularity": ("ful", "Did you mean 'full'"),
+    "lr_decay_style": ("linaer", "Did you mean 'linear'"),
+    "weight_decay_incr_style": ("cosin", "Did you mean 'cosine'"),
+}
+# Values with which Megatron-LM does what Trainwright does.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    **{name: False for name, (value, _) in _REFUSED.items() if value is True},
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "expert_tensor_parallel_size": 1,
+    "lr_warmup_samples": 0,
+    "consumed_samples": [0, 0, 0],
+    "lr_mult": 1.0,
+    "other_megatron_args": {},
+}
+
+
+def test_options_without_effect_are_accepted() -> None:
+    assert MegatronLMPlugin(**_WITHOUT_EFFECT).strategy(1) == MegatronLMPlugin().strategy(1)
+
+
 def test_advanced_options_of_the_page_are_refused_with_what_to_write() -> None:
-    for options, says in (
-        ({"other_megatron_args": {"position_embedding_type": "alibi"}}, "configure position embeddings"),
-        ({"context_parallel_size": 2}, "ParallelismConfig.*splits sequences"),
-        ({"custom_megatron_datasets_provider_function": print}, "prepare a DataLoader"),
-        ({"recompute_method": "block"}, "use 'uniform'"),
-        ({"lr_decay_style": "linaer"}, "Did you mean 'linear'"),
-    ):
-        plugin = MegatronLMPlugin(**options)  # type: ignore[arg-type]  # one of each
-        with pytest.raises(ConfigurationError, match=says):
-            plugin.strategy(1)
+    for name, (value, says) in _REFUSED.items():
+        with pytest.raises(ConfigurationError, match=rf"{name}.*{says}"):
+            MegatronLMPlugin(**{name: value}).strategy(1)  # type: ignore[arg-type]  # one of each
     with pytest.raises(ConfigurationError, match="Use a divisor of 2"):
         MegatronLMPlugin(pp_degree=2, num_layers_per_virtual_pipeline_stage=3).strategy(2, _gpt2())
     for wrong, says in (

@@ -184,11 +184,13 @@ def test_a_named_wrap_policy_becomes_torchs_for_the_modules_of_a_model(wrap: str
     plugin = FullyShardedDataParallelPlugin(auto_wrap_policy=wrap, min_num_params=3)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     net = _Pair(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     plugin.set_auto_wrap_policy(net)
     assert callable(plugin.auto_wrap_policy)
     plugin.set_auto_wrap_policy(net)  # has no effect the second time
-    model = accelerator.prepare(net)
+    model, optimizer = accelerator.prepare(net, optimizer)
     assert [isinstance(module, FSDPModule) for module in accelerator.unwrap_model(model)] == [True, False, True]
+    assert (optimizer.param_groups[0]["fused"], optimizer.param_groups[0]["foreach"]) == (True, None)
     accelerator.end_training()
 
 

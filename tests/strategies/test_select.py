@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.processes.devices import device_indices, kernel_choice
 from trainwright.processes.process_group import Processes
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
+from trainwright.strategies.fsdp.state import disable_foreach, restore_foreach
 from trainwright.strategies.megatron.strategy import MegatronStrategy
-from trainwright.strategies.mesh import MeshShape
+from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -184,3 +188,49 @@ def test_ranks_along_the_data_axes_see_different_data(
     ]
     assert [ranks.rank for ranks in found] == of_ranks
     assert all(list(ranks.members) == members for ranks in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "same_part", "same_sequences"),
+    [
+        (MeshShape(dp_replicate=2, dp_shard=2, tp=2), {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, [1, 3, 5, 7], [5]),
+        (MeshShape(pp=2, cp=2, tp=2), {"pp": 2, "dp_shard": 2, "tp": 2}, [5, 7], [5, 7]),
+        (MeshShape(dp_replicate=4, tp=2), {"dp_replicate": 4, "dp_shard": 1, "tp": 2}, [1, 3, 5, 7], [5]),
+        (MeshShape(dp_shard=4, cp=2), {"dp_shard": 8}, list(range(8)), [4, 5]),
+        (MeshShape(tp=8), {"tp": 8}, None, [5]),
+    ],
+)
+def test_groups_of_a_rank_among_eight(
+    shape: MeshShape, axes: dict[str, int], same_part: list[int] | None, same_sequences: list[int]
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    try:
+        mesh = shape.device_mesh("cpu")
+        assert dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)) == axes
+        if same_part is not None:
+            assert dist.get_process_group_ranks(data_group(mesh)) == same_part
+        assert dist.get_process_group_ranks(shape.sequence_group()) == same_sequences
+        if "dp_shard" not in axes:
+            assert shape.device_mesh("cpu", shards=True).mesh_dim_names == ("dp_shard", *axes)
+        forget_groups(mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_tensors_of_several_meshes_are_stepped_one_by_one() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = MeshShape(tp=2).device_mesh("cpu")
+        split, whole = DTensor.from_local(torch.ones(2), mesh, [Shard(0)]), torch.ones(2)
+        for together, foreach in (([split, whole], False), ([split], None), ([whole], None)):
+            optimizer = torch.optim.AdamW(together)
+            disable_foreach([optimizer])
+            assert optimizer.param_groups[0]["foreach"] is foreach
+            saved = {"groups": [{"foreach": False}]}
+            restore_foreach(optimizer, saved)  # False is kept if the user has chosen it
+            assert saved["groups"][0]["foreach"] is (None if foreach is False else False)
+        with pytest.raises(ConfigurationError, match="use separate groups"):
+            disable_foreach([torch.optim.AdamW([split, whole], foreach=True)])
+        forget_groups(mesh)
+    finally:
+        dist.destroy_process_group()

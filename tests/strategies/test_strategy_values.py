@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from trainwright.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
     LocalSGDStrategy,
+    MegatronStrategy,
     OffloadStrategy,
     SingleDeviceStrategy,
     Strategy,
@@ -46,6 +49,35 @@ def test_a_strategy_is_compared_printed_and_pickled(
     again = pickle.loads(pickle.dumps(make()))
     assert again == make()
     assert vars(again).keys() == vars(make()).keys()
+
+
+_SPLIT_LAYERS: Any = dict  # a plan
+_SHARING: dict[str, Any] = {
+    "auto_wrap_policy": ["Block"],
+    "weights_after_stage": "all",
+    "state_dict_type": "full",
+    "timeout": timedelta(seconds=60),
+    "hang_timeout": timedelta(seconds=30),
+    "process_group_backend": "gloo",
+    "tensor_parallel_plan": _SPLIT_LAYERS,
+}
+
+
+def test_strategies_pass_the_options_that_they_share_on() -> None:
+    split = {**_SHARING, "activation_checkpointing": 2, "cpu_ram_efficient_loading": True}
+    meta = {"meta_init": True}
+    pipeline = {**_SHARING, "pp": 2, "tp": 2, "cp": 2, "dp_shard": 3, "dp_replicate": 4, "num_micro_batches": 5}
+    for cls, options in (
+        (TensorParallelStrategy, split),
+        (TensorParallelStrategy, meta),
+        (MegatronStrategy, pipeline),
+        (MegatronStrategy, {"sp": 2, "split_points": ["a"], "pp": 2, "distributed_optimizer": False}),
+    ):
+        found = vars(cls(**options))
+        assert {name: found[name] for name in options} == options
+    assert MegatronStrategy(recompute="full").activation_checkpointing is True
+    assert MegatronStrategy(recompute="full").activation_checkpointing_save is None
+    assert MegatronStrategy(recompute="selective").activation_checkpointing_save is not None
 
 
 def test_a_strategy_does_not_change() -> None:

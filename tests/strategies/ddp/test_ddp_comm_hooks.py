@@ -18,6 +18,7 @@ from tests.helpers.tasks import RegressionTask, regression_data, regression_load
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import DDPCommunicationHookType, DDPStrategy, DistributedDataParallelKwargs
+from trainwright.strategies.ddp.comm_hooks import batched_power_sgd
 
 _FULL_RANK = {"matrix_approximation_rank": 8, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
 _RANK_ONE = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
@@ -88,6 +89,7 @@ _STRATEGIES: dict[str, Any] = {
     "bf16": lambda: DDPStrategy(ddp_comm_hook=DDPCommunicationHookType.BF16),
     "full rank": lambda: DDPStrategy(ddp_comm_hook="power_sgd", ddp_comm_state=_FULL_RANK),
     "rank one": lambda: DDPStrategy(ddp_comm_hook="power_sgd", ddp_comm_state=_RANK_ONE),
+    "batched": lambda: DDPStrategy(ddp_comm_hook="batched_power_sgd", ddp_comm_state=_FULL_RANK),
     "cast rank one": lambda: DDPStrategy(
         ddp_comm_hook="power_sgd", ddp_comm_wrapper=DDPCommunicationHookType.BF16, ddp_comm_state=_RANK_ONE
     ),
@@ -134,8 +136,52 @@ def test_replicas_stay_equal_under_every_hook(runs: list[dict[str, Any]]) -> Non
 @pytest.mark.distributed
 def test_power_sgd_of_full_rank_is_an_average_and_of_rank_one_is_not(runs: list[Any]) -> None:
     plain = runs[0]["plain"]["weights"]
-    torch.testing.assert_close(runs[0]["full rank"]["weights"], plain, rtol=0, atol=1e-5)
+    for name in ("full rank", "batched"):
+        torch.testing.assert_close(runs[0][name]["weights"], plain, rtol=0, atol=1e-5)
     assert (runs[0]["rank one"]["weights"]["net.0.weight"] - plain["net.0.weight"]).abs().max() > 1e-4
+
+
+class _Bucket:
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values.clone()
+
+    def buffer(self) -> torch.Tensor:
+        return self.values
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def _compressed(gradient: torch.Tensor, steps: int, **options: Any) -> list[torch.Tensor]:
+    """Return what each of several steps with the same gradient makes of it in one process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        state = powerSGD_hook.PowerSGDState(None, 1, 2, **options)  # type: ignore[arg-type]  # None: all ranks
+        return [batched_power_sgd(state, _Bucket(gradient)).wait() for _ in range(steps)]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_batched_power_sgd_begins_after_its_first_steps_and_finds_the_best_matrix_of_its_rank() -> None:
+    gradient = torch.randn(14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)  # of 4 × 4 numbers
+    left, sizes, right = torch.linalg.svd(torch.cat([gradient, torch.zeros(2)]).view(4, 4))
+    best = (sizes[0] * left[:, :1] @ right[:1]).view(-1)[:14]
+    warm = _compressed(gradient, 60, use_error_feedback=False)
+    assert torch.equal(warm[0], gradient)
+    assert torch.equal(warm[1], gradient)
+    assert (warm[2] - best).norm() > 1e-3
+    torch.testing.assert_close(warm[-1], best)
+    cold = _compressed(gradient, 4, use_error_feedback=False, warm_start=False)
+    assert not torch.equal(cold[2], cold[3])  # begins with other random numbers
+
+
+def test_batched_power_sgd_makes_up_for_its_errors() -> None:
+    gradient = torch.randn(14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    total = torch.stack(_compressed(gradient, 202)[2:]).mean(0)
+    torch.testing.assert_close(total, gradient, rtol=0, atol=0.1)
 
 
 @pytest.mark.distributed

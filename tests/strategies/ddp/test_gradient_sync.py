@@ -16,6 +16,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TaskError
 from trainwright.strategies import DDPStrategy
+from trainwright.strategies.ddp.replicas import flat_gradients
 
 
 class Crossings(Callback):
@@ -93,6 +94,21 @@ def test_gradients_cross_in_the_last_micro_batch_unless_each_is_asked_for() -> N
             assert of_rank[name][0] == [1, 1, 1, 1, 1, 1]
         for _, weights in of_rank.values():
             torch.testing.assert_close(weights, of_rank["last"][1], rtol=0, atol=1e-6)
+
+
+def test_a_mean_of_gradients_counts_each_replica_by_its_weight() -> None:
+    one, other = ([torch.nn.Parameter(torch.zeros(2)) for _ in range(3)] for _ in range(2))
+    one[0].grad, other[0].grad = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])
+    other[1].grad = torch.tensor([3.0, 6.0])  # without a gradient on one replica
+    [of_one], [of_other] = flat_gradients(one, weight=2.0), flat_gradients(other)
+    of_one.values += of_other.values
+    of_one.write_mean(3.0)
+    torch.testing.assert_close(one[0].grad, torch.tensor([2.0, 4.0]))
+    torch.testing.assert_close(one[1].grad, torch.tensor([1.0, 2.0]))
+    assert one[2].grad is None
+    [alone] = flat_gradients([torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))])
+    assert alone.values.tolist() == [0, 0]
+    assert alone.values.dtype is torch.bfloat16
 
 
 def test_holding_back_in_automatic_optimization_is_refused() -> None:

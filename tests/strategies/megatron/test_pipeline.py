@@ -86,6 +86,18 @@ class Speaker(TaskModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
+class Stepping(Speaker):
+    """Steps its optimizer itself, and keeps the index of the last micro-batch of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[int] = []
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.last.append(batch_idx)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
 def batches(lengths: tuple[int, ...] = (6,) * 12) -> list[torch.Tensor]:
     """Return micro-batches of three rows of tokens, some of them 0."""
     generator = torch.Generator().manual_seed(7)
@@ -112,6 +124,7 @@ def train(
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "predictions": trainer.predict(task, val) if predicts else [],
         "drawn": task.drawn if isinstance(task, Speaker) else [],
+        "last": task.last if isinstance(task, Stepping) else [],
     }  # fmt: skip
 
 
@@ -135,19 +148,19 @@ _MIXED = (6, 4, 6, 3, 5, 6, 4, 4, 2, 6, 5)  # of several lengths, and the last s
 def one(folder: Path) -> dict[str, Any]:
     return {
         "even": train(folder / "one", "single"),
-        "mixed": train(folder / "one-mixed", "single", data=batches(_MIXED)),
+        "mixed": train(folder / "one-mixed", "single", task=Stepping(), data=batches(_MIXED)),
     }
 
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> list[dict[str, Any]]:
     def runs() -> dict[str, Any]:
-        def run(name: str, data: Any = None, **options: Any) -> dict[str, Any]:
-            return train(folder / name, MegatronStrategy(pp=2, **options), data=data)
+        def run(name: str, data: Any = None, task: Any = None, **options: Any) -> dict[str, Any]:
+            return train(folder / name, MegatronStrategy(pp=2, **options), task=task, data=data)
 
         return {
             **{name: run(name, schedule=name) for name in SCHEDULES},
-            "mixed": run("mixed", batches(_MIXED)),
+            "mixed": run("mixed", batches(_MIXED), Stepping()),
             "selective": run("selective", recompute="selective"),
         }
 
@@ -162,6 +175,7 @@ def test_every_step_is_that_of_one_process(name: str, data: str, one: Any, two: 
     for found in (two[0][name], two[1][name]):
         assert_same(found, one[data])
         torch.testing.assert_close(found["predictions"], one[data]["predictions"], rtol=1e-5, atol=1e-5)
+        assert found["last"] == one[data]["last"]
 
 
 @pytest.mark.distributed
