@@ -123,10 +123,18 @@ MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]
     "modules without memory lie with their neighbours": (
         _WITHOUT_MEMORY, {0: 100, 1: 100}, {}, {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
     ),
+    "an accelerator that stays empty keeps no room": (
+        layers(50, 25, 25, 25, 25, 25), {0: 250, 1: 400, "cpu": 1000}, {},
+        {"0": 1, "1": 1, "2": "cpu", "3": "cpu", "4": "cpu", "5": "cpu"},
+    ),
     "a model without memory lies on the first device": (nn.Sequential(nn.Dropout()), {0: 10, 1: 10}, {}, {"": 0}),
     "a device too small for the next module has the first that fits": (
         layers(50, 30, 25, 10, 25), {0: 100, 1: 600}, {"fallback_allocation": True},
         {"0": 1, "1": 1, "2": 0, "3": 1, "4": 1},
+    ),
+    "without fallback_allocation it stays empty": (layers(50, 30, 25, 10, 25), {0: 100, 1: 600}, {}, {"": 1}),
+    "a device that has modules gets no later ones": (
+        layers(25, 50, 25), {0: 200, 1: 300}, {"fallback_allocation": True}, {"0": 0, "1": 1, "2": 1},
     ),
     "a module is divided after those beside it": (
         nn.Sequential(layer(50), Block(), layer(5)), {0: 110, 1: 500}, {"fallback_allocation": True},

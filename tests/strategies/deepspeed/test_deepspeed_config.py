@@ -103,6 +103,9 @@ def test_accelerates_names_are_understood() -> None:
     assert strategy.stage == 3
     assert strategy.config.offload("offload_optimizer") == "cpu"
     assert strategy.config.clipping == 1.0
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    assert [strategy.config.content[name] for name in auto] == ["auto", "auto"]
+    assert strategy.config.content["zero_allow_untested_optimizer"] is True
     assert strategy.options.moe_leaf_modules == ("Experts", "Router")
     quiet_trainer(strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=1.0)
     with pytest.raises(ConfigurationError, match="gradient_accumulation_steps=2"):
