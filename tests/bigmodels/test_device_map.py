@@ -124,6 +124,27 @@ MAPS: dict[str, tuple[nn.Module, dict[Any, int], dict[str, Any], dict[str, Any]]
     "modules without memory lie with their neighbours": (
         _WITHOUT_MEMORY, {0: 100, 1: 100}, {}, {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
     ),
+    "an accelerator that stays empty keeps no room": (
+        layers(50, 25, 25, 25, 25, 25), {0: 250, 1: 400, "cpu": 1000}, {},
+        {"0": 1, "1": 1, "2": "cpu", "3": "cpu", "4": "cpu", "5": "cpu"},
+    ),
+    "a model without memory lies on the first device": (nn.Sequential(nn.Dropout()), {0: 10, 1: 10}, {}, {"": 0}),
+    "a device too small for the next module has the first that fits": (
+        layers(50, 30, 25, 10, 25), {0: 100, 1: 600}, {"fallback_allocation": True},
+        {"0": 1, "1": 1, "2": 0, "3": 1, "4": 1},
+    ),
+    "without fallback_allocation it stays empty": (layers(50, 30, 25, 10, 25), {0: 100, 1: 600}, {}, {"": 1}),
+    "a device that has modules gets no later ones": (
+        layers(25, 50, 25), {0: 200, 1: 300}, {"fallback_allocation": True}, {"0": 0, "1": 1, "2": 1},
+    ),
+    "a module is divided after those beside it": (
+        nn.Sequential(layer(50), Block(), layer(5)), {0: 110, 1: 500}, {"fallback_allocation": True},
+        {"0": 1, "1": 1, "2": 0},
+    ),
+    "a module of which a part is elsewhere is divided": (
+        nn.Sequential(layer(50), layers(25, 10)), {0: 60, 1: 140, 2: 500}, {"fallback_allocation": True},
+        {"0": 2, "1.0": 1, "1.1": 0},
+    ),
 }  # fmt: skip
 
 
@@ -190,6 +211,7 @@ def test_a_map_is_explained() -> None:
     assert [(share.device, share.used_bytes) for share in report.shares] == [(0, 100), ("cpu", 400), ("disk", 0)]
     text = str(report)
     assert "Device 0 computes the layers on the host and on disk" in text
+    assert "1 … 5 (5 modules)" in str(explain_device_map(layers(*[25] * 6), {0: 200, "cpu": 1000}))
     assert "Device 0 has no room for 'blocks.0.a', which needs 100 B: 150 B are free, of which 100 B are" in text
     assert "'head' is on device 0 because it shares a tensor" in text
     assert "With 250 B more on the last accelerator, nothing would be offloaded." in text
@@ -215,8 +237,11 @@ def test_buffers_that_do_not_fit_beside_the_largest_offloaded_weight_are_a_warni
     fitting = {"no_split_module_classes": ["_BlockWithMask"], "max_memory": {0: 44_000 + 40_000 + 16_000, "cpu": 10**9}}
     infer_auto_device_map(model, **fitting)
     too_small = {**fitting, "max_memory": {0: 44_000 + 40_000 + 15_999, "cpu": 10**9}}
-    with pytest.warns(TrainwrightWarning, match="offload_buffers=True"):
+    with pytest.warns(TrainwrightWarning, match=r"take 15.6 KiB .* device 0, .* 15.6 KiB free .*\(39.1 KiB\)"):
         infer_auto_device_map(model, **too_small)
+    # Without offloaded buffers, and on no accelerator, there is nothing to warn of.
+    infer_auto_device_map(layers(25, 25, 25), {0: 200, "cpu": 1000})
+    infer_auto_device_map(model, {"cpu": 50_000}, no_split_module_classes=["_BlockWithMask"])
     infer_auto_device_map(model, **too_small, offload_buffers=True)
 
 

@@ -20,6 +20,7 @@ from trainwright.bigmodels.dispatch.model_hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from trainwright.bigmodels.weights.slots import move_tensor
 
 
 class Recorder(ModelHook):
@@ -185,3 +186,13 @@ def test_execution_hooks_go_on_every_module_with_weights_and_spare_those_that_ha
     assert net.embed._hf_hook is own
     hooked = {name for name, module in net.named_modules() if "_hf_hook" in vars(module)}
     assert hooked == {name for name, module in net.named_modules() if list(module.parameters())}
+
+
+def test_a_buffer_is_replaced_only_where_it_is_on_another_device() -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2))
+    mean = net[0].running_mean
+    move_tensor(net, "0.running_mean", mean, torch.device("cpu"))
+    assert net[0].running_mean is mean
+    move_tensor(net, "0.running_mean", mean, torch.device("meta"))
+    assert net[0].running_mean.is_meta
+    assert not mean.is_meta

@@ -91,6 +91,19 @@ def test_floating_point_weights_take_the_dtype_but_for_those_that_stay_float32(
     assert net.blocks[0][1].num_batches_tracked.dtype is torch.int64
 
 
+def test_a_model_in_memory_keeps_its_parameters_unless_the_dtype_changes(tmp_path: Path) -> None:
+    net, folder = make_net(), _single(tmp_path / "c")
+    before = dict(net.named_parameters())
+    for parameter in before.values():
+        parameter.data.zero_()
+    load_checkpoint_in_model(net, folder)
+    assert torch.equal(net(TOKENS), EXPECTED)
+    assert all(parameter is before[name] for name, parameter in net.named_parameters())  # an optimizer has them
+    load_checkpoint_in_model(net, folder, dtype="bfloat16")
+    assert net.embed.weight is net.head.weight
+    assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
+
+
 def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in STATE.items() if name != "blocks.0.0.bias"} | {"extra": torch.ones(1)}
     save_file(state, tmp_path / "m.safetensors")

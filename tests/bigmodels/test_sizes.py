@@ -18,6 +18,7 @@ from trainwright import (
     get_max_memory,
     retie_parameters,
 )
+from trainwright.bigmodels.maps.sizes import calculate_maximum_sizes, named_module_tensors
 from trainwright.core.host.memory import available_host_memory_bytes
 
 
@@ -31,6 +32,14 @@ def test_buffers_count_and_can_be_counted_alone() -> None:
     assert compute_module_sizes(Buffered())[""] == 100 + 40 + 80
     assert dict(compute_module_sizes(Buffered(), buffers_only=True)) == {"": 120, "saved": 40, "unsaved": 80}
     assert compute_module_total_buffer_size(Buffered()) == 120
+    model = nn.Sequential(Buffered())
+    for options, names in (
+        ({}, ["0.layer.weight", "0.saved", "0.unsaved"]),
+        ({"remove_non_persistent": True}, ["0.layer.weight", "0.saved"]),
+        ({"include_buffers": False}, ["0.layer.weight"]),
+    ):
+        assert [name for name, _ in named_module_tensors(model, recurse=True, **options)] == names
+    assert [name for name, _ in named_module_tensors(model[0], remove_non_persistent=True)] == ["saved"]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +62,9 @@ def test_the_largest_layer_is_found_with_all_its_equals() -> None:
     sizes = compute_module_sizes(model)
     assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["1.a", "1.b", "2"])
     assert get_max_layer_size(list(model.named_children()), sizes, ["Block"]) == (200, ["1"])
+    assert calculate_maximum_sizes(model) == (340, (100, ["1.a", "1.b", "2"]))
+    model._no_split_modules = ["Block"]  # type: ignore[assignment]  # as in transformers
+    assert calculate_maximum_sizes(model) == (340, (200, ["1"]))
 
 
 def test_tied_parameters_are_found_by_all_their_names() -> None:

@@ -13,8 +13,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.checkpoint.conftest import S3
 from tests.checkpoint.snapshots import files_of, write_small
 from trainwright.checkpoint import service_requests, verify
-from trainwright.checkpoint.remote import RemoteIndex, download_checkpoint, find_remote, upload_checkpoint
-from trainwright.core.errors import CheckpointError
+from trainwright.checkpoint.format.reader import open_checkpoint
+from trainwright.checkpoint.remote import (
+    RemoteIndex,
+    download_checkpoint,
+    fetch_checkpoint,
+    fetch_newest,
+    find_remote,
+    upload_checkpoint,
+)
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -64,6 +72,49 @@ def test_what_was_uploaded_comes_back_the_same(url: str, tmp_path: Path) -> None
     assert back == tmp_path / "back" / local.name
     assert _contents(back) == _contents(local)
     assert verify(back) == []
+    assert download_checkpoint(there, tmp_path / "back") == back
+    (back / "more").touch()
+    (back / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="it is not replaced"):
+        download_checkpoint(there, tmp_path / "back")
+
+
+def test_a_local_copy_is_used_again_unless_it_is_damaged(memory: str, writes: Writes, tmp_path: Path) -> None:
+    local = write_small(tmp_path / "run", 3)
+    there = upload_checkpoint(local, memory)
+    written = list(writes.paths)
+    assert upload_checkpoint(local, memory) == there
+    assert writes.paths == written
+    copy = fetch_checkpoint(there, tmp_path / "copies")
+    weights = next(copy.rglob("*.safetensors"))
+    number = weights.stat().st_ino
+    assert fetch_checkpoint(there, tmp_path / "copies") == copy
+    assert weights.stat().st_ino == number
+    weights.write_bytes(b"damaged")
+    assert fetch_checkpoint(there, tmp_path / "copies") == copy
+    assert _contents(copy) == _contents(local)
+
+
+def test_the_newest_is_fetched_that_is_whole_and_of_the_kind(memory: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first, second, third = (
+        write_small(run, step, kind=kind) for step, kind in ((5, "full"), (2, "weights"), (3, "full"))
+    )
+    for local in (second, third, first):
+        upload_checkpoint(local, memory)
+    newest = fetch_newest(memory, tmp_path / "copies")
+    assert newest is not None
+    assert newest.name == third.name  # by the time of writing
+    assert fetch_newest(memory, tmp_path / "copies", than=open_checkpoint(third)) is None
+    assert fetch_newest(memory, tmp_path / "copies", than=open_checkpoint(second)) is not None
+    file = next(path for path in _remote_files(memory) if path.startswith(third.name) and "safetensors" in path)
+    _change(f"{memory}/{file}", b"damaged")
+    with pytest.warns(TrainwrightWarning, match="Falling back to an older checkpoint"):
+        assert fetch_newest(memory, tmp_path / "others").name == second.name  # type: ignore[union-attr]
+    with pytest.warns(TrainwrightWarning, match="Falling back to an older checkpoint"):
+        assert fetch_newest(memory, tmp_path / "others", kind="full").name == first.name  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=third.name):
+        fetch_newest(memory, tmp_path / "others", skip_damaged=False)
 
 
 def test_wherever_an_upload_breaks_no_checkpoint_is_there_and_the_next_one_succeeds(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.checkpoint.snapshots import write_small
 from trainwright.checkpoint import IndexEntry, RunIndex
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 
 def index_with(folder: Path, metrics: list[float], **options: Any) -> RunIndex:
@@ -47,6 +48,22 @@ def test_checkpoints_rank_by_a_metric_with_nan_last_and_the_earlier_of_equals_fi
     best = index.best("loss", mode)
     assert best is not None
     assert best.name == order[0]
+
+
+def test_the_newest_run_is_the_one_that_wrote_last(tmp_path: Path) -> None:
+    assert RunIndex.of_newest_run(tmp_path) is None
+    older, newer = RunIndex(tmp_path, run="older"), RunIndex(tmp_path, run="newer")
+    older.add(write_small(tmp_path, 9))
+    newer.add(write_small(tmp_path, 2))
+    newest = RunIndex.of_newest_run(tmp_path)
+    assert newest is not None
+    assert [(newest.run, entry.step) for entry in newest.entries()] == [("newer", 2)]
+    shutil.rmtree(tmp_path / newer.entries()[0].name)
+    left = RunIndex.of_newest_run(tmp_path)
+    assert left is not None
+    assert left.run == "older"
+    with pytest.raises(CheckpointError, match="the folder of this index"):
+        older.add(write_small(tmp_path / "elsewhere", 1))
 
 
 def make_index(folder: Path) -> list[IndexEntry]:

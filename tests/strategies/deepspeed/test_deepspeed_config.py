@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES
+from trainwright.strategies.deepspeed import checks, library
 from trainwright.strategies.deepspeed.config import for_building, for_engine
+from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
+from trainwright.strategies.deepspeed.state import as_torch
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.deepspeed.zero_model import connect_schedule
 
@@ -99,6 +103,9 @@ def test_accelerates_names_are_understood() -> None:
     assert strategy.stage == 3
     assert strategy.config.offload("offload_optimizer") == "cpu"
     assert strategy.config.clipping == 1.0
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    assert [strategy.config.content[name] for name in auto] == ["auto", "auto"]
+    assert strategy.config.content["zero_allow_untested_optimizer"] is True
     assert strategy.options.moe_leaf_modules == ("Experts", "Router")
     quiet_trainer(strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=1.0)
     with pytest.raises(ConfigurationError, match="gradient_accumulation_steps=2"):
@@ -147,3 +154,93 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=complaint):
             DeepSpeedStrategy(path)
+
+
+def test_a_configuration_answers_and_changes_by_dotted_keys() -> None:
+    zero = {"stage": 2, "offload_param": {"device": "nvme"}}
+    config = HfDeepSpeedConfig({"zero_optimization": zero, "fp16": {"enabled": False}})
+    assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, True)
+    keys = ("zero_optimization.stage", "fp16.enabled", "bf16.enabled")  # true, false, and missing
+    assert [config.is_true(key) for key in keys] == [True, False, False]
+    assert [config.is_false(key) for key in keys] == [False, True, False]
+    config.del_config_sub_tree("zero_optimization.offload_param.device", must_exist=True)
+    config.del_config_sub_tree("bf16.enabled")
+    assert config.config == {"zero_optimization": {"stage": 2, "offload_param": {}}, "fp16": {"enabled": False}}
+    assert not config.is_offload()
+    with pytest.raises(ConfigurationError, match=r"has no 'fp16\.scale'"):
+        config.del_config_sub_tree("fp16.scale", must_exist=True)
+
+
+def test_deepspeed_is_loaded_for_one_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(device_name=lambda: "cpu")
+    logger = SimpleNamespace(setLevel=lambda level: None)
+    deepspeed = SimpleNamespace(
+        accelerator=SimpleNamespace(get_accelerator=lambda: device), utils=SimpleNamespace(logger=logger)
+    )
+    monkeypatch.setattr(library, "require_package", lambda *names, **options: deepspeed)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert library.load_library("cpu") is deepspeed
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    with pytest.raises(ConfigurationError, match="already uses 'cpu'"):
+        library.load_library("cuda")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_with_offload_the_host_steps_the_groups_of_torchs_adam(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        checks, "cpu_adam", lambda groups, adamw_mode: SimpleNamespace(param_groups=groups, adamw_mode=adamw_mode)
+    )
+    offload = DeepSpeedStrategy(stage=2, offload_optimizer=True).config
+    optimizer = kind([torch.nn.Parameter(torch.ones(2))])
+    checks.check_optimizers([optimizer], torch.nn.Linear(1, 1), offload, None)  # type: ignore[arg-type]
+    found: Any = checks.on_host(optimizer, offload)
+    assert found.param_groups is optimizer.param_groups
+    assert found.adamw_mode is (kind is torch.optim.AdamW)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        assert getattr(found, hooks) is getattr(optimizer, hooks)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).step()  # warns of no missing step
+    assert checks.on_host(optimizer, DeepSpeedStrategy(stage=2).config) is optimizer
+    for unlike in ({"amsgrad": True}, {"maximize": True}):
+        optimizer = kind([torch.nn.Parameter(torch.ones(2))], **unlike)
+        with pytest.raises(ConfigurationError, match="cannot step on the host"):
+            checks.check_optimizers([optimizer], torch.nn.Linear(1, 1), offload, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("adamw", [True, False])
+def test_states_of_deepspeeds_adam_become_those_of_torchs(adamw: bool) -> None:
+    like_torchs = torch.optim.AdamW if adamw else torch.optim.Adam
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = type("DeepSpeedCPUAdam", (torch.optim.SGD,), {"adam_w_mode": adamw})([weight])
+    groups = [{"lr": 0.3, "bias_correction": True, "params": ["weight"]}]
+    average = torch.ones(2)
+    tree = as_torch({"groups": groups, "state": {"weight": {"step": 2, "exp_avg": average}}, "kept": 1}, optimizer)
+    assert (tree["class"], tree["kept"]) == (like_torchs.__name__, 1)
+    assert tree["groups"] == [{**like_torchs([weight], lr=0.3).param_groups[0], "params": ["weight"]}]
+    assert tree["state"]["weight"]["exp_avg"] is average
+    assert torch.equal(tree["state"]["weight"]["step"], torch.tensor(2.0))
+    assert as_torch(tree, torch.optim.SGD([weight])) is tree
+
+
+def test_an_engine_steps_the_users_adagrad() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    given, made = torch.optim.Adagrad([weight], lr=0.3), torch.optim.Adagrad([torch.nn.Parameter(torch.ones(4))])
+    linked: list[Any] = []
+    zero = SimpleNamespace(optimizer=made, _link_all_hp_params=lambda: linked.append(zero.optimizer))
+    library.keep_own_adagrad(SimpleNamespace(basic_optimizer=given, optimizer=zero))
+    assert zero.optimizer is given
+    assert linked == [given]
+    assert given.state == made.state
+    other = SimpleNamespace(optimizer=torch.optim.SGD([weight]))
+    library.keep_own_adagrad(SimpleNamespace(basic_optimizer=given, optimizer=other))
+    assert other.optimizer is not given
+
+
+def test_gradients_that_start_within_a_block_are_not_swapped() -> None:
+    def split(tensors: list[Any], offsets: list[int]) -> tuple[list[Any], list[int]]:
+        return [SimpleNamespace(swappable=True) for _ in tensors], offsets
+
+    swapper = SimpleNamespace(_adjust_for_misaligned_lengths=split, numel_alignment=256)
+    library.keep_unaligned_gradients(SimpleNamespace(optimizer_swapper=swapper))
+    places = [0, 256, 300, 511]
+    parts, found = swapper._adjust_for_misaligned_lengths([torch.ones(1)] * 4, places)  # type: ignore[call-arg]
+    assert ([part.swappable for part in parts], found) == ([True, True, False, False], places)
