@@ -149,16 +149,20 @@ class _HalvesRateEachEpoch(RegressionTask):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
 
 
-class _SkipsAfterTwo(_HalvesRateEachEpoch):
+class _SkipsAfterTwo(RegressionTask):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
+
+
+class _SkipsAndHalves(_SkipsAfterTwo, _HalvesRateEachEpoch):
+    pass
 
 
 @pytest.mark.parametrize("by", ["task", "callback"])
 def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(by: str) -> None:
     tally = Tally()
     skips = LambdaCallback(on_train_batch_start=lambda trainer, task, batch, idx: -1 if idx == 2 else None)
-    task, callbacks = (_SkipsAfterTwo(), [tally]) if by == "task" else (_HalvesRateEachEpoch(), [tally, skips])
+    task, callbacks = (_SkipsAndHalves(), [tally]) if by == "task" else (_HalvesRateEachEpoch(), [tally, skips])
     trainer = fitted(task, regression_loader(8), max_epochs=3, callbacks=callbacks)
     assert trainer.optimizers[0].param_groups[0]["lr"] == task.lr / 2**3
     assert (tally.train_batches, tally.train_epochs) == (6, [0, 1, 2])
