@@ -55,3 +55,10 @@ def test_states_are_never_overwritten_or_deleted_too_early(
     with pytest.warns(TrainwrightWarning, match="skipping the damaged"):
         again.load_state()
     assert net.bias.item() == 2.0
+
+
+def test_trackers_write_into_the_folder_of_the_project_unless_they_have_their_own() -> None:
+    assert ProjectConfiguration("run").logging_dir == "run"
+    own = ProjectConfiguration("run", logging_dir="logs")
+    own.set_directories("elsewhere")
+    assert (own.project_dir, own.logging_dir) == ("elsewhere", "logs")

@@ -4,6 +4,7 @@ import os
 import signal
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,34 @@ def test_signals_that_come_together_end_no_worker_and_a_later_one_does() -> None
     assert read(0.001) == [0, 1, 2, 3]
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         read(1.3)
+
+
+class _IgnoresInterrupts(Dataset[int]):
+    """Is stuck in its second sample, in code that no Ctrl-C ends."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            time.sleep(5)
+        return index
+
+
+def test_a_worker_that_is_stuck_and_ignores_interrupts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainwright.data.workers._wait_for.__defaults__", (0.05,))
+    monkeypatch.setattr("trainwright.data.workers._LOOK_S", 0.05)
+    looks, is_alive = [], BaseProcess.is_alive
+    workers = Workers()
+    batches = workers.keep(iter(DataLoader(_IgnoresInterrupts(), batch_size=None, num_workers=1)))
+    assert next(batches) == 0
+    started_s = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseProcess, "is_alive", lambda worker: looks.append(worker) or is_alive(worker))
+        workers.close()
+    assert time.monotonic() - started_s < 2
+    assert len(looks) < 20  # it waits instead of looking again and again
+    assert not batches._workers[0].is_alive()
+    assert batches._shutdown
+    batches._shutdown_workers()  # as torch does when it frees the iterator: it finds nothing left to end

@@ -107,6 +107,22 @@ def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_writt
     assert saver.best_model_path == str(tmp_path / "step=4")
 
 
+def test_a_preempted_run_whose_checkpoint_does_not_fit_on_the_disk_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Signalled(RegressionTask):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    set_fault_hook(FailOnce(0))
+    with pytest.raises(Preempted):
+        _fit(9, ModelCheckpoint(tmp_path), task=Signalled(), on_save_error="warn")
+    assert "the checkpoint could not be written: " in (said := capsys.readouterr().out)
+    assert "No space left on device" in said
+    assert find_checkpoints(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_earlier_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -28,6 +28,25 @@ def test_a_fit_ends_at_whichever_bound_comes_first(
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
+@pytest.mark.parametrize(
+    ("limits", "reached"),
+    [
+        ({"max_epochs": 1}, "max_epochs=1 is reached"),
+        ({"max_steps": 4}, "max_steps=4 is reached"),
+        ({"max_epochs": 1, "max_samples": 4}, "max_epochs=1 and the limit of 4 samples is reached"),
+    ],
+)
+def test_a_fit_with_nothing_left_to_train_says_which_limit_is_reached(
+    limits: dict[str, int], reached: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = RegressionTask()
+    trainer = fitted(task, regression_loader(4), **limits)
+    assert "nothing is left" not in capsys.readouterr().out
+    trainer.fit(task, regression_loader(4))
+    assert f"nothing is left to train: {reached} at epoch 1, step 4. Increase it" in capsys.readouterr().out
+    assert trainer.global_step == 4
+
+
 def test_a_stop_request_finishes_the_batch_and_validates_once() -> None:
     tally, stop = Tally(), AfterBatch(lambda trainer, batch_idx: batch_idx == 4, ask_to_stop)
     loader = regression_loader(10)
@@ -124,17 +143,28 @@ def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
     assert torch.equal(weights_of(second.task), weights_of(whole.task))
 
 
+class _HalvesRateEachEpoch(RegressionTask):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
 class _SkipsAfterTwo(RegressionTask):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
+
+
+class _SkipsAndHalves(_SkipsAfterTwo, _HalvesRateEachEpoch):
+    pass
 
 
 @pytest.mark.parametrize("by", ["task", "callback"])
 def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch(by: str) -> None:
     tally = Tally()
     skips = LambdaCallback(on_train_batch_start=lambda trainer, task, batch, idx: -1 if idx == 2 else None)
-    task, callbacks = (_SkipsAfterTwo(), [tally]) if by == "task" else (RegressionTask(), [tally, skips])
+    task, callbacks = (_SkipsAndHalves(), [tally]) if by == "task" else (_HalvesRateEachEpoch(), [tally, skips])
     trainer = fitted(task, regression_loader(8), max_epochs=3, callbacks=callbacks)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == task.lr / 2**3
     assert (tally.train_batches, tally.train_epochs) == (6, [0, 1, 2])
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)
 

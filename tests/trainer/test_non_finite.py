@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.helpers.runs import assert_equal_weights, weights_of
-from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_manifest
@@ -169,7 +169,10 @@ def roll_back(task: RegressionTask, loader: Any, folder: Path, **arguments: Any)
 
 def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(tmp_path: Path) -> None:
     task, without = Bad((1, 4)), Bad((1, 4))
-    trainer = roll_back(task, regression_loader(12, 2), tmp_path, max_epochs=2)
+    recorder = RecordingCallback("setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
+    trainer = roll_back(task, regression_loader(12, 2), tmp_path, max_epochs=2, callbacks=[saves(3), recorder])
+    begins = ["setup", "on_fit_start", "on_train_start"]
+    assert recorder.events == [*begins, *["on_train_epoch_start"] * 2, *begins]  # as in a resume
     assert task.seen.count((1, 4)) == 1
     assert task.seen.count((1, 3)) == 2
     assert (trainer.global_step, trainer.state.batches) == (11, 12)

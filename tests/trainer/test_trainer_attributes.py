@@ -21,7 +21,7 @@ BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
     "distributed_sampler_kwargs": None, "early_stopping_callbacks": [], "enable_autolog_hparams": True,
     "enable_validation": False, "gradient_clip_algorithm": None, "gradient_clip_val": None, "is_last_batch": False,
     "limit_predict_batches": 1.0, "limit_test_batches": 1.0, "limit_train_batches": 4, "limit_val_batches": 1,
-    "min_epochs": None, "min_steps": None, "model": None, "node_rank": 0, "num_sanity_val_batches": [],
+    "min_epochs": None, "min_steps": None, "model": None, "node_rank": 0, "num_nodes": 1, "num_sanity_val_batches": [],
     "overfit_batches": 0.0, "predict_dataloaders": None, "received_sigterm": False,
     "reload_dataloaders_every_n_epochs": 0, "scaler": None, "test_dataloaders": None, "train_dataloader": None,
     "val_check_batch": None, "val_check_interval": 1.0, "val_dataloaders": None,
