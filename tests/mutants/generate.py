@@ -31,7 +31,7 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
 }
 # Mistakes in texts, names and representations cost users little, and tests do not pin their words.
 _NOT_MUTATED = {"__repr__", "__str__", "__reduce__", "__getstate__"}
-_ANY_ORDER = {"max", "min"}  # functions whose arguments may be swapped
+_ANY_ORDER = ("max", "min", ".transpose")  # functions whose arguments may be swapped
 _FOR_TESTS = {"fault_point"}  # calls that only tests use
 
 
@@ -216,7 +216,7 @@ class _Generator(ast.NodeVisitor):
             if keyword.arg not in (None, "strict"):
                 self._drop(node, number)
         plain = [each for each in node.args if not isinstance(each, ast.Starred)]
-        if len(plain) >= 2 and len(plain) == len(node.args) and called not in _ANY_ORDER:
+        if len(plain) >= 2 and len(plain) == len(node.args) and not called.endswith(_ANY_ORDER):
             begin, end = self._span(plain[0])[0], self._span(plain[1])[1]
             between = self.source[self._span(plain[0])[1] : self._span(plain[1])[0]].decode()
             self._add("arguments swapped", begin, end, self._text(plain[1]) + between + self._text(plain[0]))

@@ -71,14 +71,23 @@ class Record:
         durations: dict[str, float] = json.loads((FOLDER / "durations.json").read_text())
         self._durations = {test: seconds for test, seconds in durations.items() if test in tests}
 
-    def tests_of(self, file: str, lines: Iterable[int] | None = None) -> list[str]:
-        """Return the test functions that run one of the lines of a file, or any line, the fastest first."""
-        found: set[str] = set()
+    def tests_of(self, file: str, lines: Iterable[int]) -> list[str]:
+        """Return the test functions to try for lines of a file: those that run one of them, the fastest first.
+
+        A line that runs where a module is imported or a fixture is made belongs to no test, and a process of a loader
+        is not measured. The tests of all lines of the file follow then.
+        """
         by_line = self._data.contexts_by_lineno(str(ROOT / file))
-        for line in by_line if lines is None else lines:
-            for context in by_line.get(line, []):
-                found |= set(filter(None, map(test_function, context.split("|"))))
-        known = [name for name in found if name in self._durations]
+        contexts = {context for line in lines for context in by_line.get(line, [])}
+        found = self._fastest_first(contexts)
+        if not found or "" in contexts:
+            every = self._fastest_first({context for each in by_line.values() for context in each})
+            found += [test for test in every if test not in found]
+        return found
+
+    def _fastest_first(self, contexts: Iterable[str]) -> list[str]:
+        names = {test_function(part) for context in contexts for part in context.split("|")}
+        known = [name for name in names if name in self._durations]
         return sorted(known, key=lambda name: (self._durations[name], name))
 
     def seconds_of(self, test: str) -> float:

@@ -113,8 +113,6 @@ def sample(files: list[str], number: int, seed: int) -> list[Mutant]:
 def try_out(mutant: Mutant, record: Record, tree: Path) -> Result:
     """Run the tests of a mutant's lines in a copy of the tree, which is restored."""
     tests = record.tests_of(mutant.file, range(mutant.line, mutant.end_line + 1))
-    # The processes of a loader are not measured: what only they run is run by a test of another line of the file.
-    tests = tests or record.tests_of(mutant.file)
     chosen: list[str] = []
     seconds = 0.0
     for test in tests:

@@ -99,7 +99,7 @@ class _Record:
     def __init__(self, test: str) -> None:
         self.test = test
 
-    def tests_of(self, file: str, lines: range | None = None) -> list[str]:
+    def tests_of(self, file: str, lines: range) -> list[str]:
         return [self.test]
 
     def seconds_of(self, test: str) -> float:
