@@ -15,7 +15,6 @@ NEWEST_TORCHAO := 0.18.0
 VENV_DEMO := .venv-demo
 STAMP_DEMO := $(VENV_DEMO)/.installed
 STAMP_DOCS := $(VENV_DEMO)/.docs-installed
-STAMP_PICTURES := $(VENV_DEMO)/.pictures-installed
 VENV_OLDEST := .venv-oldest
 VENV_NEWEST := .venv-newest
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -148,20 +147,16 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	$(BIN)/python -m benchmarks
 
-# The documentation is built in the demo's environment, with one more package.
+# The documentation is built in the demo's environment, with a few more packages.
 docs: $(STAMP_DOCS)
 	$(VENV_DEMO)/bin/python -m docs.site.build
 
-$(STAMP_DOCS): $(STAMP_DEMO)
-	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,docs]"
-	@touch $@
-
 # The pictures of README.md and of the start page; needs chromium.
-pictures: $(STAMP_PICTURES)
+pictures: $(STAMP_DOCS)
 	$(VENV_DEMO)/bin/python -m docs.site.pictures
 
-$(STAMP_PICTURES): $(STAMP_DEMO)
-	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,docs,pictures]"
+$(STAMP_DOCS): $(STAMP_DEMO)
+	$(VENV_DEMO)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,docs]"
 	@touch $@
 
 format: $(STAMP)

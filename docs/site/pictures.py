@@ -7,7 +7,6 @@ writes the pictures of README.md and of the start page into docs/pictures. It ne
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
@@ -35,7 +34,7 @@ tuner = Tuner(Trainer(max_epochs=1, enable_progress_bar=False))
 found = tuner.lr_find(DigitsClassifier(width=8), datamodule=DigitsData())
 found.plot(suggest=True).savefig("lr_find.png", dpi=120)
 """
-_CHROMIUM = shutil.which("chromium") if importlib.util.find_spec("playwright") else None
+_CHROMIUM = shutil.which("chromium")
 
 
 def _run(project: Path, *arguments: str, fails: bool = False) -> str:

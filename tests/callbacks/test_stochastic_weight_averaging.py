@@ -153,3 +153,12 @@ class _Several(RegressionTask):
 def test_what_a_fit_lacks_is_refused(make: Any, share: float, arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         fit(make(), [StochasticWeightAveraging(0.05, share)], **arguments)
+
+
+def test_a_function_of_the_users_own_averages() -> None:
+    task, notes = RegressionTask(), Notes()
+    fit(task, [StochasticWeightAveraging(0.05, 2, avg_fn=lambda mean, now, num: torch.maximum(mean, now)), notes],
+        max_epochs=4)  # fmt: skip
+    first, second, third, _ = notes.weights
+    largest = {name: torch.maximum(torch.maximum(first[name], second[name]), third[name]) for name in first}
+    assert_equal_weights(weights_of(task), largest)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from trainwright.cli.main import main
+from trainwright.launch import questions
+from trainwright.launch.config_file import content_of
+from trainwright.launch.launch import check_options
+from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.questions import ask
+from trainwright.launch.reading import options_of
 
 _DOWN, _ENTER, _CLEAR = "\x1b[B", "\r", "\x15"
 
@@ -84,3 +93,39 @@ def test_answers_are_written_to_a_file(
         "num_processes": 2,
         "use_cpu": True,
     }
+
+
+class _Drawn:
+    """In place of questionary: answers that hypothesis draws, of those that a question accepts."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+
+    def confirm(self, message: str, default: bool) -> Any:
+        return self._answer([True, False])
+
+    def select(self, message: str, choices: tuple[str, ...], default: str) -> Any:
+        assert default in choices
+        return self._answer(list(choices))
+
+    def text(self, message: str, default: str, validate: Callable[[str], Any]) -> Any:
+        return self._answer([text for text in (default, "0", "1", "2", "4", "8", "a", "") if validate(text) is True])
+
+    def _answer(self, answers: list[Any]) -> Any:
+        return SimpleNamespace(unsafe_ask=lambda: self.data.draw(st.sampled_from(answers)))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_any_answers_make_options_that_launch_accepts(data: st.DataObject) -> None:
+    devices = data.draw(st.integers(0, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(questions, "_questionary", lambda: _Drawn(data))
+        found = ask(devices)
+    check_options(found)
+    assert LaunchConfig(**options_of(content_of(found), "a.yaml")) == found
+    if found.use_parallelism_config:
+        axes = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+        sizes = [getattr(found, f"parallelism_config_{axis}_size") or 1 for axis in axes]
+        assert math.prod(sizes) == found.num_processes
+    assert not (found.use_fsdp and found.use_deepspeed)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.loggers.evaluation_rows import EvaluationRows
 from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
 from trainwright.loggers.metric_slot import FOLD_EVERY
 
@@ -222,3 +223,10 @@ def test_a_key_without_the_loader_s_index_belongs_to_one_loader() -> None:
         buffer.log("acc", 3.0, add_dataloader_idx=False)
     flushed = buffer.flush_epoch()
     assert (flushed.logged, flushed.loaders) == ({"acc": 2.0}, {"acc": 0})
+
+
+def test_rows_of_an_evaluation_are_exchanged_once() -> None:
+    rows = EvaluationRows()
+    rows._synced, rows._steps = {(0, 0): {}}, {(0, 0): 0}
+    assert rows.combine([rows.payload()]) == {0: {}}
+    assert rows.payload() == {}

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.distributed import run_distributed
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import Exchange, Flushed
 
@@ -155,3 +155,19 @@ def test_metric_objects_reduce_over_ranks_in_one_order_and_start_over() -> None:
     assert messages_0 == []
     assert len(messages_1) == 1
     assert "'alone' was logged on 1 of 2 ranks" in messages_1[0]
+
+
+def test_a_distributed_tensor_is_taken_when_every_rank_holds_it_whole() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    buffer = MetricBuffer()
+    buffer.begin("train")
+    buffer.in_step = True
+    whole = DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()])
+    buffer.log("loss", whole)
+    assert buffer.flush_step().logged == {"loss": 2.0}
+    with pytest.raises(TaskError, match=r"sharded over ranks.*full_tensor"):
+        buffer.log("part", DTensor.from_local(torch.tensor(2.0), mesh, [Partial()]))

@@ -144,3 +144,11 @@ def test_wrong_arguments_name_the_nearest() -> None:
         PyTorchProfiler(with_flop=True)
     with pytest.raises(ValueError, match="not started"):
         SimpleProfiler().stop("x")
+
+
+@pytest.mark.slow
+def test_each_cycle_has_a_memory_timeline_without_traces_too(tmp_path: Path) -> None:
+    schedule = {"wait": 1, "active": 1, "repeat": 2}
+    _fit(PyTorchProfiler(tmp_path, memory_timeline=True, export_to_chrome=False, schedule=schedule))
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert names == {"fit-profile-0-memory.json", "fit-profile-0-1-memory.json"}

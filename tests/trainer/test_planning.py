@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright import DataModule, Trainer
+from trainwright.callbacks.callback import Callback
 from trainwright.trainer.planning.run_plan import Plan
 
 
@@ -89,3 +93,25 @@ def test_after_a_fit_the_peak_is_measured() -> None:
     assert isinstance(plan.memory["peak_bytes"], int)
     assert plan.memory["peak_bytes"] > 2**20
     assert plan.memory["peak_of"] == "all host memory of this process since its start"
+
+
+def _shard_sizes() -> tuple[int, int]:
+    """Return the numbers of parameters of rank 0's plan, and of this rank's shards in a fit."""
+    task, found = Blocks(), list[int]()
+
+    class Counts(Callback):
+        def on_train_start(self, trainer: Any, task: Any) -> None:
+            shards = [p.to_local() if isinstance(p, DTensor) else p for p in task.parameters()]
+            found.append(sum(shard.numel() for shard in shards))
+
+    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_steps=1, callbacks=Counts())
+    plan = trainer.plan(task, batches(2))
+    trainer.fit(task, batches(2))
+    return plan.parameters["total_per_device"] or 0, found[0]
+
+
+@pytest.mark.distributed
+def test_the_parameters_of_a_device_are_those_of_a_run() -> None:
+    (planned, on_first), (_, on_second) = run_distributed(_shard_sizes, 2)
+    assert planned == on_first
+    assert on_first + on_second == sum(p.numel() for p in Blocks().parameters())

@@ -282,3 +282,56 @@ def _count_graphs(strategy: str, compile: Any) -> int:
 def test_layers_of_torch_are_compiled_as_units(strategy: str, options: Any) -> None:
     for graphs in run_distributed(_count_graphs, 2, strategy, options, timeout=300):
         assert 1 <= graphs <= 3  # one for all layers, and again when shapes or the training mode differ
+
+
+_num_steps = 0
+
+
+class KeepsOutputs(Blocks):
+    """Keeps what its steps see; computes gradients in them if told, as force fields do."""
+
+    def __init__(self, with_gradients: bool = False) -> None:
+        super().__init__()
+        self.with_gradients = with_gradients
+        self.outs: list[int] = []
+        self.num_rows = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        global _num_steps
+        _num_steps += 1
+        self.outs.append(len(batch))
+        self.num_rows += len(batch)
+        if self.with_gradients:
+            with torch.enable_grad():
+                self(batch.clone().requires_grad_()).sum().backward()
+        self.blocks[1](inputs=torch.zeros(1, 7))
+        assert self.all_gather(torch.tensor(float(self(batch).sum()))).shape == (2,)
+
+    predict_step = validation_step  # type: ignore[assignment]  # they return nothing
+
+
+def _keep_outputs() -> list[tuple[int, list[int], int]]:
+    global _num_steps
+    found = []
+    trainer = quiet_trainer(devices="auto", strategy="fsdp")
+    for run, with_gradients, num in (
+        (trainer.validate, False, 3),
+        (trainer.predict, False, 3),
+        (trainer.validate, True, 3),
+        (trainer.validate, False, 1),
+    ):
+        task, _num_steps = KeepsOutputs(with_gradients), 0
+        run(task, batches(num))
+        found.append((_num_steps, task.outs, task.num_rows))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_step_of_an_evaluation_runs_once_for_each_batch() -> None:
+    rows = [len(batch) for batch in batches(3)]
+    for rank, (*stages, computes_gradients, has_one) in enumerate(run_distributed(_keep_outputs, 2)):
+        mine = rows[rank::2]
+        assert stages == [(len(mine), mine, sum(mine))] * 2
+        # The step itself runs again where it computes gradients or the rank has no batch; its attributes are restored.
+        assert computes_gradients[1:] == (mine, sum(mine))
+        assert has_one[1:] == ((rows[:1], rows[0]) if rank == 0 else ([], 0))

@@ -125,6 +125,32 @@ def test_units_are_found_by_size_where_nobody_names_them() -> None:
     assert found[0] >= DEPTH
 
 
+def _file_of(tensor: torch.Tensor) -> str:
+    """Return the path of the file that the tensor's memory is mapped to, by Linux's list of mappings."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, path = line.split(maxsplit=5)
+        begin, end = (int(address, 16) for address in span.split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return path
+    return ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="lists no mappings")
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_state_of_the_optimizer_is_in_files_of_the_folder(stream: bool, tmp_path: Path) -> None:
+    files: set[str] = set()
+
+    class Look(Callback):
+        def on_train_end(self, trainer: Any, task: Any) -> None:
+            for state in trainer.optimizers[0].state.values():
+                files.update((_file_of(state["exp_avg"]), _file_of(state["exp_avg_sq"])))
+
+    parameters = "disk" if stream else "device"
+    train(Tiny(), OffloadStrategy(parameters, "disk", stream=stream, offload_folder=tmp_path), callbacks=[Look()])
+    assert files
+    assert all(file.startswith(str(tmp_path)) for file in files)
+
+
 def test_a_full_disk_is_an_error_before_anything_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
