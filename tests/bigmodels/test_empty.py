@@ -43,6 +43,16 @@ def test_tied_weights_stay_one_object(empty: Model) -> None:
     assert empty.same is empty.computed
 
 
+def test_a_parameter_that_was_made_before_is_one_object_in_all_its_modules() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with init_empty_weights():
+        for layer in layers:
+            layer.weight = weight
+    assert layers[0].weight is layers[1].weight
+    assert layers[0].weight.device == META
+
+
 def test_buffers_and_other_tensors_keep_their_values(empty: Model) -> None:
     assert empty.ones.sum() == 2000
     assert empty.table.sum() == 1500 * 2

@@ -104,6 +104,14 @@ def test_a_model_in_memory_keeps_its_parameters_unless_the_dtype_changes(tmp_pat
     assert {parameter.dtype for parameter in net.parameters()} == {torch.bfloat16}
 
 
+def test_a_module_that_two_names_share_is_loaded_by_either(tmp_path: Path) -> None:
+    net = nn.ModuleDict()
+    net["first"] = net["second"] = nn.Linear(2, 2)
+    save_file({"second.weight": torch.ones(2, 2), "second.bias": torch.ones(2)}, tmp_path / "m.safetensors")
+    load_checkpoint_in_model(net, tmp_path / "m.safetensors", strict=True)
+    assert torch.equal(net["first"].weight, torch.ones(2, 2))
+
+
 def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in STATE.items() if name != "blocks.0.0.bias"} | {"extra": torch.ones(1)}
     save_file(state, tmp_path / "m.safetensors")
