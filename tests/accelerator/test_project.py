@@ -40,7 +40,7 @@ def test_states_are_never_overwritten_or_deleted_too_early(
 
     first, net = _start(tmp_path, total_limit=2, async_save=async_save)
     theirs = [_save(first, net, 1.0), _save(first, net, 2.0)]
-    (tmp_path / "checkpoints/checkpoint_2").mkdir()  # of nobody
+    (tmp_path / "checkpoints/checkpoint_2").mkdir()  # belongs to no run
     later, net = _start(tmp_path, total_limit=1, async_save=async_save)
     with pytest.warns(TrainwrightWarning, match="which this process has not written"):
         own = [_save(later, net, value) for value in (3.0, 4.0)]

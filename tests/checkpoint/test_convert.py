@@ -67,7 +67,7 @@ def test_an_optimizer_comes_along_keyed_by_name(make: MakeOptimizer, tmp_path: P
     saved = read_checkpoint(tmp_path / "out").optimizers[0]
     assert same(saved, named_optimizer_state(optimizer, names_of(model)))
     fresh = Net()
-    load_named_optimizer_state(make(fresh), saved, names_of(fresh))  # fits an optimizer made anew
+    load_named_optimizer_state(make(fresh), saved, names_of(fresh))  # loads into a new optimizer
 
 
 @pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])

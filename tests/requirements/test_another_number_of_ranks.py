@@ -1,4 +1,4 @@
-"""The place is counted in samples of all ranks, so that another number of them goes on and visits each sample once."""
+"""The place is counted in samples of all ranks, so a run resumes on another number of ranks."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Attempt:
 
 
 def train(case: Case, attempt: Attempt, checkpoints: Path, rank: int, *, resume: bool) -> None:
-    # The generators start elsewhere at each resume: only the checkpoint may say where they go on.
+    # Each resume starts with other generators, so their state must come from the checkpoint.
     torch.manual_seed(1000 + attempt.number if resume else 77)
     task = NotedTask(attempt.steps(rank))
     policy: dict[str, Any] = {

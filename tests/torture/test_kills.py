@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed]
 
 @dataclass(frozen=True)
 class Whole:
-    """The run that nobody interrupted."""
+    """The run without an interruption."""
 
     steps: list[list[str]]  # for each rank: samples and loss of every micro-batch
     ids: list[list[int]]  # for each rank: the samples in the order of their use

@@ -87,7 +87,7 @@ class RestlessTask(TaskModule):
 
 
 def train(setting: Setting, folder: Path, ckpt_path: Path | None = None) -> RestlessTask:
-    """Run to the end, keeping a checkpoint of every third step; only it says where the generators go on."""
+    """Run to the end, and keep a checkpoint of every third step, with the state of the generators."""
     torch.manual_seed(77 if ckpt_path is None else 78)
     task = RestlessTask(setting.kind)
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)

@@ -1,4 +1,4 @@
-"""What a sharded step costs: what it sends, and what activation checkpointing computes anew."""
+"""What a sharded step costs: communication, and what activation checkpointing recomputes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 LISTENERS: dict[str, Callable[[], list[Callback]]] = {
-    "nobody": list,
+    "none": list,
     "averages": lambda: [EMAWeightAveraging(decay=0.5)],
 }
 
@@ -52,7 +52,7 @@ def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize(
     ("parameters", "state", "listener"),
-    [("device", "cpu", "nobody"), ("disk", "disk", "nobody"), ("cpu", "cpu", "averages")],
+    [("device", "cpu", "none"), ("disk", "disk", "none"), ("cpu", "cpu", "averages")],
 )
 def test_every_bit_is_that_of_training_in_one_place(parameters: Any, state: Any, listener: str, tmp_path: Path) -> None:
     for accumulate, clip in ((1, None), (3, None), (3, 0.5)):
@@ -174,7 +174,7 @@ def test_a_group_is_looked_at_when_all_its_gradients_are_there() -> None:
     class Odd(Tiny):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
-            # A finite loss and a gradient that is no number, of the weight whose gradient comes last.
+            # The loss is finite, and the gradient that is computed last is NaN.
             return loss + (0 * self.embed.weight).sum().sqrt() if batch_idx == 2 else loss
 
     options: dict[str, Any] = {"on_nonfinite": "skip"}
