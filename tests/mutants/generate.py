@@ -33,6 +33,10 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
 _NOT_MUTATED = {"__repr__", "__str__", "__reduce__", "__getstate__"}
 _ANY_ORDER = ("max", "min", ".transpose")  # functions whose arguments may be swapped
 _FOR_TESTS = {"fault_point"}  # calls that only tests use
+# Arguments that change no result: `strict` of `zip` checks lengths that the caller checked, `non_blocking` is about
+# speed, and a `daemon` thread differs only where the process ends without joining it.
+_WITHOUT_EFFECT = {"strict", "stacklevel", "non_blocking", "daemon"}
+_LARGE = 16  # from here on one more is no mistake: buffers, numbers of bytes, hash seeds
 
 
 @dataclass(frozen=True)
@@ -133,9 +137,13 @@ class _Generator(ast.NodeVisitor):
         """Skip the arguments of an error, which are mostly text. Whether it is raised is a mutant of its condition."""
 
     def visit_keyword(self, node: ast.keyword) -> None:
-        """Skip `strict` of `zip`, which is a check of lengths that the caller made itself."""
-        if node.arg != "strict":
+        if node.arg not in _WITHOUT_EFFECT:
             self.visit(node.value)
+
+    def visit_Module(self, node: ast.Module) -> None:
+        for statement in node.body:
+            if not _is_tuning(statement):
+                self.visit(statement)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Skip text."""
@@ -185,7 +193,7 @@ class _Generator(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, bool):
             self._replace("constant changed", node, str(not node.value))
-        elif isinstance(node.value, int):
+        elif isinstance(node.value, int) and abs(node.value) < _LARGE:
             self._replace("off by one", node, str(node.value + 1))
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -213,7 +221,7 @@ class _Generator(ast.NodeVisitor):
         if called in _FOR_TESTS:
             return
         for number, keyword in enumerate(node.keywords):
-            if keyword.arg not in (None, "strict"):
+            if keyword.arg is not None and keyword.arg not in _WITHOUT_EFFECT:
                 self._drop(node, number)
         plain = [each for each in node.args if not isinstance(each, ast.Starred)]
         if len(plain) >= 2 and len(plain) == len(node.args) and not called.endswith(_ANY_ORDER):
@@ -234,6 +242,15 @@ class _Generator(ast.NodeVisitor):
             if head.endswith(b","):
                 begin = len(head) - 1
         self._add("argument dropped", begin, end, "")
+
+
+def _is_tuning(statement: ast.stmt) -> bool:
+    """Whether a statement of a module names a number, such as a size or a time that was chosen by measuring."""
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
+        return False
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    is_constant = all(isinstance(target, ast.Name) and target.id.isupper() for target in targets)
+    return is_constant and isinstance(statement.value, (ast.Constant, ast.BinOp))
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:

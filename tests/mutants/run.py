@@ -74,8 +74,14 @@ FILES = (
     "src/trainwright/bigmodels/weights/*.py",
     "src/trainwright/bigmodels/maps/*.py",
 )
-_MOST_SECONDS = 120.0  # of tests for one mutant, by the record
-_TIMEOUT_S = 240.0  # a mutant that hangs is noticed
+# Not run by `make test`: Megatron's library belongs to `make test-engines`, an older torch to `make check-oldest`.
+_NOT_IN_MAKE_TEST = {
+    "strategies/megatron/core_engine.py",
+    "strategies/megatron/core_model.py",
+    "strategies/fsdp/unit_state.py",
+}
+_MOST_SECONDS = 300.0  # of tests for one mutant, by the record
+_TIMEOUT_S = 480.0  # a mutant that hangs is noticed
 _WANTED = 0.9
 
 
@@ -161,7 +167,7 @@ def main() -> int:
     options = parser.parse_args()
     files = [file for pattern in options.files for file in glob.glob(pattern, root_dir=ROOT)]
     record = Record()
-    mutants = sample(sorted(set(files)), options.number, options.seed)
+    mutants = sample(sorted(set(files) - _NOT_IN_MAKE_TEST), options.number, options.seed)
     with tempfile.TemporaryDirectory() as name:
         trees: queue.Queue[Path] = queue.Queue()
         ignored = shutil.ignore_patterns(".venv*", ".git", "build", "demo", ".*_cache", "runs")

@@ -65,6 +65,8 @@ def test_a_mutant_changes_nothing_else() -> None:
         "x = '%s' % 'y'\n",
         "for a, b in zip(first, strict=True): pass\n",
         "x = max(first, second)\n",
+        "_NUM_BYTES: int = 4 * 2\n",
+        "x = Thread(daemon=True)\n",
         "fault_point(first, second)\n",
         "@dataclass(frozen=True)\nclass A:\n    pass\n",
     ],
