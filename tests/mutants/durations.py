@@ -19,6 +19,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the file, in the process that has all reports."""
+    """Add to the file, in the process that has all reports."""
     if not hasattr(session.config, "workerinput"):
-        (FOLDER / "durations.json").write_text(json.dumps(_SECONDS))
+        path = FOLDER / "durations.json"
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**before, **_SECONDS}))

@@ -2,7 +2,8 @@
 
     python -m tests.mutants.record [ARGUMENTS OF PYTEST ...]
 
-writes build/mutants/{coverage,durations.json}. Without arguments it runs the tests of `make test`.
+writes build/mutants/{coverage,durations.json}. Without arguments it runs the tests of `make test`; with arguments, such
+as a file of new tests, it adds to the record that there is.
 """
 
 from __future__ import annotations
@@ -33,19 +34,24 @@ disable_warnings = no-data-collected, module-not-imported
 
 
 def record(arguments: Sequence[str]) -> int:
-    """Run pytest, and write the record. Return the exit status of pytest."""
+    """Run pytest, and write the record, or add to it. Return the exit status of pytest."""
     import coverage
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for old in FOLDER.glob("coverage*"):
-        old.unlink()
+    old = [*FOLDER.glob("coverage.*")]  # of a run that was interrupted
+    if not arguments:
+        old += [FOLDER / "coverage", FOLDER / "durations.json"]
+    for path in old:
+        path.unlink(missing_ok=True)
     configuration = FOLDER / "settings.ini"  # combine() would read a file whose name begins with that of the data
     configuration.write_text(_CONFIGURATION.format(folder=FOLDER))
     environment = {**os.environ, "COVERAGE_PROCESS_START": str(configuration)}
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutants.durations"]
     done = subprocess.run([*command, *(arguments or _TESTS)], cwd=ROOT, env=environment, check=False)
     os.environ.pop("PYTEST_CURRENT_TEST", None)
-    coverage.Coverage(config_file=str(configuration)).combine([str(FOLDER)])
+    measured = coverage.Coverage(config_file=str(configuration))
+    measured.load()
+    measured.combine([str(FOLDER)])
     return done.returncode
 
 
