@@ -1,10 +1,9 @@
-"""The rules of the architecture: layers, cycles, optional packages, the environment, a loop that knows no engine."""
+"""The rules of the architecture that no linter knows: layers, cycles, a loop that knows no engine."""
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterable, Iterator
 
 from tests.helpers.sources import PARTS, Breach, Import, Source
@@ -35,33 +34,18 @@ _MAY_IMPORT = {
     "templates": set(PARTS),
 }
 
-# What may be imported when a module is loaded; anything else is imported in the function that needs it.
-_EAGER = {"torch", "numpy", "safetensors", "xxhash", "cloudpickle", "yaml", "trainwright"}
-_EAGER_CORE = {"torch", "numpy", "trainwright"}
-# Modules of eager packages that are as heavy as a package of their own.
-_LAZY_MODULES = ("torch.utils.tensorboard", "torch._dynamo", "torch._inductor", "torch.distributed.checkpoint")
-# The dependencies that come with an installation; any other package is optional and has one file of its own.
-_INSTALLED = _EAGER | {"jinja2", "jsonargparse", "rich", "tensorboard", "torchmetrics", "tqdm"}
-
 _BACKENDS = {
     "cuda", "nccl", "gloo", "mpi", "hccl", "mps", "xla", "xpu", "hpu", "npu", "tpu", "rocm",
     "ddp", "fsdp", "fsdp2", "deepspeed", "megatron", "zero1", "zero2", "zero3",
 }  # fmt: skip
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 
-_READER = "trainwright.core.process"
-_WRITER = "trainwright.processes.launcher"
-_WRITING_METHODS = {"update", "setdefault", "pop", "popitem", "clear"}
-_READING_METHODS = {"get", "keys", "items", "values", "copy"}
-
 
 def layer_breaches(source: Source) -> list[Breach]:
-    """Law 1: an import points only downward, in functions and for types too; it is absolute and names its home."""
+    """Law 1: an import points only downward, in functions and for types too, and names its home."""
     found = []
     for entry in source.imports:
-        if entry.target.startswith("."):
-            found.append(source.breach(entry.line, f"relative import {entry.target!r}; write it from `trainwright.`"))
-        elif entry.root in PARTS:
+        if entry.root in PARTS:
             found.append(
                 source.breach(
                     entry.line,
@@ -85,15 +69,6 @@ def layer_breaches(source: Source) -> list[Breach]:
             elif part not in _MAY_IMPORT[source.part]:
                 found.append(source.breach(entry.line, f"{source.part} must not import {part} ({entry.target})"))
     return found
-
-
-def bare_import_breaches(source: Source) -> list[Breach]:
-    """Tests and benchmarks too import `trainwright.callbacks`, never `callbacks`."""
-    return [
-        source.breach(entry.line, f"bare import of {entry.root!r}; import trainwright.{entry.root}")
-        for entry in source.imports
-        if entry.root in PARTS or entry.target.startswith("src.")
-    ]
 
 
 def import_cycles(sources: Iterable[Source]) -> list[str]:
@@ -134,99 +109,6 @@ def _home(entry: Import, by_name: dict[str, Source]) -> str | None:
         return entry.target
     parent = entry.target.rpartition(".")[0]
     return parent if parent in by_name and parent != "trainwright" else None
-
-
-def eager_import_breaches(source: Source) -> list[Breach]:
-    """Law 12: only torch and a few light packages are imported when a module is loaded."""
-    allowed = _EAGER_CORE if source.part == "core" else _EAGER
-    found = []
-    for entry in source.imports:
-        if entry.nested or entry.type_only or entry.target.startswith("."):
-            continue
-        heavy = next((name for name in _LAZY_MODULES if f"{entry.target}.".startswith(f"{name}.")), None)
-        if heavy or (
-            entry.root not in allowed and entry.root not in sys.stdlib_module_names and entry.root not in PARTS
-        ):
-            found.append(
-                source.breach(
-                    entry.line,
-                    f"{heavy or entry.root} is imported when the module is loaded; import it in "
-                    "the function that needs it",
-                )
-            )
-    return found
-
-
-def scattered_packages(sources: Iterable[Source]) -> list[str]:
-    """Law 12: an optional package is imported in one file only; returns `package: files` for those in several."""
-    users: dict[str, set[str]] = {}
-    for source in sources:
-        for root in {entry.root for entry in source.imports} | set(_imported_by_call(source)):
-            if root and root not in _INSTALLED and root not in sys.stdlib_module_names and root not in PARTS:
-                users.setdefault(root, set()).add(source.module)
-    return [f"{root}: {', '.join(sorted(files))}" for root, files in sorted(users.items()) if len(files) > 1]
-
-
-def _imported_by_call(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
-        if not isinstance(node, ast.Call) or not node.args:
-            continue
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        argument = node.args[0]
-        if name in ("require_package", "import_module", "__import__") and isinstance(argument, ast.Constant):
-            yield str(argument.value).partition(".")[0]
-
-
-def environment_breaches(source: Source) -> list[Breach]:
-    """Law 11: core/process.py alone reads the environment, src/trainwright/processes/launcher.py alone writes it."""
-    found = [
-        source.breach(entry.line, f"import of {entry.target}; write os.{entry.target[3:]} where it is allowed")
-        for entry in source.imports
-        if entry.target in ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
-    ]
-    for node, use in _environment_uses(source.tree):
-        if source.module == _READER and use != "write":
-            continue
-        if source.module == _WRITER and use != "read":
-            continue
-        found.append(
-            source.breach(
-                node, f"{use}s the environment: only core/process.py reads it, only processes/launcher.py writes it"
-            )
-        )
-    return found
-
-
-def _environment_uses(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
-    """Yield each use of the environment as "read", "write" or "use" (handed on whole)."""
-    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-    for node in ast.walk(tree):
-        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os"):
-            continue
-        if node.attr == "getenv":
-            yield node, "read"
-        elif node.attr in ("putenv", "unsetenv"):
-            yield node, "write"
-        elif node.attr in ("environ", "environb"):
-            yield node, _use_of_environ(node, parents.get(node))
-
-
-def _use_of_environ(node: ast.Attribute, parent: ast.AST | None) -> str:
-    if isinstance(parent, ast.Subscript) and parent.value is node:
-        return "read" if isinstance(parent.ctx, ast.Load) else "write"
-    if isinstance(parent, ast.Attribute) and parent.attr in _WRITING_METHODS:
-        return "write"
-    if isinstance(parent, ast.Attribute) and parent.attr in _READING_METHODS:
-        return "read"
-    if isinstance(parent, (ast.Compare, ast.Call, ast.Dict)):
-        return "read"
-    if isinstance(parent, (ast.AugAssign, ast.Assign)) and node in ast.walk(_target(parent)):
-        return "write"
-    return "use"
-
-
-def _target(statement: ast.AugAssign | ast.Assign) -> ast.AST:
-    return statement.target if isinstance(statement, ast.AugAssign) else statement.targets[0]
 
 
 def blind_loop_breaches(source: Source) -> list[Breach]:

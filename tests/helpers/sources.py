@@ -42,13 +42,11 @@ class Import:
         target: full dotted name, for `from a import b` it is `a.b`.
         line: 1-based line.
         nested: inside a function, so that it runs when first called.
-        type_only: inside `if TYPE_CHECKING:`.
     """
 
     target: str
     line: int
     nested: bool = False
-    type_only: bool = False
 
     @property
     def root(self) -> str:
@@ -68,10 +66,9 @@ class Breach:
 class Source:
     """One module of the package, for example `trainwright.core.task`."""
 
-    def __init__(self, module: str, text: str, *, is_folder: bool = False) -> None:
+    def __init__(self, module: str, text: str) -> None:
         self.module = module
         self.text = text
-        self.is_folder = is_folder  # an `__init__.py`, which is its folder's own face
 
     @property
     def part(self) -> str:
@@ -83,11 +80,6 @@ class Source:
     def short(self) -> str:
         return self.module.removeprefix("trainwright.")
 
-    @property
-    def folder(self) -> str:
-        """The package that the module lies in, for example `trainwright.core`; of a package's face, the package."""
-        return self.module if self.is_folder else self.module.rpartition(".")[0]
-
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
@@ -95,7 +87,7 @@ class Source:
     @cached_property
     def imports(self) -> list[Import]:
         """Every import statement, in functions and under TYPE_CHECKING too, one entry for each name."""
-        return list(_imports(self.tree, nested=False, type_only=False))
+        return list(_imports(self.tree, nested=False))
 
     @cached_property
     def docstrings(self) -> set[int]:
@@ -114,7 +106,7 @@ class Source:
 
 def package_sources() -> list[Source]:
     """Read every module of the package, also from a checkout without links."""
-    found = [Source("trainwright", _read("src/trainwright/__init__.py"), is_folder=True)]
+    found = [Source("trainwright", _read("src/trainwright/__init__.py"))]
     found.append(Source("trainwright.__main__", _read("src/trainwright/__main__.py")))
     for part, folder in PARTS.items():
         base = ROOT / folder
@@ -122,7 +114,7 @@ def package_sources() -> list[Source]:
         for path in sorted(paths):
             pieces = [piece for piece in path.relative_to(base).with_suffix("").parts if piece != "__init__"]
             module, text = ".".join(["trainwright", part, *pieces]), path.read_text(encoding="utf-8")
-            found.append(Source(module, text, is_folder=path.stem == "__init__"))
+            found.append(Source(module, text))
     return found
 
 
@@ -136,43 +128,19 @@ def stub_sources() -> list[Source]:
     return [Source("trainwright", _read("src/trainwright/__init__.pyi")), *found]
 
 
-def outside_sources() -> list[Source]:
-    """Read the tests and the benchmarks, which import the package like any user."""
-    paths = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
-    return [
-        Source(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text(encoding="utf-8"))
-        for path in sorted(paths)
-    ]
-
-
 def _read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-def _imports(node: ast.AST, *, nested: bool, type_only: bool) -> Iterator[Import]:
+def _imports(node: ast.AST, *, nested: bool) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             for alias in child.names:
-                yield Import(alias.name, child.lineno, nested, type_only)
+                yield Import(alias.name, child.lineno, nested)
         elif isinstance(child, ast.ImportFrom):
             base = "." * child.level + (child.module or "")
             for alias in child.names:
-                yield Import(
-                    f"{base}.{alias.name}" if child.module else base + alias.name, child.lineno, nested, type_only
-                )
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            yield from _imports(child, nested=True, type_only=type_only)
-        elif isinstance(child, ast.If) and _is_type_checking(child.test):
-            for statement in child.body:
-                holder = ast.Module(body=[statement], type_ignores=[])
-                yield from _imports(holder, nested=nested, type_only=True)
-            for statement in child.orelse:
-                holder = ast.Module(body=[statement], type_ignores=[])
-                yield from _imports(holder, nested=nested, type_only=type_only)
+                yield Import(f"{base}.{alias.name}" if child.module else base + alias.name, child.lineno, nested)
         else:
-            yield from _imports(child, nested=nested, type_only=type_only)
-
-
-def _is_type_checking(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
-    return name == "TYPE_CHECKING"
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _imports(child, nested=nested or is_function)
