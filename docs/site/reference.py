@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tests.pinned.arguments_page import arguments_table
+from docs.site.arguments_page import arguments_table
 from tests.pinned.public_names import public_modules
 
 from trainwright import Accelerator, Trainer

@@ -9,8 +9,8 @@ from inspect import Parameter
 from typing import Any
 
 import pytest
+from docs.site import arguments_page
 
-from tests.pinned import arguments_page
 from tests.pinned.public_names import FILE, public_names
 from trainwright.callbacks import CALLBACKS
 from trainwright.core.registry import Registry
@@ -29,7 +29,7 @@ def test_public_names_and_signatures_are_those_of_the_list() -> None:
 @pytest.mark.parametrize("name", arguments_page.pages())
 def test_the_pages_of_arguments_are_those_of_the_docstrings(name: str) -> None:
     assert (arguments_page.FOLDER / name).read_text() == arguments_page.pages()[name], (
-        "run python -m tests.pinned.arguments_page"
+        "run python -m docs.site.arguments_page"
     )
 
 

@@ -1,6 +1,6 @@
 """The pages of arguments in docs/, from the docstrings.
 
-    python -m tests.pinned.arguments_page
+    python -m docs.site.arguments_page
 
 writes them.
 """
@@ -23,7 +23,7 @@ from trainwright.strategies.deepspeed.options import ZeroOptions
 from trainwright.utils import ProfileKwargs
 
 FOLDER = Path(__file__).parents[2] / "docs"
-_MADE = "The page is made from the docstrings (`python -m tests.pinned.arguments_page`)."
+_MADE = "The page is made from the docstrings (`python -m docs.site.arguments_page`)."
 _ARGUMENTS = f"""# Arguments
 
 The arguments of the classes and methods that every program uses, of profilers, and what a task may define. Pages of
