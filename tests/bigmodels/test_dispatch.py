@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, tree_of
 from trainwright.bigmodels.dispatch.dispatch import disk_offload, dispatch_model
+from trainwright.bigmodels.dispatch.loading import load_offloaded_weights
 from trainwright.bigmodels.weights.weights_map import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     load_offloaded_weight,
     offload_state_dict,
     offload_weight,
+    save_offload_index,
 )
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
@@ -33,6 +37,11 @@ def test_a_dispatched_model_gives_the_same_bits(places: dict[str, str], tmp_path
 def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
     assert "_hf_hook" not in vars(dispatch_model(make_net(), {"": "cpu"}))
     assert "_hf_hook" in vars(dispatch_model(make_net(), {"": "cpu"}, force_hooks=True))
+
+
+def test_offloaded_layers_are_computed_on_the_main_device(tmp_path: Path) -> None:
+    net = dispatch_model(make_net(), ALL_DISK, main_device="meta", offload_dir=tmp_path, offload_buffers=True)
+    assert net(TOKENS.to("meta")).is_meta
 
 
 def test_a_model_is_dispatched_by_a_word() -> None:
@@ -85,12 +94,37 @@ def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
     assert sorted(loader) == ["a.x", "a.y"]
     assert len(loader) == 2
     inner = PrefixedDataset(loader, "a.")
+    assert len(PrefixedDataset({"a.x": torch.ones(1), "b.x": torch.ones(1)}, "a.")) == 1
     assert {name: inner[name].tolist() for name in inner} == {"x": [5.0, 5.0], "y": [1.0, 1.0]}
     with pytest.raises(ConfigurationError, match="state_dict"):
         OffloadedWeightsLoader()
 
 
+def test_the_loader_reads_from_safetensors_files_that_an_index_names(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    save_file({"inner": torch.tensor([0.5, 1.5]), "b": torch.ones(2)}, file)
+    narrow = {"safetensors_file": str(file), "weight_name": "inner", "dtype": "float16"}
+    loader = OffloadedWeightsLoader(index={"a": narrow, "b": {"safetensors_file": str(file)}})
+    assert torch.equal(loader["a"], torch.tensor([0.5, 1.5], dtype=torch.float16))
+    assert loader["b"].tolist() == [1.0, 1.0]
+    assert [loader.locate(name) is None for name in ("a", "b")] == [True, False]
+    lacking = OffloadedWeightsLoader(index={"c": {"safetensors_file": str(file)}})
+    with pytest.raises(CheckpointError, match="lacks 'c'"):
+        lacking["c"]
+
+
 STATE = make_net().state_dict()
+
+
+def test_a_folder_that_is_written_weight_by_weight_is_loaded_by_its_index(tmp_path: Path) -> None:
+    index: dict[str, dict[str, Any]] = {}
+    for name, tensor in STATE.items():
+        offload_weight(tensor, name, tmp_path, index)
+    save_offload_index(index, tmp_path)
+    net = empty_net()
+    load_offloaded_weights(net, index, tmp_path)
+    for each in (net, disk_offload(empty_net(), tmp_path)):
+        assert torch.equal(each(TOKENS), EXPECTED)
 
 
 def test_buffers_that_stay_at_hand_come_from_the_folder(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trainwright.bigmodels.dispatch.attach import attach_execution_device_hook
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, cpu_offload_with_hook
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
+    SequentialHook,
     add_hook_to_module,
     attach_layerwise_casting_hooks,
     remove_hook_from_module,
@@ -56,6 +57,9 @@ def test_a_hook_changes_what_goes_in_and_out_until_a_second_one_takes_its_place(
     add_hook_to_module(layer, Recorder("b", log))
     layer(inputs)
     assert log == ["a init", "a pre", "a post", "a detach", "b init", "b pre", "b post"]
+    log.clear()
+    assert add_hook_to_module(layer, SequentialHook(Recorder("c", log), Recorder("d", log))) is layer
+    assert log == ["b detach", "c init", "d init"]
 
 
 def test_no_grad_can_be_changed_and_applies_to_sequences_of_hooks() -> None:
@@ -134,6 +138,8 @@ def test_a_module_s_own_weights_can_be_brought_for_a_block_of_code() -> None:
     cpu_offload(net, "cpu")
     with align_module_device(net.embed):
         assert torch.equal(net.embed.weight, expected)
+        net(TOKENS)
+        assert torch.equal(net.embed.weight, expected)
     assert net.embed.weight.is_meta
     with pytest.raises(KeyError), align_module_device(net.embed):
         raise KeyError
@@ -154,6 +160,9 @@ def test_a_pipeline_s_former_model_leaves_when_the_next_one_runs() -> None:
     second_hook.remove()
     second(torch.zeros(1, 2))
     assert offloaded == [first, first]
+    only_buffers, _ = cpu_offload_with_hook(nn.BatchNorm1d(2, affine=False), "meta")
+    only_buffers(torch.zeros(2, 2))
+    assert only_buffers.running_mean.is_meta
 
 
 def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
@@ -168,6 +177,8 @@ def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
     assert torch.equal(net(torch.ones(1, 4)), expected(torch.ones(1, 4)))
     assert seen == [torch.float32]
     assert net[0].weight.dtype is torch.bfloat16
+    remove_hook_from_submodules(net)
+    assert torch.equal(net[0].weight, expected[0].weight)
 
 
 def test_weights_that_are_not_offloaded_are_moved_and_moved_back() -> None:

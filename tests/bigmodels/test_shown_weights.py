@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device
-from trainwright.bigmodels.dispatch.attach import attach_align_device_hook
+from trainwright.bigmodels.dispatch.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, remove_hook_from_submodules
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
@@ -117,6 +117,14 @@ def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path
         assert torch.equal(twin[2].weight, _net()[2].weight)
 
 
+def test_a_weight_comes_from_the_disk_in_the_memory_format_that_it_had(tmp_path: Path) -> None:
+    layer = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stride = layer.weight.stride()
+    disk_offload(layer, tmp_path, "cpu")
+    remove_hook_from_submodules(layer)
+    assert layer.weight.stride() == stride
+
+
 def test_a_deep_copy_of_a_loader_has_values_of_its_own(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a": torch.ones(3000), "b": torch.ones(2)})
     loader = OffloadedWeightsLoader(save_folder=tmp_path)
@@ -135,5 +143,9 @@ def test_weights_are_offloaded_without_a_device_and_run_where_they_were() -> Non
     assert torch.equal(layer(_inputs()), expected)
     net, plain = _net(), _net()
     attach_align_device_hook(net, offload=True)
+    assert net[0].weight.is_meta
+    assert torch.equal(net(_inputs()), plain(_inputs()))
+    net = _net()
+    attach_align_device_hook_on_blocks(net, "cpu", offload=True)
     assert net[0].weight.is_meta
     assert torch.equal(net(_inputs()), plain(_inputs()))
