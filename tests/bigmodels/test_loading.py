@@ -39,7 +39,7 @@ def _bin(folder: Path) -> Path:
     return _made(folder, "pytorch_model.bin", lambda path: torch.save(STATE, path)).parent
 
 
-def _write_checkpoint(path: Path) -> None:
+def _write_folder(path: Path) -> None:
     path.mkdir(exist_ok=True)
     write_model(path, make_net().state_dict())
 
@@ -53,8 +53,8 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "nested in a pt file": lambda folder: _made(
         folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)
     ),
-    "a checkpoint of ours": lambda folder: _made(folder, "", _write_checkpoint),
-    "a folder of a Trainer": lambda folder: _made(folder, "model", _write_checkpoint).parent,
+    "a checkpoint of ours": lambda folder: _made(folder, "", _write_folder),
+    "a folder of a Trainer": lambda folder: _made(folder, "model", _write_folder).parent,
 }
 
 

@@ -6,7 +6,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.helpers.tasks import RecordingCallback, RegressionTask, StepTask, regression_loader
+from tests.helpers.tasks import (
+    Batch,
+    RecordingCallback,
+    RegressionTask,
+    StepTask,
+    regression_data,
+    regression_loader,
+)
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.core.errors import ConfigurationError
@@ -54,6 +61,20 @@ def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
     batches = list(regression_loader(8))[::2]
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, [(x, y) for x, y in batches])
     torch.testing.assert_close(weights_of(skipping), weights_of(plain))
+
+
+def test_a_micro_batch_without_loss_is_left_out_of_the_mean_over_items() -> None:
+    class Counts(StepTask):
+        def num_items(self, batch: Batch) -> int:
+            return len(batch[0])
+
+    x, y = regression_data(6).tensors
+    parts = list(zip(x.split([1, 2, 3]), y.split([1, 2, 3]), strict=True))
+    counts, plain = Counts(lambda task, batch, idx: None if idx == 1 else task.loss(batch)), RegressionTask()
+    fitted(counts, parts, max_epochs=1, accumulate_grad_batches=3)
+    plain.loss([x[[0, 3, 4, 5]], y[[0, 3, 4, 5]]]).backward()
+    plain.configure_optimizers().step()
+    torch.testing.assert_close(weights_of(counts), weights_of(plain))
 
 
 def test_a_group_without_any_loss_is_no_step() -> None:

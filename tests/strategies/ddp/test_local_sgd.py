@@ -27,6 +27,13 @@ class Task(RegressionTask):
     def __init__(self) -> None:
         super().__init__(lr=0.1, momentum=0.9)
         self.register_buffer("moved", torch.zeros(1))
+        self.net[0].bias.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].bias.requires_grad_(self.current_epoch == 1)
+
+    def num_items(self, batch: Any) -> int:
+        return len(batch[0])
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.moved.add_(1 + self.global_rank)
@@ -68,7 +75,8 @@ def by_hand() -> dict[str, torch.Tensor]:
             dist.all_reduce(parameter.data)
             parameter.data /= 2
 
-    for _ in range(2):
+    for epoch in range(2):
+        task.net[0].bias.requires_grad_(epoch == 1)
         for start in range(0, len(mine), 2):
             optimizer.zero_grad()
             for batch in mine[start : start + 2]:

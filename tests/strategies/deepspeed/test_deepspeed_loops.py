@@ -43,10 +43,10 @@ def _alone(clip: float) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in net.state_dict().items()}
 
 
-def _clipped_by_config() -> dict[str, torch.Tensor]:
+def _clipped_by_config(stage: int) -> dict[str, torch.Tensor]:
     """Train with a clipping that is written to the plugin's configuration after the Accelerator's construction."""
     config = {
-        "zero_optimization": {"stage": 3}, "gradient_clipping": "auto", "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage}, "gradient_clipping": "auto", "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
@@ -91,7 +91,7 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
 
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {("dropped", stage): _dropped(stage) for stage in (0, 3)}
-    return found | {"clipped": _clipped_by_config()}
+    return found | {("clipped", stage): _clipped_by_config(stage) for stage in (0, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,9 @@ def trained() -> list[dict[Any, Any]]:
     return run_distributed(_train_all, 2, init=False, timeout=290)
 
 
-def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(trained: list[Any]) -> None:
-    torch.testing.assert_close(trained[0]["clipped"], _alone(clip=0.1), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(stage: int, trained: list[Any]) -> None:
+    torch.testing.assert_close(trained[0]["clipped", stage], _alone(clip=0.1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
