@@ -53,13 +53,6 @@ def test_a_parameter_that_was_made_before_is_one_object_in_all_its_modules() -> 
     assert layers[0].weight.device == META
 
 
-def test_a_layer_whose_shape_is_not_known_yet_still_learns_it_from_its_first_input() -> None:
-    with init_empty_weights():
-        layer = nn.LazyLinear(3)
-    assert layer(torch.ones(2, 5, device=META)).shape == (2, 3)
-    assert (layer.weight.device, layer.weight.shape) == (META, (3, 5))
-
-
 def test_buffers_and_other_tensors_keep_their_values(empty: Model) -> None:
     assert empty.ones.sum() == 2000
     assert empty.table.sum() == 1500 * 2

@@ -26,7 +26,7 @@ EXPECTED = make_net()(TOKENS)
 
 
 def _made(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     write(folder / name)
     return folder / name
 
@@ -39,11 +39,6 @@ def _bin(folder: Path) -> Path:
     return _made(folder, "pytorch_model.bin", lambda path: torch.save(STATE, path)).parent
 
 
-def _write_folder(path: Path) -> None:
-    path.mkdir(exist_ok=True)
-    write_model(path, make_net().state_dict())
-
-
 FORMS: dict[str, Callable[[Path], Path]] = {
     "one file": _single,
     "shards": lambda folder: save_sharded(folder, STATE),
@@ -53,8 +48,8 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "nested in a pt file": lambda folder: _made(
         folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)
     ),
-    "a checkpoint of ours": lambda folder: _made(folder, "", _write_folder),
-    "a folder of a Trainer": lambda folder: _made(folder, "model", _write_folder).parent,
+    "a checkpoint of ours": lambda folder: _made(folder, "", lambda path: write_model(path, make_net().state_dict())),
+    "a checkpoint of the Trainer": lambda folder: FORMS["a checkpoint of ours"](folder / "model").parent,
 }
 
 

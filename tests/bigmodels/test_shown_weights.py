@@ -117,14 +117,6 @@ def test_a_deep_copy_of_weights_on_the_disk_has_values_of_its_own(tmp_path: Path
         assert torch.equal(twin[2].weight, _net()[2].weight)
 
 
-def test_a_weight_comes_from_the_disk_in_the_memory_format_that_it_had(tmp_path: Path) -> None:
-    layer = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    stride = layer.weight.stride()
-    disk_offload(layer, tmp_path, "cpu")
-    remove_hook_from_submodules(layer)
-    assert layer.weight.stride() == stride
-
-
 def test_a_deep_copy_of_a_loader_has_values_of_its_own(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, {"a": torch.ones(3000), "b": torch.ones(2)})
     loader = OffloadedWeightsLoader(save_folder=tmp_path)

@@ -6,14 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from tests.helpers.tasks import (
-    Batch,
-    RecordingCallback,
-    RegressionTask,
-    StepTask,
-    regression_data,
-    regression_loader,
-)
+from tests.helpers.tasks import RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
 from trainwright.core.errors import ConfigurationError
@@ -65,10 +58,10 @@ def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
 
 def test_a_micro_batch_without_loss_is_left_out_of_the_mean_over_items() -> None:
     class Counts(StepTask):
-        def num_items(self, batch: Batch) -> int:
+        def num_items(self, batch: list[torch.Tensor]) -> int:
             return len(batch[0])
 
-    x, y = regression_data(6).tensors
+    x, y = next(iter(regression_loader(6, 6)))
     parts = list(zip(x.split([1, 2, 3]), y.split([1, 2, 3]), strict=True))
     counts, plain = Counts(lambda task, batch, idx: None if idx == 1 else task.loss(batch)), RegressionTask()
     fitted(counts, parts, max_epochs=1, accumulate_grad_batches=3)

@@ -116,7 +116,7 @@ class _WarmsUp(RegressionTask):
         assert isinstance(optimizer, torch.optim.SGD)
         for group in optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
-        optimizer.step(closure=optimizer_closure)
+        assert optimizer.step(closure=optimizer_closure) is not None
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
