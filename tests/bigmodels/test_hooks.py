@@ -15,7 +15,6 @@ from trainwright.bigmodels.dispatch.attach import attach_execution_device_hook
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, cpu_offload_with_hook
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
-    SequentialHook,
     add_hook_to_module,
     attach_layerwise_casting_hooks,
     remove_hook_from_module,
@@ -57,9 +56,6 @@ def test_a_hook_changes_what_goes_in_and_out_until_a_second_one_takes_its_place(
     add_hook_to_module(layer, Recorder("b", log))
     layer(inputs)
     assert log == ["a init", "a pre", "a post", "a detach", "b init", "b pre", "b post"]
-    log.clear()
-    assert add_hook_to_module(layer, SequentialHook(Recorder("c", log), Recorder("d", log))) is layer
-    assert log == ["b detach", "c init", "d init"]
 
 
 def test_no_grad_can_be_changed_and_applies_to_sequences_of_hooks() -> None:
@@ -160,9 +156,6 @@ def test_a_pipeline_s_former_model_leaves_when_the_next_one_runs() -> None:
     second_hook.remove()
     second(torch.zeros(1, 2))
     assert offloaded == [first, first]
-    only_buffers, _ = cpu_offload_with_hook(nn.BatchNorm1d(2, affine=False), "meta")
-    only_buffers(torch.zeros(2, 2))
-    assert only_buffers.running_mean.is_meta
 
 
 def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:

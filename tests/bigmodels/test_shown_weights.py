@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, align_module_device
-from trainwright.bigmodels.dispatch.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
+from trainwright.bigmodels.dispatch.attach import attach_align_device_hook
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload, disk_offload, dispatch_model
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, remove_hook_from_submodules
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
@@ -135,9 +135,5 @@ def test_weights_are_offloaded_without_a_device_and_run_where_they_were() -> Non
     assert torch.equal(layer(_inputs()), expected)
     net, plain = _net(), _net()
     attach_align_device_hook(net, offload=True)
-    assert net[0].weight.is_meta
-    assert torch.equal(net(_inputs()), plain(_inputs()))
-    net = _net()
-    attach_align_device_hook_on_blocks(net, "cpu", offload=True)
     assert net[0].weight.is_meta
     assert torch.equal(net(_inputs()), plain(_inputs()))

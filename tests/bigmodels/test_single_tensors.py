@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,24 +25,6 @@ def test_an_empty_model_is_filled_tensor_by_tensor() -> None:
     assert torch.equal(net(TOKENS), make_net()(TOKENS))
     assert isinstance(net.embed.weight, nn.Parameter)
     assert isinstance(net.blocks[0][1].running_mean, torch.Tensor)
-
-
-class Quantized(nn.Parameter):
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = False, scale: float = 1.0) -> Quantized:
-        made = torch.Tensor._make_subclass(cls, data, requires_grad)
-        made.scale = scale
-        return made
-
-
-def test_a_weight_keeps_its_class_and_attributes_and_weights_that_were_one_object_stay_one() -> None:
-    net = make_net()
-    net.embed.weight = net.head.weight = Quantized(net.embed.weight.detach().clone(), scale=0.5)
-    copies: Any = {net.embed.weight.data_ptr(): {}}
-    for name in ("embed.weight", "head.weight"):
-        set_module_tensor_to_device(net, name, "cpu", fp16_statistics=torch.ones(8), tied_params_map=copies)
-    assert net.embed.weight is net.head.weight
-    assert net.embed.weight.scale == 0.5
-    assert torch.equal(net.embed.weight.SCB, torch.ones(8))
 
 
 @pytest.mark.parametrize(

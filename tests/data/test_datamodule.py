@@ -51,6 +51,5 @@ def test_a_module_may_change_batches_on_the_device() -> None:
             return [2 * part for part in batch]
 
     seen: list[Batch] = []
-    task = StepTask(lambda task, batch, idx: seen.append(batch) or task.loss(batch))
-    fitted(task, Doubles(), max_epochs=1)
+    fitted(StepTask(lambda task, batch, idx: seen.append(batch) or task.loss(batch)), Doubles(), max_epochs=1)
     torch.testing.assert_close(seen, [[2 * part for part in batch] for batch in regression_loader(8, 2)])

@@ -58,8 +58,7 @@ def train(task: Task, ckpt_path: str | None = None, **arguments: Any) -> Any:
     if task.automatic_optimization:
         settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings}
     trainer = quiet_trainer(devices="auto", strategy=LocalSGDStrategy(_STEPS), **settings)
-    num = _NUM if task.automatic_optimization else _NUM_BY_HAND
-    trainer.fit(task, regression_loader(num), ckpt_path=ckpt_path)
+    trainer.fit(task, regression_loader(_NUM if task.automatic_optimization else _NUM_BY_HAND), ckpt_path=ckpt_path)
     return trainer
 
 

@@ -89,8 +89,31 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+class _Switching(torch.optim.SGD):
+    """Has other weights for evaluations, as schedule-free optimizers do."""
+
+    def eval(self, added: float = 1.0) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(added)
+
+    def train(self) -> None:
+        self.eval(-1.0)
+
+
+def _switched(stage: int) -> list[dict[str, torch.Tensor]]:
+    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage))
+    net, found = _net(1), []
+    model, optimizer = accelerator.prepare(net, _Switching(net.parameters(), lr=0.5))
+    for switch in (optimizer.eval, optimizer.train):
+        switch()
+        found.append({k: v.clone() for k, v in accelerator.get_state_dict(model).items()})
+    accelerator.end_training()
+    return found
+
+
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {("dropped", stage): _dropped(stage) for stage in (0, 3)}
+    found |= {("switched", stage): _switched(stage) for stage in (0, 2)}
     return found | {("clipped", stage): _clipped_by_config(stage) for stage in (0, 3)}
 
 
@@ -108,6 +131,13 @@ def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(stage:
 def test_zero_grad_without_a_step_drops_gradients(stage: int, trained: list[dict[Any, Any]]) -> None:
     dropped, plain = trained[0]["dropped", stage]
     torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_switches_the_weights_of_the_model(stage: int, trained: list[dict[Any, Any]]) -> None:
+    weights = dict(_net(1).state_dict())
+    wanted = [{name: value + 1.0 for name, value in weights.items()}, weights]
+    torch.testing.assert_close(trained[1]["switched", stage], wanted)
 
 
 def _grouped(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:

@@ -22,18 +22,6 @@ from trainwright.strategies.units import warn_of_large_rest
 _WIDTH, _NUM_BLOCKS = 64, 6
 
 
-class Scale(nn.Module):
-    """Multiplies by a buffer, which is computed where it is first needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("factor", torch.empty(1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        self.factor.fill_(0.5)
-
-
 class Grown(TaskModule):
     """Builds its blocks in `configure_model`, and reads their first values from a file on rank 0 if told."""
 
@@ -47,13 +35,13 @@ class Grown(TaskModule):
         if self.blocks is not None:
             return
         self.blocks = nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)])
-        self.scale = Scale()
+        self.norm = nn.BatchNorm1d(_WIDTH, affine=False)  # is not used, and has buffers
         self.built_on = self.blocks[0].mix.weight.device.type
         if self.path is not None and self.global_rank == 0:
             self.blocks.load_state_dict(torch.load(self.path))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        hidden = batch * self.scale.factor
+        hidden = batch
         for block in self.blocks:
             hidden = block(hidden)
         return functional.mse_loss(hidden, batch.flip(1))
@@ -113,7 +101,7 @@ def test_a_model_is_built_without_values_on_every_rank_and_begins_as_its_layers_
     assert_equal_weights(first, second)
     bound = _WIDTH**-0.5 + 0.1  # of nn.Linear's first values, and two steps
     assert all(value.isfinite().all() and value.abs().max() < 1.1 for value in first.values())
-    assert first["scale.factor"] == 0.5
+    assert torch.equal(first["norm.running_var"], torch.ones(_WIDTH))
     assert 0.05 < float(first["blocks.0.mix.weight"].abs().max()) < bound
 
 

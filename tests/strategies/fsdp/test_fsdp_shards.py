@@ -60,14 +60,12 @@ class Sampling(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.samples: list[torch.Tensor] = []
-        self.sampled_in: torch.dtype | None = None
 
     def sample(self) -> None:
         inputs = torch.ones(2, 5)
         hidden = self.inputs(inputs)
-        self.sampled_in = hidden.dtype
         found = [self.blocks[0](hidden.float()), hidden, self(inputs)]  # a part before the whole
-        self.samples += [tensor.detach().float().clone() for tensor in found]
+        self.samples += [tensor.detach().clone() for tensor in found]
 
     def on_train_start(self) -> None:
         self.sample()
@@ -116,7 +114,7 @@ def _try_all() -> dict[str, Any]:
     found["sampled"] = train(FSDPStrategy(), 2, task) | {"samples": task.samples}
     task = Sampling()
     quiet_trainer(devices="auto", strategy=FSDPStrategy(), max_steps=1, precision="bf16-mixed").fit(task, batches(2))
-    found["mixed"] = task.sampled_in
+    found["mixed"] = task.samples[1].dtype
     found["parts"] = _error([0, 1], own_units=False)
     found["units"] = _error([0, 1], own_units=True)
     task = Experts()

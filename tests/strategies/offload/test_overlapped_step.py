@@ -167,7 +167,7 @@ def test_a_task_may_run_backward_and_zero_gradients_itself_and_leave_a_micro_bat
         def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
             optimizer.zero_grad()
 
-    found = train(OffloadStrategy("device", stream=True), task=Own(), accumulate_grad_batches=3)
+    found = train(OffloadStrategy("cpu", stream=True), task=Own(), accumulate_grad_batches=3)
     assert_same(found, train(task=Own(), accumulate_grad_batches=3))
 
 
