@@ -245,6 +245,15 @@ def test_buffers_that_do_not_fit_beside_the_largest_offloaded_weight_are_a_warni
     infer_auto_device_map(model, **too_small, offload_buffers=True)
 
 
+def test_a_large_buffer_is_not_among_the_weights_that_need_room_beside_the_buffers() -> None:
+    model = nn.ModuleList()
+    for _ in range(3):
+        model.append(nn.Sequential(layer(25)))
+        model[-1].register_buffer("mask", torch.empty(100, device="meta"))  # 400 bytes
+    with pytest.warns(TrainwrightWarning, match=r"take 400 B .* 300 B free .*\(100 B\)"):
+        infer_auto_device_map(model, {0: 1000, "cpu": 10_000})
+
+
 def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
     infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
     assert "(the whole model)" in capsys.readouterr().out

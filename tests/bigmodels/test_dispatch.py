@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, tree_of
 from trainwright.bigmodels.dispatch.dispatch import disk_offload, dispatch_model
+from trainwright.bigmodels.dispatch.loading import load_offloaded_weights
 from trainwright.bigmodels.weights.weights_map import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     load_offloaded_weight,
     offload_state_dict,
     offload_weight,
+    save_offload_index,
 )
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
@@ -90,7 +94,26 @@ def test_the_loader_prefers_memory_and_lists_both(tmp_path: Path) -> None:
         OffloadedWeightsLoader()
 
 
+def test_the_loader_reads_from_safetensors_files_that_an_index_names(tmp_path: Path) -> None:
+    file = {"safetensors_file": str(tmp_path / "m.safetensors")}
+    save_file({"inner": torch.tensor([0.5, 1.5]), "b": torch.ones(2)}, tmp_path / "m.safetensors")
+    loader = OffloadedWeightsLoader(index={"a": {**file, "weight_name": "inner", "dtype": "float16"}, "b": file})
+    torch.testing.assert_close(dict(loader), {"a": torch.tensor([0.5, 1.5]).half(), "b": torch.ones(2)})
+    assert [loader.locate(name) is None for name in loader] == [True, False]
+
+
 STATE = make_net().state_dict()
+
+
+def test_a_folder_that_is_written_weight_by_weight_is_loaded_by_its_index(tmp_path: Path) -> None:
+    index: dict[str, dict[str, Any]] = {}
+    for name, tensor in STATE.items():
+        offload_weight(tensor, name, tmp_path, index)
+    save_offload_index(index, tmp_path)
+    net = empty_net()
+    load_offloaded_weights(net, index, tmp_path)
+    for each in (net, disk_offload(empty_net(), tmp_path)):
+        assert torch.equal(each(TOKENS), EXPECTED)
 
 
 def test_buffers_that_stay_at_hand_come_from_the_folder(tmp_path: Path) -> None:

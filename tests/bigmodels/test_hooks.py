@@ -134,6 +134,8 @@ def test_a_module_s_own_weights_can_be_brought_for_a_block_of_code() -> None:
     cpu_offload(net, "cpu")
     with align_module_device(net.embed):
         assert torch.equal(net.embed.weight, expected)
+        net(TOKENS)
+        assert torch.equal(net.embed.weight, expected)
     assert net.embed.weight.is_meta
     with pytest.raises(KeyError), align_module_device(net.embed):
         raise KeyError
@@ -168,6 +170,8 @@ def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:
     assert torch.equal(net(torch.ones(1, 4)), expected(torch.ones(1, 4)))
     assert seen == [torch.float32]
     assert net[0].weight.dtype is torch.bfloat16
+    remove_hook_from_submodules(net)
+    torch.testing.assert_close(net[0].weight, expected[0].weight, rtol=0, atol=0)
 
 
 def test_weights_that_are_not_offloaded_are_moved_and_moved_back() -> None:

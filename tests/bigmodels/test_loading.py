@@ -26,7 +26,7 @@ EXPECTED = make_net()(TOKENS)
 
 
 def _made(folder: Path, name: str, write: Callable[[Path], Any]) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     write(folder / name)
     return folder / name
 
@@ -49,6 +49,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
         folder, "weights.pt", lambda path: torch.save({"state_dict": STATE}, path)
     ),
     "a checkpoint of ours": lambda folder: _made(folder, "", lambda path: write_model(path, make_net().state_dict())),
+    "a checkpoint of the Trainer": lambda folder: FORMS["a checkpoint of ours"](folder / "model").parent,
 }
 
 

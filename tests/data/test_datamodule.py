@@ -6,6 +6,8 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from tests.data.sources import Numbers, NumberStream
+from tests.helpers.runs import fitted
+from tests.helpers.tasks import Batch, StepTask, regression_loader
 from trainwright.data import DataModule
 
 
@@ -38,3 +40,16 @@ def test_from_datasets_builds_the_class_with_what_it_accepts() -> None:
             self.got: tuple[Any, ...] = (batch_size, tag)
 
     assert Mine.from_datasets(Numbers(2), batch_size=7, tag="t").got == (7, "t")
+
+
+def test_a_module_may_change_batches_on_the_device() -> None:
+    class Doubles(DataModule):
+        def train_dataloader(self) -> Any:
+            return regression_loader(8, 2)
+
+        def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+            return [2 * part for part in batch]
+
+    seen: list[Batch] = []
+    fitted(StepTask(lambda task, batch, idx: seen.append(batch) or task.loss(batch)), Doubles(), max_epochs=1)
+    torch.testing.assert_close(seen, [[2 * part for part in batch] for batch in regression_loader(8, 2)])

@@ -56,6 +56,20 @@ def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
     torch.testing.assert_close(weights_of(skipping), weights_of(plain))
 
 
+def test_a_micro_batch_without_loss_is_left_out_of_the_mean_over_items() -> None:
+    class Counts(StepTask):
+        def num_items(self, batch: list[torch.Tensor]) -> int:
+            return len(batch[0])
+
+    x, y = next(iter(regression_loader(6, 6)))
+    parts = list(zip(x.split([1, 2, 3]), y.split([1, 2, 3]), strict=True))
+    counts, plain = Counts(lambda task, batch, idx: None if idx == 1 else task.loss(batch)), RegressionTask()
+    fitted(counts, parts, max_epochs=1, accumulate_grad_batches=3)
+    plain.loss([x[[0, 3, 4, 5]], y[[0, 3, 4, 5]]]).backward()
+    plain.configure_optimizers().step()
+    torch.testing.assert_close(weights_of(counts), weights_of(plain))
+
+
 def test_a_group_without_any_loss_is_no_step() -> None:
     recorder = RecordingCallback("on_before_optimizer_step", "on_train_batch_end")
     trainer = fitted(

@@ -97,8 +97,8 @@ def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
     quiet_trainer(max_epochs=1).fit(Two(body), regression_loader(3))
 
 
-def _trained(task: RegressionTask) -> torch.Tensor:
-    quiet_trainer(max_epochs=2).fit(task, regression_loader(8, 2))
+def _trained(task: RegressionTask, precision: str = "32-true") -> torch.Tensor:
+    quiet_trainer(max_epochs=2, precision=precision).fit(task, regression_loader(8, 2))
     return weights_of(task)
 
 
@@ -113,12 +113,15 @@ class _WarmsUp(RegressionTask):
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         self.calls.append((epoch, batch_idx))
+        assert isinstance(optimizer, torch.optim.SGD)
         for group in optimizer.param_groups:
             group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
-        optimizer.step(closure=optimizer_closure)
+        assert optimizer.step(closure=optimizer_closure) is not None
 
 
-def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # the first scaled step overflows
+def test_the_optimizer_may_be_stepped_in_the_tasks_own_way(precision: str) -> None:
     class Scheduled(RegressionTask):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
@@ -126,7 +129,7 @@ def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
             return [optimizer], [{"scheduler": ramp, "interval": "step"}]
 
     task = _WarmsUp()
-    assert torch.equal(_trained(task), _trained(Scheduled()))
+    assert torch.equal(_trained(task, precision), _trained(Scheduled(), precision))
     assert task.calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
 
 

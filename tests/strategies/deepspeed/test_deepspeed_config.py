@@ -33,6 +33,8 @@ def test_defaults_are_lightnings() -> None:
         },
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
+    for config in (None, {}):
+        assert DeepSpeedStrategy(config, zero_optimization=False).stage == 0
 
 
 @pytest.mark.parametrize(

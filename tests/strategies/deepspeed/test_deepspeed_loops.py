@@ -43,10 +43,10 @@ def _alone(clip: float) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in net.state_dict().items()}
 
 
-def _clipped_by_config() -> dict[str, torch.Tensor]:
+def _clipped_by_config(stage: int) -> dict[str, torch.Tensor]:
     """Train with a clipping that is written to the plugin's configuration after the Accelerator's construction."""
     config = {
-        "zero_optimization": {"stage": 3}, "gradient_clipping": "auto", "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage}, "gradient_clipping": "auto", "gradient_accumulation_steps": 2,
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), seed=0)
@@ -89,9 +89,32 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+class _Switching(torch.optim.SGD):
+    """Has other weights for evaluations, as schedule-free optimizers do."""
+
+    def eval(self, added: float = 1.0) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(added)
+
+    def train(self) -> None:
+        self.eval(-1.0)
+
+
+def _switched(stage: int) -> list[dict[str, torch.Tensor]]:
+    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage))
+    net, found = _net(1), []
+    model, optimizer = accelerator.prepare(net, _Switching(net.parameters(), lr=0.5))
+    for switch in (optimizer.eval, optimizer.train):
+        switch()
+        found.append({k: v.clone() for k, v in accelerator.get_state_dict(model).items()})
+    accelerator.end_training()
+    return found
+
+
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {("dropped", stage): _dropped(stage) for stage in (0, 3)}
-    return found | {"clipped": _clipped_by_config()}
+    found |= {("switched", stage): _switched(stage) for stage in (0, 2)}
+    return found | {("clipped", stage): _clipped_by_config(stage) for stage in (0, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +122,22 @@ def trained() -> list[dict[Any, Any]]:
     return run_distributed(_train_all, 2, init=False, timeout=290)
 
 
-def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(trained: list[Any]) -> None:
-    torch.testing.assert_close(trained[0]["clipped"], _alone(clip=0.1), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_configuration_clips_too_also_if_it_is_written_before_prepare(stage: int, trained: list[Any]) -> None:
+    torch.testing.assert_close(trained[0]["clipped", stage], _alone(clip=0.1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_zero_grad_without_a_step_drops_gradients(stage: int, trained: list[dict[Any, Any]]) -> None:
     dropped, plain = trained[0]["dropped", stage]
     torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_an_optimizer_switches_the_weights_of_the_model(stage: int, trained: list[dict[Any, Any]]) -> None:
+    weights = dict(_net(1).state_dict())
+    wanted = [{name: value + 1.0 for name, value in weights.items()}, weights]
+    torch.testing.assert_close(trained[1]["switched", stage], wanted)
 
 
 def _grouped(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:

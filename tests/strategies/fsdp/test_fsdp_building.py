@@ -35,6 +35,7 @@ class Grown(TaskModule):
         if self.blocks is not None:
             return
         self.blocks = nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)])
+        self.norm = nn.BatchNorm1d(_WIDTH, affine=False)  # is not used, and has buffers
         self.built_on = self.blocks[0].mix.weight.device.type
         if self.path is not None and self.global_rank == 0:
             self.blocks.load_state_dict(torch.load(self.path))
@@ -100,6 +101,7 @@ def test_a_model_is_built_without_values_on_every_rank_and_begins_as_its_layers_
     assert_equal_weights(first, second)
     bound = _WIDTH**-0.5 + 0.1  # of nn.Linear's first values, and two steps
     assert all(value.isfinite().all() and value.abs().max() < 1.1 for value in first.values())
+    assert torch.equal(first["norm.running_var"], torch.ones(_WIDTH))
     assert 0.05 < float(first["blocks.0.mix.weight"].abs().max()) < bound
 
 
@@ -126,7 +128,7 @@ def _end(folder: Path) -> dict[str, Any]:
         task = Grown()
         trainer = _fit(FSDPStrategy(weights_after_stage=which), task)
         found[which] = {
-            name: value if which == "all" else value.device.type for name, value in weights_of(task).items()
+            name: value if which == "all" else value.device.type for name, value in weights_of(task.blocks).items()
         }
         found[which, "states"] = {
             value.device.type for state in trainer.optimizers[0].state.values() for value in state.values()

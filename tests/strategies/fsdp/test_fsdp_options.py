@@ -46,6 +46,7 @@ def test_lightnings_and_torchs_ways_to_say_it_are_understood(options: dict[str, 
     [
         ({"fsdp_sharding_strategy": 5}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
         ({"fsdp_sharding_strategy": "2"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ({"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
         (
             {"fsdp_cpu_ram_efficient_loading": "true", "fsdp_sync_module_states": True},
             {"cpu_ram_efficient_loading": True},

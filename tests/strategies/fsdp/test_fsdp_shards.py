@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, train
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.core.errors import TaskError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
@@ -64,8 +64,8 @@ class Sampling(Blocks):
     def sample(self) -> None:
         inputs = torch.ones(2, 5)
         hidden = self.inputs(inputs)
-        found = [self(inputs), hidden, self.blocks[0](hidden)]
-        self.samples += [tensor.detach().float().clone() for tensor in found]
+        found = [self.blocks[0](hidden.float()), hidden, self(inputs)]  # a part before the whole
+        self.samples += [tensor.detach().clone() for tensor in found]
 
     def on_train_start(self) -> None:
         self.sample()
@@ -112,6 +112,9 @@ def _try_all() -> dict[str, Any]:
     found: dict[str, Any] = {}
     task = Sampling()
     found["sampled"] = train(FSDPStrategy(), 2, task) | {"samples": task.samples}
+    task = Sampling()
+    quiet_trainer(devices="auto", strategy=FSDPStrategy(), max_steps=1, precision="bf16-mixed").fit(task, batches(2))
+    found["mixed"] = task.samples[1].dtype
     found["parts"] = _error([0, 1], own_units=False)
     found["units"] = _error([0, 1], own_units=True)
     task = Experts()
@@ -141,6 +144,7 @@ def test_a_task_and_its_parts_can_be_called_in_hooks(tried: list[dict[str, Any]]
         torch.testing.assert_close(samples[:3], task.samples[:3], rtol=0, atol=1e-6)
         torch.testing.assert_close(samples[-3:], task.samples[-3:], rtol=0, atol=1e-5)
         assert not any(sample.requires_grad for sample in samples)
+        assert found["mixed"] is torch.bfloat16
     assert_trained_alike([found["sampled"] for found in tried], alone)
 
 

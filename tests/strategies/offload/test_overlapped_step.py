@@ -145,8 +145,33 @@ def test_what_a_task_writes_is_what_is_trained_on() -> None:
             super().lr_scheduler_step(scheduler, metric)
             writes(None, self)
 
-    for kind in (Writing, Scheduling):
+    class Constraining(Tiny):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            with torch.no_grad():
+                for parameter in self.blocks.parameters():
+                    parameter.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    for kind in (Writing, Scheduling, Constraining):
         assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
+
+
+@pytest.mark.usefixtures("late")
+def test_a_task_may_run_backward_and_zero_gradients_itself_and_leave_a_micro_batch_out() -> None:
+    class LeavesOut(Tiny):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+            return None if self.training and batch_idx == 1 else super().training_step(batch, batch_idx)
+
+    class Own(LeavesOut):
+        def backward(self, loss: torch.Tensor) -> None:
+            (2 * loss).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+            optimizer.zero_grad()
+
+    for kind in (LeavesOut, Own):
+        found = train(OffloadStrategy("cpu", stream=True), task=kind(), accumulate_grad_batches=3)
+        assert_same(found, train(task=kind(), accumulate_grad_batches=3))
 
 
 def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:

@@ -100,6 +100,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 _VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "activations computed anew": ({"recompute": True}, dict),
     "averages evaluated": ({}, lambda: {"callbacks": [EMAWeightAveraging(decay=0.5)]}),
+    "clipped by value": ({}, lambda: {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
     "bf16-mixed": ({}, lambda: {"precision": "bf16-mixed", "limit_val_batches": 0}),
 }
 

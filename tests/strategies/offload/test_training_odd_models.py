@@ -78,8 +78,12 @@ class Odd(TaskModule):
                 hidden = unit(hidden)
         return self.last(hidden).pow(2).mean()
 
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:  # what was frozen is thawed
+            self.requires_grad_(True)
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+        return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
 def recomputed(task: Odd, hidden: torch.Tensor) -> torch.Tensor:
