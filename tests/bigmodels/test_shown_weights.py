@@ -65,7 +65,9 @@ def test_weights_that_are_frozen_while_they_are_away_are_used_and_given_back_fro
 def test_a_model_whose_weights_are_away_can_be_converted(
     convert: Callable[[nn.Module], nn.Module], offload: Offload
 ) -> None:
-    plain, net = convert(_net()), offload(_net())
+    plain, own = convert(_net()), _net()
+    own(_inputs()).sum().backward()
+    net = offload(own)
     net(_inputs())
     assert convert(net) is net
     inputs = _inputs().detach().to(plain[0].weight.dtype)  # type: ignore[index]
@@ -76,6 +78,7 @@ def test_a_model_whose_weights_are_away_can_be_converted(
         name: tensor.dtype for name, tensor in plain.state_dict().items()
     }
     assert torch.equal(net(inputs), plain(inputs))
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in net.parameters())
 
 
 def test_a_model_whose_weights_are_away_is_not_moved(offload: Offload) -> None:

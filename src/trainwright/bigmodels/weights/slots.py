@@ -279,9 +279,11 @@ def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
 def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
     """Set a tensor's dtype and `requires_grad` to those of another tensor, in place."""
     if tensor.dtype != shown.dtype:
-        if tensor.grad is not None:
-            tensor.grad = None if not shown.is_floating_point() else tensor.grad.to(shown.dtype)
+        gradient = tensor.grad
+        tensor.grad = None  # torch takes a gradient of another dtype only after the data has that dtype
         tensor.data = tensor.data.to(shown.dtype)
+        if gradient is not None and shown.is_floating_point():
+            tensor.grad = gradient.to(shown.dtype)
     if isinstance(shown, nn.Parameter) and tensor.requires_grad != shown.requires_grad:
         tensor.requires_grad_(shown.requires_grad)
 
