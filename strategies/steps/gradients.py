@@ -185,7 +185,7 @@ class HostGradients(Gradients):
         """Clip like `nn.utils.clip_grad_norm_`, but without a multiplication if the norm is at most the maximum."""
         held = [parameter for parameter in parameters if parameter.grad is not None]
         gradients = [parameter.grad for parameter in held if parameter.grad is not None]
-        if clip.algorithm == "value" or any(gradient.is_sparse for gradient in gradients):
+        if clip.algorithm == "value":
             return clip_gradients(held, clip)
         norm = total_norm(gradients, clip.norm_type)
         if not clip.value / (norm + 1e-6) >= 1:  # also if it is not a number
