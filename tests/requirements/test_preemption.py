@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
@@ -316,6 +317,24 @@ def test_the_launcher_says_which_job_and_which_attempt_this_is(
     found = job(variables)
     assert (found.name, found.attempt) == (name, attempt)
     assert (slurm_job(variables) is None) == (name is None)
+
+
+def test_the_next_attempt_of_torchrun_resumes_by_what_its_agent_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, first, second, of_another_agent = Victim(None), Victim("train step"), Victim(None), Victim(None)
+    assert run(tmp_path / "whole", whole) is None
+    agents = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, str(int("WORLD" in name)))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt, agent, task in ((0, 0, first), (1, 0, second), (1, 1, of_another_agent)):
+        monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setenv("MASTER_PORT", str(agents[agent].port))
+        assert run(tmp_path / "run", task) == ("SIGTERM" if task is first else None)
+    assert first.losses + second.losses == of_another_agent.losses == whole.losses
 
 
 def test_a_fresh_job_in_the_same_folder_does_not_take_up_another_ones_run(

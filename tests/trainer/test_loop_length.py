@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
@@ -201,6 +202,7 @@ def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> l
         (8, {"val_check_interval": "3 steps", "accumulate_grad_batches": 2}, [(0, 3), (1, 6)]),
         (8, {"val_check_interval": "4 samples", "max_epochs": 1}, [(0, 4), (0, 8)]),
         (8, {"val_check_interval": "0.75 epoch"}, [(0, 6), (1, 12)]),
+        (4, {"val_check_interval": 2, "check_val_every_n_epoch": 2}, [(1, 6), (1, 8)]),
         (8, {"limit_val_batches": 0, "num_sanity_val_steps": 2}, []),
     ],
     ids=str,
@@ -209,6 +211,19 @@ def test_an_interval_counts_in_its_unit_over_epochs_and_batches_within_one(
     batches: int, arguments: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
     assert _validations(batches, **{"max_epochs": 2, **arguments}) == expected
+
+
+class _Six(IterableDataset[Batch]):
+    def __iter__(self) -> Iterator[Batch]:
+        yield from itertools.islice(Endless(), 6)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(None, 6), (4.0, 4), (float("inf"), 6)])
+def test_epochs_of_unknown_length_are_counted_too(limit: float | None, steps: int) -> None:
+    tally, validation = Tally(), regression_loader(1)
+    arguments = {"val_check_interval": "2 epochs", "limit_train_batches": limit, "max_epochs": 5}
+    fitted(RegressionTask(), DataLoader(_Six(), batch_size=1), validation, callbacks=tally, **arguments)
+    assert tally.validations == [(1, 2 * steps), (3, 4 * steps)]
 
 
 def test_an_interval_of_time_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
