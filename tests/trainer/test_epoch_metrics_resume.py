@@ -107,17 +107,16 @@ def test_one_process_comes_to_the_very_same_numbers(tmp_path: Path) -> None:
     _compare(tmp_path)
 
 
-@pytest.mark.parametrize("ckpt_path", [None, "last"])
-def test_the_next_fit_goes_on_with_the_metrics_of_the_epoch_that_a_limit_ended(
-    ckpt_path: str | None, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("resumes", [False, True])
+def test_the_next_fit_goes_on_with_the_metrics_of_the_epoch_that_a_limit_ended(resumes: bool, tmp_path: Path) -> None:
     torch.manual_seed(3)
     data = TensorDataset(torch.randn(_STEPS, 3))
-    whole, task, saver = Counting(), Counting(), ModelCheckpoint(tmp_path, every_n_train_steps=3)
+    whole, task = Counting(), Counting()
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
     fitted(whole, DataLoader(data), max_epochs=2)
-    trainer = fitted(task, DataLoader(data), max_epochs=2, max_steps=7, callbacks=saver)  # the save is of step 6
+    trainer = fitted(task, DataLoader(data), max_epochs=2, max_steps=7, callbacks=saver)
     trainer.max_steps = -1
-    trainer.fit(task, DataLoader(data), ckpt_path=ckpt_path)
+    trainer.fit(task, DataLoader(data), ckpt_path=tmp_path / "step=6" if resumes else None)
     assert task.epochs[1:] == whole.epochs
 
 
