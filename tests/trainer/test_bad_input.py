@@ -219,6 +219,7 @@ def test_batches_of_any_type_are_described() -> None:
     assert describe({"x": tensor, "y": (1, tensor.long())}) == (
         "{'x': float32[2, 3] on cpu, 'y': (int, int64[2, 3] on cpu)}"
     )
+
     @dataclass
     class Pair:
         inputs: torch.Tensor
