@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -72,6 +73,21 @@ def test_a_large_file_holds_its_bytes_and_the_disk_fetches_whole_blocks_itself(
     assert max(size for _, size, _ in written) <= CHUNK_BYTES
     if low_priority_file._open_direct(tmp_path / "a") is not None:  # this file system takes such writes
         assert sum(size for direct, size, _ in written if direct) >= BODY
+
+
+def test_a_file_system_that_refuses_direct_writes_gets_all_bytes_through_the_page_cache(
+    tmp_path: Path, quiet: LowPriorityThread, body: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+
+    def refuse(handle: int, data: memoryview, position: int) -> int:
+        if is_direct(handle):
+            raise OSError(errno.EINVAL, "not here")
+        return pwrite(handle, data, position)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    write(tmp_path / "a", [body], quiet)
+    assert (tmp_path / "a").read_bytes() == bytes(body)
 
 
 def fail() -> None:

@@ -72,19 +72,6 @@ def test_a_rank_whose_value_is_nan_makes_the_extreme_nan(values: tuple[float, fl
     assert [math.isnan(of_rank["m"]) for of_rank in found] == [True, True]
 
 
-def test_rows_of_values_that_ranks_share_have_those_of_one_rank_too() -> None:
-    def rows(rank: int, exchange: Exchange) -> Any:
-        buffer = MetricBuffer()
-        buffer.begin("validate")
-        buffer.in_step = True
-        buffer.log("own", 5.0, on_step=True)
-        buffer.log("mean", rank + 1.0, on_step=True, sync_dist=True)
-        buffer.end_evaluation_step(3, (0, 0), exchange)
-        return {at: set(row.items()) for at, row in buffer.flush_step(exchange).rows.items()}
-
-    assert as_ranks(2, rows) == [{3: {("own_step", 5.0), ("mean_step", 1.5)}}] * 2
-
-
 def test_step_values_by_default_and_aggregates_with_sync_dist_false_are_each_ranks_own() -> None:
     own = [{"m": 1.0}, {"m": 2.0}]
     assert steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0)) == own

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.selection import mostly_exhaustive
-from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.trainer.runs import MemoryLogger
 from tests.trainer.test_exact_resume import NoisySamples, RestlessTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -305,21 +304,6 @@ def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
     assert run(tmp_path / "run", Victim("train step", number=signal.SIGUSR1)) == "SIGUSR1"
     reason = "[Errno 2] No such file or directory: 'scontrol'" if missing else "scontrol failed: no such job"
     assert f"Job 41 was not requeued: {reason}." in capsys.readouterr().out
-
-
-def test_a_signal_before_the_first_step_ends_without_a_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    class Skips(RegressionTask):
-        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return -1
-
-    with pytest.raises(Preempted):
-        quiet_trainer(max_epochs=2, callbacks=ModelCheckpoint(tmp_path)).fit(Skips(), regression_loader(2))
-    text = "received SIGUSR1 at step 0: no checkpoint was written, because no step was completed.\n"
-    assert text in capsys.readouterr().out  # and nothing about a job
-    assert not find_checkpoints(tmp_path)
 
 
 def test_what_a_broken_off_validation_follows_is_logged(tmp_path: Path) -> None:

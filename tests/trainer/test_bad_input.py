@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -219,13 +218,6 @@ def test_batches_of_any_type_are_described() -> None:
     assert describe({"x": tensor, "y": (1, tensor.long())}) == (
         "{'x': float32[2, 3] on cpu, 'y': (int, int64[2, 3] on cpu)}"
     )
-
-    @dataclass
-    class Pair:
-        inputs: torch.Tensor
-        label: int
-
-    assert describe(Pair(tensor, 1)) == "Pair(inputs=float32[2, 3] on cpu, label=int)"
     assert describe([0] * 20).endswith("int, and 12 more]")
 
 
