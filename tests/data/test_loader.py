@@ -255,6 +255,11 @@ def test_a_data_set_receives_the_epoch(num_workers: int, per_sample_rng: bool) -
         assert flat(loader.iterate()) == [100 * epoch + i for i in range(4)]
 
 
+def test_a_list_receives_the_epoch_before_its_batches_are_counted() -> None:
+    batches = type("OfEpoch", (list,), {"set_epoch": list.append})([0])
+    assert list(prepared(batches, epoch=3).iterate()) == [0, 3]
+
+
 def test_a_data_set_in_persistent_workers_does_not_receive_the_epoch_and_gives_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match=r"OfEpoch\.set_epoch is not called"):
         prepare_loader(DataLoader(OfEpoch(4), num_workers=1, persistent_workers=True), LoaderOptions())

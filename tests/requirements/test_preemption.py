@@ -294,16 +294,12 @@ def test_slurm_runs_the_job_again_after_its_warning_and_it_goes_on_by_itself(
     assert first.losses + second.losses == whole.losses
 
 
-@pytest.mark.parametrize("missing", [False, True])
 def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
-    missing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _slurm(tmp_path, monkeypatch, status=1)
-    if missing:
-        monkeypatch.setenv("PATH", "")
     assert run(tmp_path / "run", Victim("train step", number=signal.SIGUSR1)) == "SIGUSR1"
-    reason = "[Errno 2] No such file or directory: 'scontrol'" if missing else "scontrol failed: no such job"
-    assert f"Job 41 was not requeued: {reason}." in capsys.readouterr().out
+    assert "Job 41 was not requeued: scontrol failed: no such job" in capsys.readouterr().out
 
 
 def test_what_a_broken_off_validation_follows_is_logged(tmp_path: Path) -> None:

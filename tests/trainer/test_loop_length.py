@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, fitted, quiet_trainer, weights_of
@@ -211,17 +210,6 @@ def test_an_interval_counts_in_its_unit_over_epochs_and_batches_within_one(
     batches: int, arguments: dict[str, Any], expected: list[tuple[int, int]]
 ) -> None:
     assert _validations(batches, **{"max_epochs": 2, **arguments}) == expected
-
-
-class _Six(IterableDataset[Batch]):
-    def __iter__(self) -> Iterator[Batch]:
-        yield from itertools.islice(Endless(), 6)
-
-
-def test_epochs_of_unknown_length_are_counted_too() -> None:
-    tally, arguments = Tally(), {"val_check_interval": "2 epochs", "max_epochs": 5}
-    fitted(RegressionTask(), DataLoader(_Six(), batch_size=1), regression_loader(1), callbacks=tally, **arguments)
-    assert tally.validations == [(1, 12), (3, 24)]
 
 
 def test_an_interval_of_time_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
