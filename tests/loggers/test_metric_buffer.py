@@ -76,9 +76,7 @@ def test_peek_shows_waiting_values_and_leaves_them() -> None:
 # Aggregates
 
 VALUES = st.lists(
-    st.tuples(
-        st.floats(-1e6, 1e6), st.integers(1, 50), st.sampled_from(["host", "numpy", "f32", "f64", "bf16", "int"])
-    ),
+    st.tuples(st.floats(-1e6, 1e6), st.integers(1, 50), st.sampled_from(["host", "np", "f32", "f64", "bf16", "int"])),
     min_size=1,
     max_size=3 * FOLD_EVERY,
 )
@@ -87,7 +85,7 @@ VALUES = st.lists(
 def as_logged(value: float, form: str) -> Any:
     if form == "host":
         return value
-    if form == "numpy":
+    if form == "np":
         return np.array(value)
     dtype = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "int": torch.int64}[form]
     return torch.tensor(value).to(dtype)

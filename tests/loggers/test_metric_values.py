@@ -65,9 +65,8 @@ def test_synced_step_values_and_epochs_aggregates_are_reduced_over_ranks(kind: s
     assert found == [{"m": expected}] * 2
 
 
-@pytest.mark.parametrize("kind", ["min", "max"])
-@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
-def test_a_rank_whose_value_is_nan_makes_the_extreme_nan(values: tuple[float, float], kind: str) -> None:
+@pytest.mark.parametrize(("kind", "values"), [("min", (1.0, math.nan)), ("max", (math.nan, 1.0))])
+def test_a_rank_whose_value_is_nan_makes_the_extreme_nan(kind: str, values: tuple[float, float]) -> None:
     found = epochs(2, lambda buffer, rank: buffer.log("m", values[rank], reduce_fx=kind))
     assert [math.isnan(of_rank["m"]) for of_rank in found] == [True, True]
 

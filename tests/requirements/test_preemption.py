@@ -333,10 +333,9 @@ def test_the_next_attempt_of_torchrun_resumes_by_what_its_agent_remembers(
     whole, first, second, of_another_agent = Victim(None), Victim("train step"), Victim(None), Victim(None)
     assert run(tmp_path / "whole", whole) is None
     agents = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, str(int("WORLD" in name)))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
     for attempt, agent, task in ((0, 0, first), (1, 0, second), (1, 1, of_another_agent)):
         monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
