@@ -60,6 +60,11 @@ def test_a_loop_with_accumulation_equals_one_by_hand_also_in_its_short_last_grou
     assert_equal_weights(weights_of(net), weights_of(by_hand))
     assert ours.state_dict()["state"][0]["step"] == 8
     assert schedule.get_last_lr() == scheduler.get_last_lr()
+    again: Any = accelerator.prepare(torch.optim.AdamW(net.parameters(), lr=0.9))
+    again.load_state_dict(copy.deepcopy(ours.state_dict()))
+    torch.testing.assert_close(again.optimizer.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    again.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.5})
+    assert again.optimizer.param_groups[1]["lr"] == 0.5
 
 
 def test_bf16_computes_under_autocast_and_gives_float32() -> None:

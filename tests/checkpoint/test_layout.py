@@ -92,6 +92,11 @@ def test_a_stored_checkpoint_is_read_to_the_values_that_were_saved(folder: Path)
     assert back.model["head.weight"] is back.model["embed.weight"]
 
 
+def test_checkpoints_stay_in_order_if_the_clock_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_newest", "2999-12-31T23:59:59.999999+00:00")
+    assert [layout.next_moment() for _ in range(2)] == [f"3000-01-01T00:00:00.00000{n}+00:00" for n in range(2)]
+
+
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda path: path.name)
 def test_a_stored_index_is_read(folder: Path) -> None:
     (entry,) = RunIndex(folder, run="0123456789abcdef").entries()

@@ -125,6 +125,7 @@ class Odd(torch.optim.Optimizer):
 def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved() -> None:
     module = model().to(torch.bfloat16)
     optimizer, resumed = Odd(module.parameters()), Odd(module.parameters())
+    optimizer.state["count"] = 3  # belongs to no parameter
     optimizer.fill()
     tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
     seen = []

@@ -80,6 +80,9 @@ def test_every_kind_of_value_comes_back_however_it_was_cut(tmp_path: Path, cut: 
     assert same(dict(back.model or {}), dict(expected.model or {}))
     assert same(back.optimizers, expected.optimizers)
     assert same(back.trainer, expected.trainer)
+    moved = read_checkpoint(path, device="meta").model or {}
+    assert moved["embed.weight"].is_meta
+    assert moved["embed.weight"] is moved["head.weight"]
 
 
 def test_without_a_copy_tensors_are_read_when_they_are_used(tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def test_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
 def test_a_list_or_dict_of_loaders_is_combined() -> None:
     loader = prepared({"a": DataLoader(Numbers(4)), "b": DataLoader(Numbers(2))})
     assert (loader.num_batches, list(next(loader.iterate()))) == (4, ["a", "b"])
+    assert next(prepared((DataLoader(Numbers(4)), DataLoader(Numbers(2)))).iterate()) == (0, 0)
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
@@ -134,6 +135,9 @@ def test_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> N
         CombinedLoader([DataLoader(Numbers(6)), DataLoader(Numbers(1))], "max_size_cycle"), rank=1, world=2
     )
     assert [flat(batch) for batch in loader.iterate()] == [[1, 0], [3, 0], [5, 0]]
+    for mode, padding in (("sequential", 0), ("min_size", [0, 0])):
+        loader = prepared(CombinedLoader([range(1), range(1)], mode), rank=2, world=3)
+        assert next(loader.iterate()) == padding
 
 
 def test_no_member_or_no_loader_is_refused() -> None:

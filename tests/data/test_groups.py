@@ -99,6 +99,16 @@ def test_a_loader_shorter_than_it_says_ends_with_a_warning_on_one_rank() -> None
         groups = list(iterate_groups(prepared(Liar()), accumulate=2))
     assert [group.batches for group in groups] == [[0, 1], [2]]
     assert groups[-1].is_last
+    with pytest.warns(TrainwrightWarning, match="ended after 3 of the 5 batches"):
+        assert [group.batches for group in iterate_groups(prepared(Liar()))] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_loader_with_a_state_and_a_length_begins_each_epoch_anew(accumulate: int) -> None:
+    loader = prepared(type("Sized", (Resumable,), {"__len__": lambda self: self.n})(5))
+    for _ in range(2):
+        groups = iterate_groups(loader, accumulate=accumulate)
+        assert [batch for group in groups for batch in group.batches] == [0, 1, 2, 3, 4]
 
 
 # Ranks that cannot count
@@ -148,6 +158,8 @@ def test_ranks_without_length_are_refused_when_told_to() -> None:
         (float("inf"), 64, 64),
         (None, 64, 64),
         (10, None, 10),
+        (10.0, None, 10),
+        (float("inf"), None, None),
         (1.0, None, None),
         (None, None, None),
     ],

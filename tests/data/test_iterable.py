@@ -72,8 +72,17 @@ class Shifting(IterableDataset[int]):
         return iter(range(100 * self.epoch, 100 * self.epoch + 4))
 
 
-def test_workers_that_live_on_hear_of_a_new_epoch() -> None:
-    source = DataLoader(ShardedIterable(Shifting()), 2, num_workers=2, persistent_workers=True)
+class ShiftingParts(Shifting):
+    def shard(self, index: int, count: int) -> list[int]:
+        return list(self)
+
+
+@pytest.mark.parametrize(
+    ("data", "workers"),
+    [(ShardedIterable(Shifting()), 2), (ShardedIterable(Shifting()), 0), (ShiftingParts(), 0)],
+)
+def test_streams_hear_of_a_new_epoch_and_so_do_workers_that_live_on(data: Any, workers: int) -> None:
+    source = DataLoader(data, 2, num_workers=workers, persistent_workers=workers > 0)
     loader = prepare_loader(source, LoaderOptions())
     for epoch in (1, 2):
         loader.set_epoch(epoch)

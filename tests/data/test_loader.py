@@ -153,6 +153,7 @@ def test_error_refuses_before_the_start_and_names_the_numbers() -> None:
 def test_a_rank_without_any_batch_pads_with_the_epochs_first() -> None:
     loader = prepared(DataLoader(Numbers(4), batch_size=4), rank=2, world=3)
     assert (ids(loader.iterate()), loader.has_batch(0)) == ([[0, 1, 2, 3]], False)
+    assert list(prepared([7], rank=1, world=2).iterate()) == [7]
 
 
 def test_evaluation_ends_at_different_rounds_unless_it_is_in_lock_step() -> None:
@@ -163,18 +164,21 @@ def test_evaluation_ends_at_different_rounds_unless_it_is_in_lock_step() -> None
     assert [padded.has_batch(i) for i in range(2)] == [True, False]
 
 
-def test_evaluation_in_lock_step_agrees_on_the_end_of_a_stream() -> None:
+@pytest.mark.parametrize(
+    ("counts", "first", "real"), [((3, 4), [0, 1, 2, 2], 3), ((0, 2), [10, 10], 0)], ids=["short", "empty"]
+)
+def test_evaluation_in_lock_step_agrees_on_the_end_of_a_stream(counts: Any, first: list[int], real: int) -> None:
     def work(rank: int, agree: Any) -> tuple[list[int], list[bool]]:
-        source = (i for i in range(3 + rank))
         loader = prepared(
-            source, stage="test", rank=rank, world=2, lockstep=True, use_distributed_sampler=False, agree=agree
-        )
+            (10 * rank + i for i in range(counts[rank])), stage="test", rank=rank, world=2, lockstep=True,
+            use_distributed_sampler=False, agree=agree, lend=lambda batch: [row[0] for row in agree([batch or 0])],
+        )  # fmt: skip
         batches = list(loader.iterate())
         return batches, [loader.has_batch(i) for i in range(len(batches))]
 
     short, long = on_ranks(2, work)
-    assert short == ([0, 1, 2, 2], [True, True, True, False])
-    assert long == ([0, 1, 2, 3], [True] * 4)
+    assert short == (first, [i < real for i in range(counts[1])])
+    assert long == ([10 + i for i in range(counts[1])], [True] * counts[1])
 
 
 # Workers and random numbers
@@ -247,6 +251,11 @@ def test_a_data_set_receives_the_epoch(num_workers: int, per_sample_rng: bool) -
     for epoch in (3, 1):
         loader.set_epoch(epoch)
         assert flat(loader.iterate()) == [100 * epoch + i for i in range(4)]
+
+
+def test_a_list_receives_the_epoch_before_its_batches_are_counted() -> None:
+    batches = type("OfEpoch", (list,), {"set_epoch": list.append})([0])
+    assert list(prepared(batches, epoch=3).iterate()) == [0, 3]
 
 
 def test_a_data_set_in_persistent_workers_does_not_receive_the_epoch_and_gives_a_warning() -> None:

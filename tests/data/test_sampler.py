@@ -128,6 +128,10 @@ def test_a_users_batches_are_dealt_as_they_are(world: int) -> None:
     ranks = [list(BatchShard(whole, rank=rank, world=world)) for rank in range(world)]
     assert by_round(ranks) == whole
     assert BatchShard(whole, rank=0, world=world).counts() == [len(own) for own in ranks]
+    resumed = BatchShard(BatchSampler(range(20), 5, drop_last=False))
+    resumed.set_epoch(0, {"batch": 6, "samples": 10})
+    assert list(resumed) == [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]
+    assert resumed.first() == [0, 1, 2, 3, 4]
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 7), world=st.integers(1, 4), drop_last=st.booleans())

@@ -76,32 +76,43 @@ def test_signals_that_come_together_end_no_worker_and_a_later_one_does() -> None
         read(1.3)
 
 
-class _IgnoresInterrupts(Dataset[int]):
-    """Is stuck in its second sample, in code that no Ctrl-C ends."""
+class _Stuck(Dataset[int]):
+    """Is stuck in its second sample, with a file; it may be code that no Ctrl-C ends."""
+
+    def __init__(self, folder: Path, ignores: bool) -> None:
+        self.folder, self.ignores = folder, ignores
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> int:
         if index == 1:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            time.sleep(5)
+            if self.ignores:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with tempfile.NamedTemporaryFile(dir=self.folder):
+                time.sleep(5)
         return index
 
 
-def test_a_worker_that_is_stuck_and_ignores_interrupts_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_worker_that_is_stuck_is_interrupted_and_then_ended(
+    ignores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainwright.data.workers._wait_for.__defaults__", (0.05,))
-    monkeypatch.setattr("trainwright.data.workers._LOOK_S", 0.05)
+    monkeypatch.setattr("trainwright.data.workers._LOOK_S", 0.05 if ignores else 5.0)
     looks, is_alive = [], BaseProcess.is_alive
     workers = Workers()
-    batches = workers.keep(iter(DataLoader(_IgnoresInterrupts(), batch_size=None, num_workers=1)))
+    batches = workers.keep(iter(DataLoader(_Stuck(tmp_path, ignores), batch_size=None, num_workers=1)))
     assert next(batches) == 0
+    while not any(tmp_path.iterdir()):
+        time.sleep(0.01)
     started_s = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(BaseProcess, "is_alive", lambda worker: looks.append(worker) or is_alive(worker))
         workers.close()
     assert time.monotonic() - started_s < 2
-    assert len(looks) < 20  # it waits instead of looking again and again
+    assert len(looks) < 20 or not ignores  # it waits instead of looking again and again
     assert not batches._workers[0].is_alive()
+    assert any(tmp_path.iterdir()) == ignores
     assert batches._shutdown
     batches._shutdown_workers()  # as torch does when it frees the iterator: it finds nothing left to end

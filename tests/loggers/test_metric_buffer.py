@@ -76,7 +76,7 @@ def test_peek_shows_waiting_values_and_leaves_them() -> None:
 # Aggregates
 
 VALUES = st.lists(
-    st.tuples(st.floats(-1e6, 1e6), st.integers(1, 50), st.sampled_from(["host", "f32", "f64", "bf16", "int"])),
+    st.tuples(st.floats(-1e6, 1e6), st.integers(1, 50), st.sampled_from(["host", "np", "f32", "f64", "bf16", "int"])),
     min_size=1,
     max_size=3 * FOLD_EVERY,
 )
@@ -85,6 +85,8 @@ VALUES = st.lists(
 def as_logged(value: float, form: str) -> Any:
     if form == "host":
         return value
+    if form == "np":
+        return np.array(value)
     dtype = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "int": torch.int64}[form]
     return torch.tensor(value).to(dtype)
 
@@ -204,6 +206,18 @@ def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPat
     resumed.log("d", torch.tensor(1.0), on_epoch=True, reduce_fx=torch.median)
     buffer.log("d", torch.tensor(1.0), on_epoch=True, reduce_fx=torch.median)
     assert resumed.flush_epoch().logged == buffer.flush_epoch().logged
+    resumed.load_state_dict(state, torch.device("cpu"))
+    resumed.log("a", 2.0, on_step=True, on_epoch=True, reduce_fx="sum")
+    assert resumed.flush_epoch().logged["a_epoch"] == 2.0  # what was a mean is no part of a sum
+
+
+def test_a_value_of_an_epochs_hook_replaces_those_of_its_steps_that_wait() -> None:
+    buffer = evaluating("train")
+    buffer.log("loss", 1.0, on_step=True)
+    buffer.in_step = False
+    buffer.log("loss", 4.0)
+    assert buffer.flush_epoch().callback == {"loss": 4.0}
+    assert buffer.flush_step().callback == {}
 
 
 def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:

@@ -59,6 +59,14 @@ def test_one_metric_object_for_two_loaders_is_refused() -> None:
     buffer.dataloader_idx = 1
     with pytest.raises(ConfigurationError, match=r"one metric object is logged for several dataloaders"):
         buffer.log("m", metric)
+    buffer.begin("validate", num_dataloaders=2)
+    for buffer.dataloader_idx, value in ((0, 1.0), (1, 3.0)):
+        metric.update(torch.tensor(value))
+        buffer.log("m", metric, add_dataloader_idx=False)
+    buffer.in_step = False
+    assert buffer.peek_new().callback == {"m": 4.0}
+    flushed = buffer.flush_epoch()
+    assert (flushed.logged, flushed.loaders) == ({"m": 4.0}, {})
 
 
 @pytest.mark.parametrize(("sanity_steps", "is_part"), [(0, False), (2, True)])

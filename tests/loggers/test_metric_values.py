@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -64,6 +65,12 @@ def test_synced_step_values_and_epochs_aggregates_are_reduced_over_ranks(kind: s
     assert found == [{"m": expected}] * 2
 
 
+@pytest.mark.parametrize(("kind", "values"), [("min", (1.0, math.nan)), ("max", (math.nan, 1.0))])
+def test_a_rank_whose_value_is_nan_makes_the_extreme_nan(kind: str, values: tuple[float, float]) -> None:
+    found = epochs(2, lambda buffer, rank: buffer.log("m", values[rank], reduce_fx=kind))
+    assert [math.isnan(of_rank["m"]) for of_rank in found] == [True, True]
+
+
 def test_step_values_by_default_and_aggregates_with_sync_dist_false_are_each_ranks_own() -> None:
     own = [{"m": 1.0}, {"m": 2.0}]
     assert steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0)) == own
@@ -113,6 +120,7 @@ def _metric_objects_on_a_rank() -> tuple[dict[str, float], dict[str, float], lis
 
     rank = dist.get_rank()
     shared, local, alone = MeanMetric(), SumMetric(), SumMetric()
+    owner = torch.nn.ModuleDict({"part": SumMetric()})
     collection = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
     buffer = MetricBuffer()
     buffer.begin("validate")
@@ -132,13 +140,18 @@ def _metric_objects_on_a_rank() -> tuple[dict[str, float], dict[str, float], lis
     if rank == 1:
         alone.update(torch.tensor(5.0))
         buffer.log("alone", alone)
+        owner["part"].update(torch.tensor(7.0))
+        buffer.log("part", owner["part"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        first = buffer.flush_epoch(_gather).callback
+        first = buffer.flush_epoch(_gather, owner=owner).callback
     shared.update(torch.tensor(8.0))
     buffer.begin("validate")
     buffer.log("shared", shared)
-    second = buffer.flush_epoch(_gather).callback
+    if rank == 1:
+        owner["part"].update(torch.tensor(9.0))
+        buffer.log("part", owner["part"])
+    second = buffer.flush_epoch(_gather, owner=owner).callback
     messages = [str(one.message) for one in caught if issubclass(one.category, TrainwrightWarning)]
     return first, second, messages
 
@@ -148,10 +161,10 @@ def _metric_objects_on_a_rank() -> tuple[dict[str, float], dict[str, float], lis
 def test_metric_objects_reduce_over_ranks_in_one_order_and_start_over() -> None:
     pytest.importorskip("torchmetrics")
     (first_0, second_0, messages_0), (first_1, second_1, messages_1) = run_distributed(_metric_objects_on_a_rank, 2)
-    common = {"shared": 4.0, "all/mean": 4.0, "all/sum": 16.0}
+    common = {"shared": 4.0, "all/mean": 4.0, "all/sum": 16.0, "part": 7.0}
     assert first_0 == {**common, "local": 6.0}
     assert first_1 == {**common, "local": 10.0, "alone": 5.0}
-    assert second_0 == second_1 == {"shared": 8.0}
+    assert second_0 == second_1 == {"shared": 8.0, "part": 9.0}
     assert messages_0 == []
     assert len(messages_1) == 1
     assert "'alone' was logged on 1 of 2 ranks" in messages_1[0]

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.selection import mostly_exhaustive
+from tests.trainer.runs import MemoryLogger
 from tests.trainer.test_exact_resume import NoisySamples, RestlessTask
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, verify
@@ -300,6 +302,13 @@ def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
     assert "Job 41 was not requeued: scontrol failed: no such job" in capsys.readouterr().out
 
 
+def test_what_a_broken_off_validation_follows_is_logged(tmp_path: Path) -> None:
+    logger, task = MemoryLogger(), Victim("late validation")
+    task.on_train_batch_end = lambda outputs, batch, batch_idx: task.log("batch", batch_idx)  # type: ignore[method-assign]
+    assert run(tmp_path, task, logger=logger, log_every_n_steps=6) == "SIGTERM"
+    assert logger.values("batch") == {5: 5, 11: 5}
+
+
 @pytest.mark.parametrize(
     ("variables", "name", "attempt"),
     [
@@ -316,6 +325,23 @@ def test_the_launcher_says_which_job_and_which_attempt_this_is(
     found = job(variables)
     assert (found.name, found.attempt) == (name, attempt)
     assert (slurm_job(variables) is None) == (name is None)
+
+
+def test_the_next_attempt_of_torchrun_resumes_by_what_its_agent_remembers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, first, second, of_another_agent = Victim(None), Victim("train step"), Victim(None), Victim(None)
+    assert run(tmp_path / "whole", whole) is None
+    agents = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**ranks, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    for attempt, agent, task in ((0, 0, first), (1, 0, second), (1, 1, of_another_agent)):
+        monkeypatch.setattr("trainwright.trainer.checkpoints.auto_resume._fits", 0)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setenv("MASTER_PORT", str(agents[agent].port))
+        assert run(tmp_path / "run", task) == ("SIGTERM" if task is first else None)
+    assert first.losses + second.losses == of_another_agent.losses == whole.losses
 
 
 def test_a_fresh_job_in_the_same_folder_does_not_take_up_another_ones_run(

@@ -107,6 +107,19 @@ def test_one_process_comes_to_the_very_same_numbers(tmp_path: Path) -> None:
     _compare(tmp_path)
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+def test_the_next_fit_goes_on_with_the_metrics_of_the_epoch_that_a_limit_ended(resumes: bool, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    data = TensorDataset(torch.randn(_STEPS, 3))
+    whole, task = Counting(), Counting()
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+    fitted(whole, DataLoader(data), max_epochs=2)
+    trainer = fitted(task, DataLoader(data), max_epochs=2, max_steps=7, callbacks=saver)
+    trainer.max_steps = -1
+    trainer.fit(task, DataLoader(data), ckpt_path=tmp_path / "step=6" if resumes else None)
+    assert task.epochs[1:] == whole.epochs
+
+
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore:.*random number generators start from scratch:UserWarning")
 def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> l
         (8, {"val_check_interval": "3 steps", "accumulate_grad_batches": 2}, [(0, 3), (1, 6)]),
         (8, {"val_check_interval": "4 samples", "max_epochs": 1}, [(0, 4), (0, 8)]),
         (8, {"val_check_interval": "0.75 epoch"}, [(0, 6), (1, 12)]),
+        (4, {"val_check_interval": 2, "check_val_every_n_epoch": 2}, [(1, 6), (1, 8)]),
         (8, {"limit_val_batches": 0, "num_sanity_val_steps": 2}, []),
     ],
     ids=str,

@@ -73,6 +73,21 @@ def test_a_closure_reaches_the_optimizers_step() -> None:
     assert torch.equal(weights_of(task), weights_of(automatic))
 
 
+def test_a_schedule_may_be_made_of_the_optimizer_that_the_trainer_returns() -> None:
+    rates = []
+
+    def body(task: Any, batch: Any) -> None:
+        optimizer = task.optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5, last_epoch=len(rates) - 1)
+        task.manual_backward(task.loss(batch))
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.optimizer.param_groups[0]["lr"])
+
+    trainer = fitted(_Manual(body), regression_loader(3), max_epochs=1)
+    assert (rates, trainer.global_step) == ([0.025, 0.0125, 0.00625], 3)
+
+
 def test_toggle_model_freezes_other_parameters_and_restores_them() -> None:
     class Two(_Manual):
         def configure_optimizers(self) -> Any:

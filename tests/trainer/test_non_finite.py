@@ -191,6 +191,18 @@ def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_
         trainer.fit(Bad((0, 3)), batches(6))
 
 
+def test_a_rollback_goes_back_to_the_checkpoint_that_the_run_was_resumed_from(tmp_path: Path) -> None:
+    without = skip(Bad((1, 0)), batches(4), max_epochs=2)
+    first = fitted(Bad(), batches(4), max_epochs=1, callbacks=saves(9), default_root_dir=tmp_path / "first")
+    saved, task = first.save_checkpoint(tmp_path / "saved"), Bad((1, 0))
+    draws = RecordingCallback("on_train_epoch_start", note=lambda *_: float(torch.rand(())))
+    arguments = {"max_epochs": 2, "callbacks": [saves(9), draws], "ckpt_path": saved}
+    trainer = roll_back(task, batches(4), tmp_path / "second", **arguments)
+    assert task.seen == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert draws.notes[0] == draws.notes[1]
+    assert_equal_weights(weights_of(trainer.task), weights_of(without.task))
+
+
 def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
     trainer = quiet_trainer(
         max_epochs=1, callbacks=saves(1), on_nonfinite="rollback", max_rollbacks=2, default_root_dir=tmp_path
