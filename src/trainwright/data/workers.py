@@ -199,6 +199,7 @@ def _wait_for(workers: list[Any], patience_s: float = _PATIENCE_S) -> None:
     deadline = time.monotonic() + patience_s
     while (alive := [worker for worker in workers if worker.is_alive()]) and time.monotonic() < deadline:
         wait([worker.sentinel for worker in alive], timeout=max(0.0, deadline - time.monotonic()))
+        time.sleep(0.001)  # the sentinel of a process is ready a little before its exit status
 
 
 def _forget(batches: Any) -> None:
