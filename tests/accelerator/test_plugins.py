@@ -141,6 +141,7 @@ def test_variables_that_differ_from_the_configuration_are_named(
     assert "gradient_clipping" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_configuration_determines_accumulation_and_precision() -> None:
     config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 10, "bf16": {"enabled": True}}
     plugin = DeepSpeedPlugin(hf_ds_config=config)

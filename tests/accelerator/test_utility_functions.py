@@ -72,6 +72,7 @@ def test_helpers_read_texts_and_variables(monkeypatch: pytest.MonkeyPatch) -> No
     assert (utils.parse_flag_from_env("MY_FLAG"), utils.parse_flag_from_env("OTHER_FLAG", default=True)) == (True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*script_method")
 def test_helpers_know_models_and_sizes() -> None:
     state = {"h.1.weight": torch.ones(1), "h.10.weight": torch.ones(1), "head": torch.ones(1)}

@@ -48,6 +48,7 @@ def test_a_name_that_is_kept_is_never_replaced(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(span=st.integers(1, 30), saves=st.lists(st.integers(1, 200), min_size=1, unique=True), stop=st.integers(0, 20))
 def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(

@@ -48,6 +48,7 @@ def uninterrupted(root: Path) -> dict[str, torch.Tensor]:
     return Loop(root, None).run(6, saves=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_states_are_uploaded_limited_and_continued_exactly_on_another_machine(
     memory: str, tmp_path: Path, async_save: bool

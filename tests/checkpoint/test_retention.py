@@ -75,6 +75,7 @@ def make_index(folder: Path) -> list[IndexEntry]:
     return index.entries()
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_an_index_is_detected_and_repaired(tmp_path: Path) -> None:
     entries = make_index(tmp_path)
     file = tmp_path / "index.json"

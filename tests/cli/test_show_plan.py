@@ -80,6 +80,7 @@ def test_setup_data_counts_the_batches_of_the_data_module(capsys: pytest.Capture
     assert (found["batches_per_epoch"], found["samples_per_epoch"], found["total_steps"]) == (5, 20, 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["trainer.max_epoch=3", "--ckpt_path=missing", "trainer.min_epochs=9"])
 def test_errors_are_those_of_fit(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config", "config.yaml", word]) == 2

@@ -85,6 +85,7 @@ def test_a_list_or_dict_of_loaders_is_combined() -> None:
     assert next(prepared((DataLoader(Numbers(4)), DataLoader(Numbers(2)))).iterate()) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (4, 4)])
 @pytest.mark.parametrize("sized", [False, True])

@@ -115,6 +115,7 @@ class _Drawn:
         return SimpleNamespace(unsafe_ask=lambda: self.data.draw(st.sampled_from(answers)))
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_any_answers_make_options_that_launch_accepts(data: st.DataObject) -> None:

@@ -85,6 +85,7 @@ def library_optimizer(name: str, task: Autoencoder) -> torch.optim.Optimizer:
     return kinds[name](list(task.parameters()), **task.options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", optimizer_names())
 def test_a_trainer_trains_as_the_librarys_optimizer_does_in_a_plain_loop(name: str) -> None:
     alone = Autoencoder(name)
@@ -95,6 +96,7 @@ def test_a_trainer_trains_as_the_librarys_optimizer_does_in_a_plain_loop(name: s
     assert_equal_weights(weights_of(task), weights_of(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", optimizer_names())
 def test_a_resumed_fit_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     straight = Autoencoder(name)

@@ -363,6 +363,7 @@ def _fused() -> None:
     assert torch.allclose(grad, expected_grad, atol=0.05 * expected_grad.abs().max().item())
 
 
+@pytest.mark.slow
 def test_blocks_of_one_fused_layer_compute_in_fp8() -> None:
     run_distributed(_fused, 2)
 
@@ -380,5 +381,6 @@ def _narrow() -> None:
         quiet_trainer(precision="fp8", strategy="tp", devices=2, max_steps=1).fit(_Narrow(), loader())
 
 
+@pytest.mark.slow
 def test_shards_of_layers_have_sizes_of_float8_products() -> None:
     run_distributed(_narrow, 2)

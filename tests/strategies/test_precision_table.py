@@ -71,6 +71,7 @@ def test_what_is_refused_on_the_cpu_says_why(
             quiet_trainer(strategy=strategy, precision=precision, devices=1 if column in _ALONE else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("column", "precision", "cell"), _cells(1))
 def test_what_is_refused_on_accelerators_says_why_and_nothing_else_is(
     column: str, precision: str, cell: str, monkeypatch: pytest.MonkeyPatch

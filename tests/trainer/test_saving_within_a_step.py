@@ -77,6 +77,7 @@ def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Pat
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "step", "interval"),
     [

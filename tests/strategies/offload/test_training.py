@@ -136,6 +136,7 @@ def _file_of(tensor: torch.Tensor) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="lists no mappings")
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_state_of_the_optimizer_is_in_files_of_the_folder(stream: bool, tmp_path: Path) -> None:

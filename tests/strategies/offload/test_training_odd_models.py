@@ -113,6 +113,7 @@ ODD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize(("place", "stream"), [("cpu", True), ("disk", None)])
 def test_every_bit_is_that_of_training_in_one_place(name: str, place: Any, stream: bool | None) -> None:
