@@ -58,6 +58,7 @@ class LiveReplicas:
         self.received: dict[str, Any] | None = None
         self._is_open = False
         self._device = device
+        self._timeout = timeout
         is_first = processes.rank == 0
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False) if is_first else None
         place = (host, self._store.port) if self._store is not None else None
@@ -106,7 +107,9 @@ class LiveReplicas:
         for values in (*(flat.values for flat in flats), total):
             self._manager.allreduce(values, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         self._is_open = False
-        if not self._manager.should_commit():
+        # When another replica dies, one process of this one may notice at once, while another waits until its exchange
+        # times out. The first must wait for the second.
+        if not self._manager.should_commit(timeout=2 * self._timeout):
             return False
         for flat in flats:
             flat.write_mean(max(float(total), 1e-12))  # the sums are 0 if all replicas had only padding
