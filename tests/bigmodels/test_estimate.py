@@ -128,6 +128,14 @@ def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
         assert row["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
 
 
+def test_a_stage_keeps_what_its_backward_needs_and_sends_its_output() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    inputs, hidden = 3 * 4 * 4, 3 * 8 * 4  # bytes
+    whole = count_stage_bytes(lambda: net(torch.ones(3, 4)), net, [])
+    two = count_stage_bytes(lambda: net(torch.ones(3, 4)), net, [[net[0], net[1]], [net[2]]])
+    assert (whole, two) == (([inputs + hidden], []), ([inputs + hidden, hidden], [hidden]))
+
+
 _INDEX = "model.safetensors.index.json"
 
 

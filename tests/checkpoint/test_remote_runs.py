@@ -13,9 +13,9 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from trainwright.checkpoint import read_manifest
-from trainwright.checkpoint.remote import _Remote, find_remote
+from trainwright.checkpoint.remote import RemoteIndex, _Remote, find_remote
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.trainer.checkpoints import step_end
 
 STEPS = 8  # of one epoch
@@ -60,6 +60,17 @@ def test_another_machine_goes_on_exactly_and_keeps_the_folder_up(memory: str, tm
     trainer = fit(tmp_path / "b", url, 4, ckpt_path="last" if ckpt_path == "last" else f"{url}/epoch=1")
     assert_equal_weights(weights_of(trainer.task), uninterrupted(tmp_path / "c", 4))
     assert folders(url) == ["epoch=3"]
+
+
+def test_an_earlier_checkpoint_that_cannot_be_deleted_there_is_named(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: RemoteIndex, name: str) -> None:
+        raise CheckpointError(f"no permission for {name}")
+
+    monkeypatch.setattr(RemoteIndex, "delete", refuse)
+    with pytest.warns(TrainwrightWarning, match="an earlier checkpoint was not deleted: no permission for epoch=0"):
+        fit(tmp_path, f"{memory}/run", 2, save_top_k=1)
 
 
 class Breaks(Callback):

@@ -82,6 +82,14 @@ def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) ->
     assert [note for _, note in seen.notes] == [9, 10, 11, 12]
 
 
+def test_best_of_an_earlier_run_is_not_one_whose_metric_is_nan(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(monitor="val_loss", save_top_k=-1, mode="max")
+    _fit_with(tmp_path, saver, ScriptedTask([float("nan"), -1.0, -2.0]), max_epochs=3)
+    trainer = quiet_trainer(callbacks=[ModelCheckpoint(monitor="val_loss", mode="max")], default_root_dir=tmp_path)
+    trainer.validate(ScriptedTask([0.0]), regression_loader(1), ckpt_path="best", verbose=False)
+    assert "epoch=1" in str(trainer.ckpt_path)
+
+
 def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weights_only(tmp_path: Path) -> None:
     trainer, task = quiet_trainer(max_steps=1), RegressionTask()
     trainer.fit(task, regression_loader(2))
