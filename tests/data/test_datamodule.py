@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from tests.data.sources import Numbers, NumberStream
-from tests.helpers.runs import fitted
-from tests.helpers.tasks import Batch, StepTask, regression_loader
+from tests.helpers.runs import fitted, quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from trainwright.data import DataModule
 
 
@@ -40,6 +41,21 @@ def test_from_datasets_builds_the_class_with_what_it_accepts() -> None:
             self.got: tuple[Any, ...] = (batch_size, tag)
 
     assert Mine.from_datasets(Numbers(2), batch_size=7, tag="t").got == (7, "t")
+
+
+def test_a_module_is_loaded_from_a_checkpoint_with_its_arguments_or_others(tmp_path: Path) -> None:
+    class Counted(DataModule):
+        def __init__(self, count: int, scale: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return regression_loader(self.hparams.count)
+
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(RegressionTask(), datamodule=Counted(4, scale=2.0))
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    assert Counted.load_from_checkpoint(path, scale=0.5).hparams == {"count": 4, "scale": 0.5}
 
 
 def test_a_module_may_change_batches_on_the_device() -> None:
