@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,15 +316,3 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
     assert devices == 3
     with pytest.raises(ConfigurationError, match="a dict is not a Strategy"):
         load("builtins:dict")
-
-
-def test_a_step_that_ranks_do_not_divide_is_an_error(tmp_path: Path) -> None:
-    class ThreeRanks:
-        data_ranks = SimpleNamespace(num_readers=3)
-
-    class FakeRun:
-        strategy = ThreeRanks()
-
-    tape: Any = StepTape(tmp_path, 2, 0)
-    with pytest.raises(ConfigurationError, match="2 micro-batches cannot be divided over 3"):
-        tape.setup(FakeRun(), RegressionTask(), "fit")

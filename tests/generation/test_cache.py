@@ -112,24 +112,6 @@ def test_a_model_that_is_split_over_ranks_uses_its_cache(kind: str) -> None:
         assert lengths == [4] + [1] * 7
 
 
-def _own_prompts(options: dict[str, Any]) -> Tensor:
-    accelerator = Accelerator(strategy="fsdp", cpu=True)
-    rows = slice(accelerator.process_index, accelerator.process_index + 1)
-    return generate(accelerator.prepare(Caching()), _PROMPTS[rows], _MASK[rows], max_new_tokens=8, **options)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("num_beams", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_ranks_that_share_weights_may_end_after_different_numbers_of_tokens(num_beams: int) -> None:
-    model, num = Recomputing(Caching()), int(_MASK[0].sum())
-    row = generate(model, _PROMPTS[:1], _MASK[:1], max_new_tokens=8, num_beams=num_beams)[0]
-    options = {"eos_token": int(row[num + 1]), "num_beams": num_beams}
-    singly = [generate(model, _PROMPTS[i : i + 1], _MASK[i : i + 1], max_new_tokens=8, **options) for i in range(2)]
-    assert num_beams > 1 or singly[0].shape[1] - num < 8
-    for found, expected in zip(run_distributed(_own_prompts, 2, options, init=False, timeout=90), singly, strict=True):
-        assert torch.equal(found, expected)
-
-
 class Flat(Caching):
     """A model whose keys lack the dimension of the heads."""
 

@@ -163,19 +163,6 @@ def test_inputs_of_another_kind_and_logits_of_another_shape_are_errors() -> None
         generate(Plain(), torch.ones(1, 2))
     with pytest.raises(ConfigurationError, match="seed=1 has no effect without temperature"):
         generate(Plain(), _PROMPTS, seed=1)
-    with pytest.raises(ConfigurationError, match=r"returned logits of shape \(3, 24\) for tokens of \(3, 4\)"):
-        generate(nn.Sequential(nn.Embedding(24, 24), nn.Flatten(0, 0), _Last()), _PROMPTS)
-
-
-class _Last(nn.Module):
-    def forward(self, values: Tensor) -> Tensor:
-        return values[:, -1]
-
-
-@needs_transformers
-def test_a_token_outside_of_the_vocabulary_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match="the token 1000000, but the model's vocabulary"):
-        generate(make_model("llama"), torch.tensor([[1, 1_000_000]]), max_new_tokens=2)
 
 
 def _as_documented() -> list[Tensor]:

@@ -12,12 +12,11 @@ from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
-from tests.optimizers.test_documented_optimizers import documented_table
 from tests.optimizers.test_optimizers import Autoencoder, batches
 from trainwright import Accelerator
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
-from trainwright.optimizers import create_optimizer, optimizer_names
+from trainwright.optimizers import create_optimizer
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = [
@@ -98,29 +97,6 @@ def test_fsdp_trains_as_ddp_and_resumes_bit_for_bit_in_shards(tmp_path: Path) ->
                 torch.testing.assert_close(by_way[way], by_way["straight"], rtol=0, atol=1e-5)
     state = read_checkpoint(tmp_path / "adamw_8bit-sharded").optimizers[0]["state"]["net.0.weight"]["exp_avg"]
     assert (state["quantized"], state["codes"].shape, state["scale"].shape) == ("OptimState8bit", (128, 64), (32,))
-
-
-def refusals(strategy: Any) -> dict[str, str]:
-    """Return the messages of what cannot be trained, by the optimizer's name."""
-    found = {}
-    for name in optimizer_names():
-        try:
-            fit(name, 1, strategy)
-        except ConfigurationError as error:
-            found[name] = str(error)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("strategy", "column"),
-    [("fsdp", "FSDP"), pytest.param("deepspeed_stage_2", "DeepSpeed", marks=pytest.mark.exhaustive)],
-)
-def test_what_needs_full_parameters_is_refused_as_documented(strategy: str, column: str) -> None:
-    expected = {name for name, row in documented_table().items() if row[column] == "refused"}
-    for found in run_distributed(functools.partial(refusals, strategy), 2, init=False, timeout=300):
-        assert set(found) == expected
-        advice = {"FSDP": "create_optimizer('adamw_8bit', …)", "DeepSpeed": "quantizes its states in blocks"}
-        assert advice[column] in found["adamw_bnb_8bit"]
 
 
 def prepare_uneven() -> str:
