@@ -121,7 +121,9 @@ def test_the_context_and_the_scaler_are_those_of_the_precision() -> None:
     with get_mixed_precision_context_manager():
         assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype == torch.float32
     assert get_grad_scaler(init_scale=8.0).get_scale() == 8.0
-    assert type(get_grad_scaler(DistributedType.FSDP)) is not type(get_grad_scaler())
+    assert type(get_grad_scaler()) is torch.amp.GradScaler
+    sharded = get_grad_scaler(DistributedType.FSDP)
+    assert isinstance(sharded, torch.amp.GradScaler) and type(sharded) is not torch.amp.GradScaler  # noqa: PT018
 
 
 def test_a_warning_is_written_once_and_shows_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,6 +49,8 @@ def test_it_is_the_documented_cipher(n: int, key: int, data: st.DataObject) -> N
 def test_its_values_never_change() -> None:
     assert KeyedPermutation(10, 0).slice(0, 10).tolist() == GOLDEN_TEN
     assert KeyedPermutation(10**12, 2026).slice(10**11, 10**11 + 4).tolist() == GOLDEN_LARGE
+    for n in (64, 65, 255, 256, 257, 4**10):  # where the cipher's width changes
+        assert KeyedPermutation(n, 7)[n // 2] == reference(n, 7, n // 2)
     assert [mix64(0), mix64(1), derive_key(0, 0)] == [0, 0x5692161D100B05E5, 0xE220A8397B1DCDAF]
     assert [hex(epoch_key(42, epoch)) for epoch in (0, 1)] == GOLDEN_KEYS
 

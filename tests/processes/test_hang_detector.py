@@ -201,6 +201,7 @@ def test_a_rank_that_leaves_on_purpose_has_not_failed(start: Start, ends: Ends) 
     ranks = start(2)
     ranks.watches[1].leave(_raised(SystemExit(143)))
     ranks.watches[1].close()
+    assert ranks.client().get("left/1") == b"SystemExit: 143"
     time.sleep(1.0)
     assert ends == []
     assert not ranks.client().check(["failure"])

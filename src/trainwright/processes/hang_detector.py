@@ -236,7 +236,8 @@ class HangDetector:
         """Record that this failed rank leaves the run. If it serves the store, wait until all have read the failure."""
         if not self._told.is_set():
             self._tell()
-        self._shared.set(f"left/{self._rank}", "failed")
+        if not isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # whose reason `_tell` has written
+            self._shared.set(f"left/{self._rank}", "failed")
         deadline = time.monotonic() + _ECHO_S
         if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
             while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
