@@ -119,15 +119,16 @@ class ContractTask(TaskModule):
 
 @dataclass
 class Training:
-    """Of one fit: the mean losses and the norms of its steps, and the weights at its end."""
+    """Of one fit: the mean losses, the norms and the rates of its steps, and the weights at its end."""
 
     losses: list[float]
     norms: list[float]
+    lrs: list[list[float]]
     weights: dict[str, torch.Tensor]
 
     def after(self, first: Training) -> Training:
         """Return the training that began with `first` and went on with this one."""
-        return Training(first.losses + self.losses, first.norms + self.norms, self.weights)
+        return Training(first.losses + self.losses, first.norms + self.norms, first.lrs + self.lrs, self.weights)
 
 
 @dataclass
@@ -295,8 +296,9 @@ def of_ranks(by_rank: list[tuple[StepRecorder, dict[str, torch.Tensor]]]) -> Tra
     first = parameters(by_rank[0][1])
     for recorder, weights in by_rank[1:]:
         assert recorder.norms == recorders[0].norms
+        assert recorder.lrs == recorders[0].lrs
         torch.testing.assert_close(parameters(weights), first, rtol=0, atol=0)
-    return Training(losses, recorders[0].norms, by_rank[0][1])
+    return Training(losses, recorders[0].norms, recorders[0].lrs, by_rank[0][1])
 
 
 def parameters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -309,7 +311,7 @@ def train_by_hand(epochs: int = EPOCHS, *, autocast: bool = False) -> Training:
     task = ContractTask()
     made = task.configure_optimizers()
     optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    found = Training([], [], {})
+    found = Training([], [], [], {})
     for _ in range(epochs):
         for start in range(0, len(ITEMS), ACCUMULATE):
             group = micro_batches()[start : start + ACCUMULATE]
@@ -320,6 +322,7 @@ def train_by_hand(epochs: int = EPOCHS, *, autocast: bool = False) -> Training:
             loss.backward()
             found.losses.append(float(loss.detach()))
             found.norms.append(float(nn.utils.clip_grad_norm_(task.parameters(), CLIP)))
+            found.lrs.append([group["lr"] for group in optimizer.param_groups])
             optimizer.step()
             schedule.step()
     found.weights = weights_of(task)

@@ -127,6 +127,12 @@ def test_losses_norms_and_parameters_are_those_of_plain_pytorch(name: str, contr
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ALL)
+def test_a_schedule_advances_once_per_step(name: str, contracts: dict[str, Contract]) -> None:
+    assert contracts[name].whole.lrs == train_by_hand().lrs
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ALL)
 def test_bf16_losses_are_those_of_autocast(name: str, contracts: dict[str, Contract]) -> None:
     expected = train_by_hand(1, autocast=True).losses
     assert contracts[name].bf16 == pytest.approx(expected, rel=0.02)

@@ -73,7 +73,7 @@ class SaveAtEnd(Callback):
 
 
 class StepRecorder(Callback):
-    """Write down each optimizer step's loss, learning rates, gradient norm and sample ids.
+    """Write down each optimizer step's loss, learning rates and gradient norm.
 
     Attributes:
         losses: this rank's weighted loss of each step.
