@@ -48,12 +48,16 @@ os.environ["PATH"] = os.pathsep.join([os.path.join(sys.prefix, "bin"), os.enviro
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole programs as slow, and run the slow tests first, so that no worker ends long before the other."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark whole programs as slow, and run the slow tests first, so that no worker ends long before the other.
+
+    Tests that are given by name keep the given order.
+    """
     for item in items:
         if item.path.is_relative_to(_TESTS) and item.path.relative_to(_TESTS).parts[0] in _WHOLE_PROGRAMS:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: not any(item.iter_markers("slow")) and not any(item.iter_markers("distributed")))
+    if not any("::" in argument for argument in config.args):
+        items.sort(key=lambda item: not any(item.iter_markers("slow")) and not any(item.iter_markers("distributed")))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

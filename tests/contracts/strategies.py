@@ -57,8 +57,8 @@ HALF = 2
 CLIP = 0.3
 NUM_EVALUATED = 11  # samples, in batches of 2: the ranks have unequal numbers, and the last batch is short
 NUM_COUNTED = 12  # samples, in three batches of 4: two ranks need a fourth
-STOP_AFTER = 3  # steps
-STOP_BEFORE = 3  # epochs: ranks agree upon a stop at the end of an epoch at the latest
+STOP_AFTER_STEPS = 3  # steps
+MOST_EPOCHS_OF_STOP = 3  # epochs: ranks agree upon a stop at the end of an epoch at the latest
 
 
 def data_ranks_of(name: str) -> int:
@@ -119,7 +119,7 @@ class ContractTask(TaskModule):
 
 @dataclass
 class Training:
-    """Of one fit: the mean losses, the norms and the rates of its steps, and the weights at its end."""
+    """The results of one fit: mean loss, gradient norm and learning rates of each step, and the weights at its end."""
 
     losses: list[float]
     norms: list[float]
@@ -133,7 +133,7 @@ class Training:
 
 @dataclass
 class Contract:
-    """What one strategy made of the contract.
+    """The results of one strategy.
 
     Attributes:
         whole: the uninterrupted training of all epochs.
@@ -142,9 +142,9 @@ class Contract:
         evaluated: the metrics of an evaluation.
         predicted: the predictions of all samples, in their order, (NUM_EVALUATED, 1).
         counted: what metric objects of the task have seen in each epoch; None for pipelines.
-        metrics: metrics of objects that were logged.
-        bf16: the mean losses of the steps of an epoch in bf16-mixed; empty where the strategy has none.
-        stopped_at: steps of a training that the last rank alone asked to stop after `STOP_AFTER`.
+        metrics: values of the metric objects that were logged.
+        bf16: the mean losses of the steps of an epoch in bf16-mixed.
+        stopped_at: steps of a training that the last rank alone asked to stop after `STOP_AFTER_STEPS`.
     """
 
     whole: Training
@@ -233,7 +233,7 @@ class _StopsOnLastRank(Callback):
     """Asks for a stop on the last rank alone."""
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        if trainer.global_step == STOP_AFTER and trainer.global_rank == trainer.world_size - 1:
+        if trainer.global_step == STOP_AFTER_STEPS and trainer.global_rank == trainer.world_size - 1:
             trainer.should_stop = True
 
 
@@ -257,7 +257,7 @@ def _run_on_rank(name: str, checkpoint: Path) -> dict[str, Any]:
     found["metrics"] = dict(counter.callback_metrics)
 
     found["bf16"] = train(name, 1, precision="bf16-mixed")
-    stopping = trainer_of(name, max_epochs=STOP_BEFORE, callbacks=[_StopsOnLastRank()])
+    stopping = trainer_of(name, max_epochs=MOST_EPOCHS_OF_STOP, callbacks=[_StopsOnLastRank()])
     stopping.fit(ContractTask(), micro_batches())
     found["stopped_at"] = stopping.global_step
     return found

@@ -85,12 +85,6 @@ def test_no_option_is_executed_by_the_shell_of_a_job(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["srun"]
 
 
-def test_a_script_for_sbatch_has_one_line_for_each_option() -> None:
-    config = LaunchConfig(num_processes=1, slurm_account="--x=1\r\u2028touch PWN")
-    with pytest.raises(ConfigurationError, match="not one line of printable text"):
-        sbatch_script(LaunchCommand(config, "a.py", [], "script", []))
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

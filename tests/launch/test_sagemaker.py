@@ -18,7 +18,7 @@ from tests.launch.sagemaker_signatures import RECORDED, signatures
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch import sagemaker
 from trainwright.launch.launch import launch
-from trainwright.launch.sagemaker import container_options, hyperparameters
+from trainwright.launch.sagemaker import container_options
 from trainwright.processes.launcher import free_port
 
 _COMMAND = ("--config_file", "sm.yaml", "train.py")
@@ -203,32 +203,6 @@ def test_a_container_with_gpus_has_the_options_of_its_host(monkeypatch: pytest.M
     monkeypatch.setenv("SM_CURRENT_HOST", "algo-3")
     with pytest.raises(ConfigurationError, match="SM_CURRENT_HOST=algo-3 is not among"):
         container_options()
-
-
-def test_errors_of_the_service_are_reported(sdk: _Sdk, capsys: pytest.CaptureFixture[str]) -> None:
-    sdk.failure = sdk.errors.ClientError("AccessDenied")
-    with pytest.raises(ConfigurationError, match="SageMaker: AccessDenied"):
-        launch(_options("train.py"))
-    sdk.failure = sdk.status("the job has failed")
-    assert launch(_options("train.py")) == 1
-    assert "trainwright launch: the job has failed." in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--a 3 --b 0.5 --c x --d True --e=False", {"a": 3, "b": 0.5, "c": "x", "d": True, "e": False}),
-        ("-b -1 --big 12345678901234567 --n nan --f 1e3", {"b": -1, "big": 12345678901234567, "n": "nan", "f": 1000}),
-        ("--flag", "--flag has no value"),
-        ("--a 3 4", "4: SageMaker passes named arguments only"),
-    ],
-)
-def test_arguments_become_hyperparameters(words: str, expected: Any) -> None:
-    if isinstance(expected, dict):
-        assert hyperparameters(words.split()) == expected
-    else:
-        with pytest.raises(ConfigurationError, match=expected):
-            hyperparameters(words.split())
 
 
 _SCRIPT = """

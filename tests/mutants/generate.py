@@ -29,9 +29,9 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Div: "*",
     ast.Mod: "+",
 }
-# Mistakes in texts, names and representations cost users little, and tests do not pin their words.
-_NOT_MUTATED = {"__repr__", "__str__", "__reduce__", "__getstate__"}
-_ANY_ORDER = ("max", "min", ".transpose")  # functions whose arguments may be swapped
+# Mistakes in the text of an object cost users little, and tests do not pin its words.
+_NOT_MUTATED = {"__repr__", "__str__"}
+_ORDER_DOES_NOT_MATTER = {"max", "min", "transpose"}  # functions that give the same with two arguments swapped
 _FOR_TESTS = {"fault_point"}  # calls that only tests use
 # Arguments that change no result: `strict` of `zip` checks lengths that the caller checked, `non_blocking` is about
 # speed, and a `daemon` thread differs only where the process ends without joining it.
@@ -48,7 +48,8 @@ class Mutant:
         line: 1-based line of the mistake.
         end_line: last line of the text that is replaced.
         kind: kind of the mistake, such as `"condition inverted"`.
-        begin, end: the replaced bytes of the file.
+        begin, end: the replaced bytes of the file, end exclusive. Bytes, because `ast` counts columns in bytes.
+        column: 0-based column of the mistake, in bytes.
         before, after: the text that is replaced, and its replacement.
     """
 
@@ -58,13 +59,14 @@ class Mutant:
     kind: str
     begin: int
     end: int
+    column: int
     before: str
     after: str
 
     @property
     def name(self) -> str:
-        """A name that stays the same while the line and the text before it do."""
-        return f"{self.file}:{self.line} {self.kind}: {_short(self.before)} -> {_short(self.after)}"
+        """The place and the change. Unique in a version of the file."""
+        return f"{self.file}:{self.line}:{self.column} {self.kind}: {_short(self.before)} -> {_short(self.after)}"
 
     def apply(self, source: bytes) -> bytes:
         """Return the text of the file with the mistake."""
@@ -83,17 +85,15 @@ class _Generator(ast.NodeVisitor):
         self.file = file
         self.source = source
         self.found: list[Mutant] = []
-        self._starts = [0]
+        self._line_starts = [0]
         for line in source.splitlines(keepends=True):
-            self._starts.append(self._starts[-1] + len(line))
-
-    # Helpers
+            self._line_starts.append(self._line_starts[-1] + len(line))
 
     def _span(self, node: ast.expr | ast.stmt | ast.keyword) -> tuple[int, int]:
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
-        begin = self._starts[node.lineno - 1] + node.col_offset
-        end = self._starts[node.end_lineno - 1] + node.end_col_offset
+        begin = self._line_starts[node.lineno - 1] + node.col_offset
+        end = self._line_starts[node.end_lineno - 1] + node.end_col_offset
         return begin, end
 
     def _text(self, node: ast.expr | ast.stmt | ast.keyword) -> str:
@@ -102,9 +102,12 @@ class _Generator(ast.NodeVisitor):
 
     def _add(self, kind: str, begin: int, end: int, after: str) -> None:
         before = self.source[begin:end].decode()
+        if before == after:  # f(x, x) with its arguments swapped
+            return
         line = self.source.count(b"\n", 0, begin) + 1
         end_line = self.source.count(b"\n", 0, end) + 1
-        self.found.append(Mutant(self.file, line, end_line, kind, begin, end, before, after))
+        column = begin - self._line_starts[line - 1]
+        self.found.append(Mutant(self.file, line, end_line, kind, begin, end, column, before, after))
 
     def _replace(self, kind: str, node: ast.expr | ast.stmt, after: str) -> None:
         self._add(kind, *self._span(node), after)
@@ -117,13 +120,11 @@ class _Generator(ast.NodeVisitor):
         offset = between.index(stripped)
         return begin + offset, begin + offset + len(stripped)
 
-    # What is skipped
-
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.name in _NOT_MUTATED:
             return
-        for statement in node.body:
-            self.visit(statement)  # not its decorators, defaults and annotations
+        for statement in node.body:  # its decorators, defaults and annotations stay as they are
+            self.visit(statement)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for statement in node.body:
@@ -148,8 +149,6 @@ class _Generator(ast.NodeVisitor):
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Skip text."""
 
-    # Mistakes
-
     def visit_If(self, node: ast.If) -> None:
         if "TYPE_CHECKING" in self._text(node.test):
             return
@@ -157,7 +156,9 @@ class _Generator(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_While(self, node: ast.While) -> None:
-        self.generic_visit(node)  # an inverted condition would mostly hang, or be that of `while True`
+        """Leave the condition itself alone: with most mistakes in it the loop would never end."""
+        for statement in node.body:
+            self.visit(statement)
 
     def visit_IfExp(self, node: ast.IfExp) -> None:
         self._invert(node.test)
@@ -165,7 +166,7 @@ class _Generator(ast.NodeVisitor):
 
     def _invert(self, test: ast.expr) -> None:
         is_one_comparison = isinstance(test, ast.Compare) and len(test.ops) == 1
-        if not is_one_comparison:  # that of a comparison is a mutant of its own
+        if not is_one_comparison:  # `visit_Compare` changes that
             self._replace("condition inverted", test, f"(not ({self._text(test)}))")
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -182,18 +183,15 @@ class _Generator(ast.NodeVisitor):
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         other = _ARITHMETIC.get(type(node.op))
-        is_text = any(isinstance(side, (ast.JoinedStr, ast.Constant)) for side in (node.left, node.right)) and any(
-            isinstance(getattr(side, "value", None), str) or isinstance(side, ast.JoinedStr)
-            for side in (node.left, node.right)
-        )
-        if other is not None and not is_text:
+        builds_text = _is_text(node.left) or _is_text(node.right)
+        if other is not None and not builds_text:
             self._add("operator changed", *self._operator_span(node.left, node.right), other)
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if isinstance(node.value, bool):
             self._replace("constant changed", node, str(not node.value))
-        elif isinstance(node.value, int) and abs(node.value) < _LARGE:
+        elif isinstance(node.value, int) and node.value < _LARGE:
             self._replace("off by one", node, str(node.value + 1))
 
     def visit_Expr(self, node: ast.Expr) -> None:
@@ -220,37 +218,46 @@ class _Generator(ast.NodeVisitor):
         called = self._text(node.func)
         if called in _FOR_TESTS:
             return
-        for number, keyword in enumerate(node.keywords):
+        for keyword in node.keywords:
             if keyword.arg is not None and keyword.arg not in _WITHOUT_EFFECT:
-                self._drop(node, number)
-        plain = [each for each in node.args if not isinstance(each, ast.Starred)]
-        if len(plain) >= 2 and len(plain) == len(node.args) and not called.endswith(_ANY_ORDER):
-            begin, end = self._span(plain[0])[0], self._span(plain[1])[1]
-            between = self.source[self._span(plain[0])[1] : self._span(plain[1])[0]].decode()
-            self._add("arguments swapped", begin, end, self._text(plain[1]) + between + self._text(plain[0]))
+                self._drop(keyword)
+        function = called.rpartition(".")[2]
+        has_starred = any(isinstance(each, ast.Starred) for each in node.args)
+        if len(node.args) >= 2 and not has_starred and function not in _ORDER_DOES_NOT_MATTER:
+            self._swap(node.args[0], node.args[1])
         self.generic_visit(node)
 
-    def _drop(self, call: ast.Call, number: int) -> None:
+    def _swap(self, first: ast.expr, second: ast.expr) -> None:
+        first_begin, first_end = self._span(first)
+        second_begin, second_end = self._span(second)
+        between = self.source[first_end:second_begin].decode()
+        self._add("arguments swapped", first_begin, second_end, self._text(second) + between + self._text(first))
+
+    def _drop(self, keyword: ast.keyword) -> None:
         """Drop a keyword argument with the comma that separates it."""
-        begin, end = self._span(call.keywords[number])
-        rest = self.source[end:]
-        after = rest[: len(rest) - len(rest.lstrip(b" \n"))]
-        if rest[len(after) : len(after) + 1] == b",":
-            end += len(after) + 1
-        else:
-            head = self.source[:begin].rstrip(b" \n")
-            if head.endswith(b","):
-                begin = len(head) - 1
+        begin, end = self._span(keyword)
+        following = self.source[end:].lstrip(b" \n")
+        if following.startswith(b","):  # f(a=1, b=2): the comma after a
+            end = len(self.source) - len(following) + 1
+        else:  # f(x, a=1): the comma before a
+            preceding = self.source[:begin].rstrip(b" \n")
+            if preceding.endswith(b","):
+                begin = len(preceding) - 1
         self._add("argument dropped", begin, end, "")
 
 
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
 def _is_tuning(statement: ast.stmt) -> bool:
-    """Whether a statement of a module names a number, such as a size or a time that was chosen by measuring."""
+    """Say whether a statement of a module gives a name to a number, such as a size or a time chosen by measuring."""
     if not isinstance(statement, (ast.Assign, ast.AnnAssign)):
         return False
     targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
     is_constant = all(isinstance(target, ast.Name) and target.id.isupper() for target in targets)
-    return is_constant and isinstance(statement.value, (ast.Constant, ast.BinOp))
+    is_flag = isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, bool)
+    return is_constant and not is_flag and isinstance(statement.value, (ast.Constant, ast.BinOp))
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:

@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 MAKE_TEST = "not (engines or exhaustive or torture)"
-_TESTS = ["-m", MAKE_TEST, "--dist", "loadfile", "--no-loadscope-reorder"]
+_SUITE_OPTIONS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # both as in the Makefile
 # coverage's .pth file starts a measurement in each Python process that finds this configuration in its environment:
 # pytest, its workers, and what they start. In pytest the context is the test function on the stack. A process that a
 # test starts has no such function: its context is the test that pytest has put into the environment.
@@ -38,17 +38,17 @@ def record(arguments: Sequence[str]) -> int:
     import coverage
 
     FOLDER.mkdir(parents=True, exist_ok=True)
-    old = [*FOLDER.glob("coverage.*")]  # of a run that was interrupted
+    outdated = [*FOLDER.glob("coverage.*")]  # of a run that was interrupted
     if not arguments:
-        old += [FOLDER / "coverage", FOLDER / "durations.json"]
-    for path in old:
+        outdated += [FOLDER / "coverage", FOLDER / "durations.json"]
+    for path in outdated:
         path.unlink(missing_ok=True)
-    configuration = FOLDER / "settings.ini"  # combine() would read a file whose name begins with that of the data
+    configuration = FOLDER / "settings.ini"  # not coverage.ini, because combine() reads every coverage.*
     configuration.write_text(_CONFIGURATION.format(folder=FOLDER))
     environment = {**os.environ, "COVERAGE_PROCESS_START": str(configuration)}
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.mutants.durations"]
-    done = subprocess.run([*command, *(arguments or _TESTS)], cwd=ROOT, env=environment, check=False)
-    os.environ.pop("PYTEST_CURRENT_TEST", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.durations", "-m", MAKE_TEST, *_SUITE_OPTIONS]
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False)
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # coverage reads it for `context`, in this process too
     measured = coverage.Coverage(config_file=str(configuration))
     measured.load()
     measured.combine([str(FOLDER)])
@@ -56,14 +56,16 @@ def record(arguments: Sequence[str]) -> int:
 
 
 def current_tests() -> set[str]:
-    """Return the test functions that `make test` has now. Some of the record may have been removed or moved since."""
+    """Return the test functions that `make test` has now. Tests of the record may have been removed or moved since."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "-m", MAKE_TEST]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {test_function(line) for line in done.stdout.splitlines() if "::" in line}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"pytest cannot collect the tests:\n{done.stdout}{done.stderr}")
+    return {function_of_context(line) for line in done.stdout.splitlines() if "::" in line}
 
 
 class Record:
-    """Which tests run a line, and how long each takes. Only tests that `make test` still has count."""
+    """The tests that run each line, and how long each takes. Only tests that `make test` still has count."""
 
     def __init__(self) -> None:
         import coverage
@@ -78,30 +80,44 @@ class Record:
         self._durations = {test: seconds for test, seconds in durations.items() if test in tests}
 
     def tests_of(self, file: str, lines: Iterable[int]) -> list[str]:
-        """Return the test functions to try for lines of a file: those that run one of them, the fastest first.
+        """Return the test functions to try for lines of a file: those that run one of them.
 
         A line that runs where a module is imported or a fixture is made belongs to no test, and a process of a loader
-        is not measured. The tests of all lines of the file follow then.
-        """
-        by_line = self._data.contexts_by_lineno(str(ROOT / file))
-        contexts = {context for line in lines for context in by_line.get(line, [])}
-        found = self._fastest_first(contexts)
-        if not found or "" in contexts:
-            every = self._fastest_first({context for each in by_line.values() for context in each})
-            found += [test for test in every if test not in found]
-        return found
+        is not measured. All tests that run a line of the file are tried then.
 
-    def _fastest_first(self, contexts: Iterable[str]) -> list[str]:
-        names = {test_function(part) for context in contexts for part in context.split("|")}
-        known = [name for name in names if name in self._durations]
-        return sorted(known, key=lambda name: (self._durations[name], name))
+        The tests of the file's own name come first (`test_precision.py` for `precision.py`), then the fastest.
+        """
+        contexts_of_line = self._data.contexts_by_lineno(str(ROOT / file))
+        contexts: set[str] = set()
+        for line in lines:
+            contexts.update(contexts_of_line.get(line, []))
+        found = self._tests_in(contexts)
+        belongs_to_no_test = "" in contexts  # coverage's name for what runs outside of test functions
+        if not found or belongs_to_no_test:
+            found = self._tests_in(set().union(*contexts_of_line.values()))
+        stem = Path(file).stem
+
+        def order(test: str) -> tuple[bool, float, str]:
+            is_of_this_file = stem in Path(test.partition("::")[0]).stem
+            return not is_of_this_file, self._durations[test], test
+
+        return sorted(found, key=order)
+
+    def _tests_in(self, contexts: Iterable[str]) -> set[str]:
+        found: set[str] = set()
+        for context in contexts:
+            for part in context.split("|"):  # the static and the dynamic context of a process, as coverage joins them
+                test = function_of_context(part)
+                if test in self._durations:
+                    found.add(test)
+        return found
 
     def seconds_of(self, test: str) -> float:
         """Return how long all cases of a test function took."""
         return self._durations[test]
 
 
-def test_function(context: str) -> str:
+def function_of_context(context: str) -> str:
     """Return `tests/…/test_file.py::test_name` for a context of the record; empty if it is not a test.
 
     In pytest a context is the dotted name of the function. In started processes it is the name of a case, with its

@@ -3,7 +3,8 @@
     python -m tests.mutants.run [--number 100] [--seed 0] [--files trainer/loop.py ...] [--output FILE]
 
 Needs the record of `python -m tests.mutants.record`. Each mutant is written into a copy of the tree, in which the tests
-that run its lines are started, the fastest first, until one fails. Exits with 1 if fewer than nine of ten are noticed.
+that run its lines are started until one fails: first those of the file's own name, then the fastest. Tests beyond
+`_MOST_RECORDED_S` are not tried. Exits with 1 if fewer than nine of ten are noticed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,8 @@ from pathlib import Path
 from tests.mutants.generate import Mutant, mutants_of
 from tests.mutants.record import FOLDER, MAKE_TEST, ROOT, Record
 
-# The files in which a mistake costs users most.
+# The files in which a mistake costs users most. The folders at the top are also reached through links in
+# src/trainwright, but the record has their real paths.
 FILES = (
     "trainer/loop.py",
     "trainer/schedule.py",
@@ -80,36 +83,41 @@ _NOT_IN_MAKE_TEST = {
     "strategies/megatron/core_model.py",
     "strategies/fsdp/unit_state.py",
 }
-_MOST_SECONDS = 300.0  # of tests for one mutant, by the record
-_TIMEOUT_S = 480.0  # a mutant that hangs is noticed
+_MOST_RECORDED_S = 300.0  # of tests for one mutant
+_TIMEOUT_S = 480.0  # a mutant that hangs counts as noticed
 _WANTED = 0.9
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a mutant.
+    """The result of trying one mutant.
 
     Attributes:
         name: the mutant's name.
-        status: `"noticed"`, `"survived"`, or `"not run"` if no recorded test runs its file.
-        by: the first test that failed, or `"timeout"`; empty if it was not noticed.
-        num_tests: test functions that were started.
+        status: `"noticed"`, `"survived"`, `"not run"` if no recorded test runs its file, or `"unclear"` if the test
+            that failed also fails without the mutant.
+        noticed_by: the first test that failed, or `"timeout"`; empty if it was not noticed.
+        num_tests, num_left_out: test functions that were started, and those that were left out for lack of time.
     """
 
     name: str
     status: str
-    by: str
+    noticed_by: str
     num_tests: int
+    num_left_out: int
 
 
 def sample(files: list[str], number: int, seed: int) -> list[Mutant]:
     """Return mutants of the files, drawn at random: each file has the same share, whatever its length."""
-    draw = random.Random(seed)
-    of_file = {file: mutants_of(file, (ROOT / file).read_bytes()) for file in sorted(files)}
+    generator = random.Random(seed)
+    remaining: dict[str, list[Mutant]] = {}
+    for file in sorted(files):
+        mutants = mutants_of(file, (ROOT / file).read_bytes())
+        if mutants:
+            remaining[file] = generator.sample(mutants, len(mutants))
     found: list[Mutant] = []
-    remaining = {file: draw.sample(mutants, len(mutants)) for file, mutants in of_file.items() if mutants}
     while remaining and len(found) < number:
-        file = draw.choice(sorted(remaining))
+        file = generator.choice(sorted(remaining))
         found.append(remaining[file].pop())
         if not remaining[file]:
             del remaining[file]
@@ -119,27 +127,37 @@ def sample(files: list[str], number: int, seed: int) -> list[Mutant]:
 def try_out(mutant: Mutant, record: Record, tree: Path) -> Result:
     """Run the tests of a mutant's lines in a copy of the tree, which is restored."""
     tests = record.tests_of(mutant.file, range(mutant.line, mutant.end_line + 1))
-    chosen: list[str] = []
-    seconds = 0.0
-    for test in tests:
-        seconds += record.seconds_of(test)
-        if chosen and seconds > _MOST_SECONDS:
-            break
-        chosen.append(test)
+    chosen = _within_budget(tests, record)
+    num_left_out = len(tests) - len(chosen)
     if not chosen:
-        return Result(mutant.name, "not run", "", 0)
+        return Result(mutant.name, "not run", "", 0, num_left_out)
     path = tree / mutant.file
     source = path.read_bytes()
     path.write_bytes(mutant.apply(source))
     try:
-        by = _first_failure(chosen, tree)
+        failed = _first_failure(chosen, tree)
     finally:
         path.write_bytes(source)
-    return Result(mutant.name, "noticed" if by else "survived", by, len(chosen))
+    status = "noticed" if failed else "survived"
+    if failed and failed != "timeout" and _first_failure([failed], tree):
+        status = "unclear"
+    return Result(mutant.name, status, failed, len(chosen), num_left_out)
+
+
+def _within_budget(tests: list[str], record: Record) -> list[str]:
+    chosen: list[str] = []
+    seconds = 0.0
+    for test in tests:
+        seconds += record.seconds_of(test)
+        if chosen and seconds > _MOST_RECORDED_S:
+            break
+        chosen.append(test)
+    return chosen
 
 
 def _first_failure(tests: list[str], tree: Path) -> str:
     """Return the first test that fails, `"timeout"`, or an empty text."""
+    # The environment's own entry for the package names the original tree.
     environment = {**os.environ, "PYTHONPATH": f"{tree / 'src'}{os.pathsep}{tree}"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # two mutants of one length in one second would share bytecode
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
@@ -152,27 +170,41 @@ def _first_failure(tests: list[str], tree: Path) -> str:
         return "timeout"
     if done.returncode == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else f"pytest ended with {done.returncode}"
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?::[^\s\[]+)", done.stdout, re.MULTILINE)
+    if failed is not None:
+        return failed[1]
+    return tests[0]  # the package cannot be imported, or the process has ended
+
+
+def _files(patterns: Iterable[str]) -> list[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        files = glob.glob(pattern, root_dir=ROOT)
+        if not files:
+            raise SystemExit(f"No file is called {pattern}.")
+        found.update(files)
+    return sorted(found - _NOT_IN_MAKE_TEST)
 
 
 def main() -> int:
-    """Try a sample of mutants, print the survivors, and write all results."""
+    """Try a sample of mutants, print what becomes of each, and write the results."""
     parser = argparse.ArgumentParser(description="Make mistakes in the package, and report those that no test notices.")
     parser.add_argument("--number", type=int, default=100, help="mutants to try (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
     parser.add_argument("--workers", type=int, default=2, help="mutants that are tried at a time (default: 2)")
     parser.add_argument("--files", nargs="*", default=list(FILES), help="patterns of files (default: the core)")
-    parser.add_argument("--output", type=Path, default=FOLDER / "results.json", help="file to write")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results.jsonl", help="file to write")
     options = parser.parse_args()
-    files = [file for pattern in options.files for file in glob.glob(pattern, root_dir=ROOT)]
+    mutants = sample(_files(options.files), options.number, options.seed)
     record = Record()
-    mutants = sample(sorted(set(files) - _NOT_IN_MAKE_TEST), options.number, options.seed)
-    with tempfile.TemporaryDirectory() as name:
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text("")
+    with tempfile.TemporaryDirectory() as folder:
         trees: queue.Queue[Path] = queue.Queue()
         ignored = shutil.ignore_patterns(".venv*", ".git", "build", "demo", ".*_cache", "runs")
-        for number in range(options.workers):
-            trees.put(Path(shutil.copytree(ROOT, Path(name) / str(number), symlinks=True, ignore=ignored)))
+        for worker in range(options.workers):
+            copy = shutil.copytree(ROOT, Path(folder) / str(worker), symlinks=True, ignore=ignored)
+            trees.put(Path(copy))
 
         def work(mutant: Mutant) -> Result:
             tree = trees.get()
@@ -180,13 +212,13 @@ def main() -> int:
                 result = try_out(mutant, record, tree)
             finally:
                 trees.put(tree)
-            print(f"{result.status:9} {result.name}  {result.by}", flush=True)
+            print(f"{result.status:9} {result.name}  {result.noticed_by}", flush=True)
+            with options.output.open("a") as output:
+                output.write(json.dumps(dataclasses.asdict(result)) + "\n")
             return result
 
         with ThreadPoolExecutor(max_workers=options.workers) as pool:
             results = list(pool.map(work, mutants))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     counts = Counter(result.status for result in results)
     print(", ".join(f"{number} {status}" for status, number in counts.items()))
     return 0 if counts["noticed"] >= _WANTED * len(results) else 1

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants import run
 from tests.mutants.generate import mutants_of
-from tests.mutants.record import test_function as name_of_test
+from tests.mutants.record import function_of_context
 from tests.mutants.run import sample
 
 _SOURCE = b'''
@@ -69,10 +69,10 @@ def test_what_changes_nothing_for_a_user_is_left_alone(source: str) -> None:
 
 def test_a_context_of_the_record_names_its_test() -> None:
     this = "tests/mutants/test_mutants.py"
-    assert name_of_test("tests.mutants.test_mutants.test_a") == f"{this}::test_a"
-    assert name_of_test("tests.mutants.test_mutants.TestA.test_b") == f"{this}::TestA::test_b"
-    assert name_of_test(f"{this}::test_a[1-x::y] (call)") == f"{this}::test_a"
-    assert name_of_test("") == name_of_test("trainwright.core.task.fit") == ""
+    assert function_of_context("tests.mutants.test_mutants.test_a") == f"{this}::test_a"
+    assert function_of_context("tests.mutants.test_mutants.TestA.test_b") == f"{this}::TestA::test_b"
+    assert function_of_context(f"{this}::test_a[1-x::y] (call)") == f"{this}::test_a"
+    assert function_of_context("") == function_of_context("trainwright.core.task.fit") == ""
 
 
 @pytest.mark.slow
@@ -109,5 +109,5 @@ def test_a_mutant_is_noticed_by_a_test_that_fails(asserts: str, status: str, tmp
     (removed,) = [mutant for mutant in mutants_of("code.py", source) if mutant.kind == "assignment removed"]
     result = run.try_out(removed, _Record("test_code.py::test_total"), tmp_path)  # type: ignore[arg-type]
     assert result.status == status
-    assert (result.by == "test_code.py::test_total") == (status == "noticed")
+    assert (result.noticed_by == "test_code.py::test_total") == (status == "noticed")
     assert (tmp_path / "code.py").read_bytes() == source
