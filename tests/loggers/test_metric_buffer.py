@@ -208,7 +208,7 @@ def test_the_state_of_many_metrics_is_read_at_once(monkeypatch: pytest.MonkeyPat
     assert resumed.flush_epoch().logged == buffer.flush_epoch().logged
     resumed.load_state_dict(state, torch.device("cpu"))
     resumed.log("a", 2.0, on_step=True, on_epoch=True, reduce_fx="sum")
-    assert resumed.flush_epoch().logged["a_epoch"] == 2.0  # what was a mean is no part of a sum
+    assert resumed.flush_epoch().logged["a_epoch"] == 2.0  # the earlier mean is not added to the sum
 
 
 def test_a_value_of_an_epochs_hook_replaces_those_of_its_steps_that_wait() -> None:

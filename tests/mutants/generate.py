@@ -36,7 +36,7 @@ _FOR_TESTS = {"fault_point"}  # calls that only tests use
 # Arguments that change no result: `strict` of `zip` checks lengths that the caller checked, `non_blocking` is about
 # speed, and a `daemon` thread differs only where the process ends without joining it.
 _WITHOUT_EFFECT = {"strict", "stacklevel", "non_blocking", "daemon"}
-_LARGE = 16  # from here on one more is no mistake: buffers, numbers of bytes, hash seeds
+_LARGE = 16  # larger numbers are sizes of buffers, counts of bytes and seeds, where one more changes nothing
 
 
 @dataclass(frozen=True)

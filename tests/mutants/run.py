@@ -187,7 +187,7 @@ def _files(patterns: Iterable[str]) -> list[str]:
 
 
 def main() -> int:
-    """Try a sample of mutants, print what becomes of each, and write the results."""
+    """Try a sample of mutants. Print and write the result of each."""
     parser = argparse.ArgumentParser(description="Make mistakes in the package, and report those that no test notices.")
     parser.add_argument("--number", type=int, default=100, help="mutants to try (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample (default: 0)")
