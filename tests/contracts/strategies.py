@@ -23,32 +23,48 @@ from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
 
-# name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
-STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
-    "single": ("single", 1),
-    "ddp": ("ddp", 2),
-    "fsdp": ("fsdp", 2),
-    "zero1": ("deepspeed_stage_1", 2),
-    "zero2": ("deepspeed_stage_2", 2),
-    "zero3": ("deepspeed_stage_3", 2),
-    "documented": (documented_strategy, 2),
-    "offload": (lambda: OffloadStrategy("disk", "disk", min_num_params=1, stream=True), 1),
-    "tp": ("tp", 2),
-    "pp": (lambda: MegatronStrategy(pp=2), 2),
-    "hsdp": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), 2),
-    "ddp_4": ("ddp", 4),
-    "fsdp_4": ("fsdp", 4),
-    "hsdp_4": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4),
-    "tp_4": (lambda: TensorParallelStrategy(tp=4), 4),
-    "fsdp_tp_4": (lambda: FSDPStrategy(tp=2), 4),
-    "pp_4": (lambda: MegatronStrategy(pp=2, dp_shard=2), 4),
-    "pp_tp_4": (lambda: MegatronStrategy(pp=2, tp=2), 4),
-    "zero1_4": ("deepspeed_stage_1", 4),
-    "zero2_4": ("deepspeed_stage_2", 4),
-    "zero3_4": ("deepspeed_stage_3", 4),
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy that the contract is run under.
+
+    Attributes:
+        strategy: the Trainer's argument, or a function that makes it.
+        processes: processes that it takes.
+        data_ranks: how many of them see different data; default: None, all.
+        is_pipeline: whether it divides the model into stages.
+    """
+
+    strategy: str | Callable[[], Any]
+    processes: int
+    data_ranks: int | None = None
+    is_pipeline: bool = False
+
+
+# A further strategy is one line.
+STRATEGIES = {
+    "single": Case("single", 1),
+    "ddp": Case("ddp", 2),
+    "fsdp": Case("fsdp", 2),
+    "zero1": Case("deepspeed_stage_1", 2),
+    "zero2": Case("deepspeed_stage_2", 2),
+    "zero3": Case("deepspeed_stage_3", 2),
+    "documented": Case(documented_strategy, 2),
+    "offload": Case(lambda: OffloadStrategy("disk", "disk", min_num_params=1, stream=True), 1),
+    "tp": Case("tp", 2, data_ranks=1),
+    "pp": Case(lambda: MegatronStrategy(pp=2), 2, data_ranks=1, is_pipeline=True),
+    "hsdp": Case(lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), 2),
+    "ddp_4": Case("ddp", 4),
+    "fsdp_4": Case("fsdp", 4),
+    "hsdp_4": Case(lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4),
+    "tp_4": Case(lambda: TensorParallelStrategy(tp=4), 4, data_ranks=1),
+    "fsdp_tp_4": Case(lambda: FSDPStrategy(tp=2), 4, data_ranks=2),
+    "pp_4": Case(lambda: MegatronStrategy(pp=2, dp_shard=2), 4, data_ranks=2, is_pipeline=True),
+    "pp_tp_4": Case(lambda: MegatronStrategy(pp=2, tp=2), 4, data_ranks=1, is_pipeline=True),
+    "zero1_4": Case("deepspeed_stage_1", 4),
+    "zero2_4": Case("deepspeed_stage_2", 4),
+    "zero3_4": Case("deepspeed_stage_3", 4),
 }
-# where several processes see the same data
-_DATA_RANKS = {"tp": 1, "tp_4": 1, "fsdp_tp_4": 2, "pp": 1, "pp_4": 2, "pp_tp_4": 1}
 
 ITEMS = [3, 1, 2, 4, 1, 3, 2, 2, 4, 1, 1, 3, 2, 4, 3, 1]  # of the 16 micro-batches of an epoch
 ACCUMULATE = 4  # micro-batches in one step, over all ranks
@@ -63,7 +79,8 @@ MOST_EPOCHS_OF_STOP = 3  # epochs: ranks agree upon a stop at the end of an epoc
 
 def data_ranks_of(name: str) -> int:
     """Return how many of a strategy's processes see different data."""
-    return _DATA_RANKS.get(name, STRATEGIES[name][1])
+    case = STRATEGIES[name]
+    return case.data_ranks or case.processes
 
 
 def micro_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -160,10 +177,10 @@ class Contract:
 
 def trainer_of(name: str, **arguments: Any) -> Any:
     """Return a quiet Trainer with a strategy, in the processes that were started for it."""
-    strategy, processes = STRATEGIES[name]
+    case = STRATEGIES[name]
     return quiet_trainer(
-        devices="auto" if processes > 1 else 1,
-        strategy=strategy if isinstance(strategy, str) else strategy(),
+        devices="auto" if case.processes > 1 else 1,
+        strategy=case.strategy if isinstance(case.strategy, str) else case.strategy(),
         **arguments,
     )
 
@@ -183,7 +200,7 @@ def train(
     )
     trainer.fit(task, micro_batches(), ckpt_path=ckpt_path)
     # Where this rank does not see all gradients there is the engine's word alone.
-    if trainer.strategy.capabilities.gradients == "hidden" or name.startswith("pp"):
+    if trainer.strategy.capabilities.gradients == "hidden" or STRATEGIES[name].is_pipeline:
         recorder.norms = [float("nan") if norm is None else norm for norm in recorder.reported]
     return recorder, weights_of(task)
 
@@ -253,7 +270,7 @@ def _run_on_rank(name: str, checkpoint: Path) -> dict[str, Any]:
     counting, counter = _Counting(), trainer_of(name, max_epochs=2, callbacks=[_InBatchEnd()])
     counter.fit(counting, loader, loader)
     # A pipeline refuses objects of the task in training, see docs/pipelines.md.
-    found["counted"] = None if name.startswith("pp") else counting.found
+    found["counted"] = None if STRATEGIES[name].is_pipeline else counting.found
     found["metrics"] = dict(counter.callback_metrics)
 
     found["bf16"] = train(name, 1, precision="bf16-mixed")
@@ -265,7 +282,7 @@ def _run_on_rank(name: str, checkpoint: Path) -> dict[str, Any]:
 
 def run_contract(name: str, checkpoint: Path) -> Contract:
     """Run the whole contract under a strategy, in one group of as many processes as it takes."""
-    _, processes = STRATEGIES[name]
+    processes = STRATEGIES[name].processes
     if processes == 1:
         by_rank = [_run_on_rank(name, checkpoint)]
     else:
@@ -280,12 +297,12 @@ def run_contract(name: str, checkpoint: Path) -> Contract:
 
 def continue_others(reader: str, checkpoints: list[Path]) -> list[Training]:
     """Continue each of some checkpoints under a strategy, all in one group of processes."""
-    _, processes = STRATEGIES[reader]
+    processes = STRATEGIES[reader].processes
 
     def work() -> list[tuple[StepRecorder, dict[str, torch.Tensor]]]:
         return [train(reader, ckpt_path=path) for path in checkpoints]
 
-    by_rank = [work()] if processes == 1 else run_distributed(work, processes, timeout=120 + 40 * len(checkpoints))
+    by_rank = [work()] if processes == 1 else run_distributed(work, processes, timeout=240)
     return [of_ranks(list(found)) for found in zip(*by_rank, strict=True)]
 
 

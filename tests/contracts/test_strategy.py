@@ -32,7 +32,7 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 
 NAMES = list(STRATEGIES)
-_FOUR = [name for name in NAMES if STRATEGIES[name][1] == 4]
+_FOUR = [name for name in NAMES if STRATEGIES[name].processes == 4]
 _UP_TO_TWO = [name for name in NAMES if name not in _FOUR]
 # Every strategy reads every other's checkpoint on as many processes, and on more or fewer its own and one in pieces.
 PAIRS = [
@@ -74,14 +74,24 @@ OTHERS = [_marked(name) for name in NAMES if name != "single"]
 
 
 class WhenAsked(dict[Any, Any]):
-    """What `make` gives for a name, made when it is first asked for: no test pays for all of them."""
+    """What `make` gives for a name, made when it is first asked for: no test pays for all of them.
+
+    An error is kept, so that the other tests of the name fail at once.
+    """
 
     def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
         self.make = make
+        self.errors: dict[Any, BaseException] = {}
 
     def __missing__(self, name: Any) -> Any:
-        self[name] = self.make(name)
+        if name in self.errors:
+            raise self.errors[name]
+        try:
+            self[name] = self.make(name)
+        except BaseException as error:  # pytest's own failures are no Exception
+            self.errors[name] = error
+            raise
         return self[name]
 
 

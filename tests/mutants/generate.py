@@ -210,7 +210,8 @@ class _Generator(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         value = node.value
-        if value is not None and not (isinstance(value, ast.Constant) and value.value is None):
+        is_false_already = isinstance(value, ast.Constant) and not value.value  # False, 0 and "" are asked like None
+        if value is not None and not is_false_already:
             self._replace("returns nothing", node, "return None")
         self.generic_visit(node)
 

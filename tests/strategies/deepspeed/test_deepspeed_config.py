@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
+from trainwright.processes.partial_state import PartialState
 from trainwright.strategies import STRATEGIES
 from trainwright.strategies.deepspeed import checks, library
 from trainwright.strategies.deepspeed.config import for_building, for_engine
@@ -171,6 +172,8 @@ def test_a_configuration_answers_and_changes_by_dotted_keys() -> None:
     assert not config.is_offload()
     with pytest.raises(ConfigurationError, match=r"has no 'fp16\.scale'"):
         config.del_config_sub_tree("fp16.scale", must_exist=True)
+    HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    assert not PartialState._shared_state  # a script that was not launched has no group to connect
 
 
 def test_deepspeed_is_loaded_for_one_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
