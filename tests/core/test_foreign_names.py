@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.tasks import regression_loader
 from trainwright.core.errors import ConfigurationError
 
 
@@ -46,30 +46,6 @@ def test_a_lightning_module_is_an_error_with_the_import_to_change(made: type) ->
         f"LightningModule` to `from trainwright import TaskModule` in {__file__}, or run: "
         f"trainwright migrate {__file__}"
     )
-
-
-@pytest.mark.parametrize(
-    ("use", "change"),
-    [
-        (
-            lambda: fit(RegressionTask(), callbacks=[EarlyStopping()]),
-            "`from lightning.pytorch.callbacks import EarlyStopping` to `from trainwright.callbacks import "
-            "EarlyStopping`",
-        ),
-        (
-            lambda: fit(RegressionTask(), logger=CSVLogger()),
-            "`from lightning.pytorch.loggers import CSVLogger` to `from trainwright.loggers import CSVLogger`",
-        ),
-        (
-            lambda: fit(RegressionTask(), LightningDataModule()),
-            "`from lightning.pytorch import LightningDataModule` to `from trainwright import DataModule`",
-        ),
-    ],
-)
-def test_objects_of_lightning_are_errors_with_the_import_to_change(use: Any, change: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        use()
-    assert "of Lightning, not of Trainwright. Change " + change in str(caught.value)
 
 
 @pytest.mark.parametrize(

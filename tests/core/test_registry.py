@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.registry import Registry, import_object
+from trainwright.core.registry import Registry
 
 
 def test_an_entry_by_text_is_imported_at_the_first_look_up_only() -> None:
@@ -17,12 +17,6 @@ def test_an_entry_by_text_is_imported_at_the_first_look_up_only() -> None:
     assert registry.get("dict") is collections.OrderedDict
 
 
-def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
-    registry = Registry("strategy", {"ddp": 1, "single": 2})
-    with pytest.raises(ConfigurationError, match=r"unknown strategy 'singel'.*'single'.*Known: ddp, single"):
-        registry.get("singel")
-
-
 def test_a_name_that_is_taken_needs_overwrite() -> None:
     registry = Registry("logger", {"csv": 1})
     with pytest.raises(ConfigurationError, match="'csv' is already registered"):
@@ -30,9 +24,3 @@ def test_a_name_that_is_taken_needs_overwrite() -> None:
     assert registry.get("csv") == 1
     registry.register("csv", 2, overwrite=True)
     assert registry.get("csv") == 2
-
-
-def test_an_object_is_imported_by_its_path() -> None:
-    assert import_object("collections:Counter") is collections.Counter
-    with pytest.raises(AttributeError):
-        import_object("collections:NoSuchThing")

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state
-from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.optimizers import LowRankAdamW, create_optimizer, optimizer_names
 from trainwright.strategies.offload.training import OffloadStrategy
@@ -170,16 +170,6 @@ def test_a_wrong_name_option_or_parameter_is_an_error(name: str, options: dict[s
 def test_stochastic_rounding_of_float32_weights_is_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match="rounds weights in bfloat16, and no parameter is"):
         create_optimizer("adamw_8bit", nn.Linear(3, 3).parameters(), bf16_stochastic_round=True)
-
-
-@pytest.mark.parametrize(("name", "package"), [("adamw_8bit", "torchao"), ("adamw_bnb_8bit", "bitsandbytes")])
-def test_a_missing_package_is_an_error_with_the_command(
-    name: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda root, *rest: None if root == package else find(root, *rest))
-    with pytest.raises(MissingPackageError, match=f"'{name}' needs the package.*pip install {package}"):
-        create_optimizer(name, nn.Linear(3, 3).parameters())
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "adamw_fp8"])

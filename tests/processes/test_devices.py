@@ -39,22 +39,6 @@ def test_a_device_is_found_by_its_name_by_auto_and_by_gpu(kind: str, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("kind", "advice"),
-    [
-        ("cuda", "It needs a CUDA or ROCm build of torch"),
-        ("npu", "It needs the package torch_npu: pip install torch-npu"),
-    ],
-)
-def test_a_device_that_torch_does_not_find_names_its_package(
-    kind: str, advice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _sees(monkeypatch, None)
-    assert device_type("auto") == "cpu"
-    with pytest.raises(ConfigurationError, match=advice):
-        Trainer(accelerator=kind)
-
-
-@pytest.mark.parametrize(
     ("kind", "variable"),
     [("cuda", "CUDA_VISIBLE_DEVICES"), ("xpu", "ZE_AFFINITY_MASK"), ("npu", "ASCEND_RT_VISIBLE_DEVICES")],
 )

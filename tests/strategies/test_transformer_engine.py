@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
-from trainwright.core.errors import ConfigurationError, MissingPackageError
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies import Precision
 from trainwright.utils import (
@@ -129,15 +129,6 @@ def test_layers_are_replaced_during_a_stage_and_checkpoints_are_those_of_bf16(
     further = _Net()
     quiet_trainer(precision="transformer-engine", max_epochs=2).fit(further, _loader(), ckpt_path=tmp_path / "a.ckpt")
     assert_equal_weights(weights_of(further), weights_of(again))
-
-
-def test_without_the_package_the_errors_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainwright.core.errors.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install --no-build-isolation 'transformer_engine\[pytorch\]'"):
-        convert_model(nn.Sequential(nn.Linear(16, 16)))
-    monkeypatch.setattr("trainwright.strategies.steps.te_layers.is_transformer_engine_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="pip install --no-build-isolation"):
-        quiet_trainer(precision="transformer-engine", max_steps=1).fit(_Net(), _loader())
 
 
 _REFUSED: dict[str, Callable[[], Any]] = {
