@@ -20,14 +20,13 @@ FOLDER = ROOT / "build" / "mutants"
 MAKE_TEST = "not (engines or exhaustive or torture)"
 _SUITE_OPTIONS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # both as in the Makefile
 # coverage's .pth file starts a measurement in each Python process that finds this configuration in its environment:
-# pytest, its workers, and what they start. In pytest the context is the test function on the stack. A process that a
-# test starts has no such function: its context is the test that pytest has put into the environment.
+# pytest, its workers, and what they start. In pytest the plugin sets the context. A process that a test starts has the
+# context of the test that pytest has put into the environment.
 _CONFIGURATION = """
 [run]
 source_pkgs = trainwright
 data_file = {folder}/coverage
 parallel = true
-dynamic_context = test_function
 context = ${{PYTEST_CURRENT_TEST-}}
 disable_warnings = no-data-collected, module-not-imported
 """
@@ -46,7 +45,7 @@ def record(arguments: Sequence[str]) -> int:
     configuration = FOLDER / "settings.ini"  # not coverage.ini, because combine() reads every coverage.*
     configuration.write_text(_CONFIGURATION.format(folder=FOLDER))
     environment = {**os.environ, "COVERAGE_PROCESS_START": str(configuration)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.durations", "-m", MAKE_TEST, *_SUITE_OPTIONS]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.plugin", "-m", MAKE_TEST, *_SUITE_OPTIONS]
     done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, check=False)
     os.environ.pop("PYTEST_CURRENT_TEST", None)  # coverage reads it for `context`, in this process too
     measured = coverage.Coverage(config_file=str(configuration))
@@ -120,17 +119,10 @@ class Record:
 def function_of_context(context: str) -> str:
     """Return `tests/…/test_file.py::test_name` for a context of the record; empty if it is not a test.
 
-    In pytest a context is the dotted name of the function. In started processes it is the name of a case, with its
-    parameters and phase: `tests/test_file.py::test_name[1] (call)`.
+    A context is the name of a case, with its parameters, and in started processes with the phase of the test:
+    `tests/test_file.py::test_name[1] (call)`.
     """
-    if "::" in context:
-        return context.partition(" (")[0].partition("[")[0]
-    words = context.split(".")
-    for length in range(len(words) - 1, 0, -1):
-        file = "/".join(words[:length]) + ".py"
-        if (ROOT / file).is_file():
-            return "::".join([file, *words[length:]])
-    return ""
+    return context.partition(" (")[0].partition("[")[0]
 
 
 if __name__ == "__main__":
