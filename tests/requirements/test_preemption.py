@@ -292,6 +292,9 @@ def test_slurm_runs_the_job_again_after_its_warning_and_it_goes_on_by_itself(
     assert run(tmp_path / "run", second) is None  # the script passes no ckpt_path
     assert "trainwright: start 2 of this job resumes" in capsys.readouterr().out
     assert first.losses + second.losses == whole.losses
+    next_fit = Victim(None)  # of the same script: not a part of the job that has a checkpoint
+    assert run(tmp_path / "run", next_fit) is None
+    assert next_fit.losses == whole.losses
 
 
 def test_a_job_that_cannot_be_requeued_is_said_to_be_so(
