@@ -108,8 +108,8 @@ def test_results_are_gathered_once_each_and_in_the_order_of_the_data() -> None:
         assert found["all"] == [0, 1]
 
 
-def _rates(schedule_steps: Any, split: bool, as_accelerate: bool) -> tuple[list[float], list[str]]:
-    """Return the learning rate after each of four steps, under three schedules, and the warnings."""
+def _rates(schedule_steps: Any, split: bool, as_accelerate: bool) -> tuple[list[tuple[float, int]], list[str]]:
+    """Return the rate of a schedule and the count of another one after each of four steps, and the warnings."""
     context = trainwright.as_accelerate() if as_accelerate else nullcontext()
     with context, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TrainwrightWarning)
@@ -123,7 +123,7 @@ def _rates(schedule_steps: Any, split: bool, as_accelerate: bool) -> tuple[list[
         for _ in range(4):
             for schedule in (halving, cycle):
                 schedule.step()
-            rates.append(halving.get_last_lr()[0])
+            rates.append((halving.get_last_lr()[0], cycle.scheduler.last_epoch))
         accelerator.end_training()
     return rates, [str(one.message) for one in caught if "a schedule advances" in str(one.message)]
 
@@ -143,5 +143,7 @@ def test_a_schedule_advances_once_or_for_each_process() -> None:
     ranks = run_distributed(lambda: [_rates(*case) for case in _SCHEDULES], 2)
     for number, (case, (per_step, warns)) in enumerate(_SCHEDULES.items()):
         found = [of_rank[number] for of_rank in ranks]
-        assert [rates for rates, _ in found] == [[0.5 ** (per_step * step) for step in range(1, 5)]] * 2, case
+        advances = [per_step * step for step in range(1, 5)]
+        expected = [(0.5**count, min(count, 7)) for count in advances]  # the cycle has 7 steps
+        assert [rates for rates, _ in found] == [expected] * 2, case
         assert [len(texts) for _, texts in found] == [int(warns), 0], case

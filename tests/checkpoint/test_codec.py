@@ -60,6 +60,8 @@ def test_a_defaultdict_keeps_a_builtin_factory_and_others_are_refused() -> None:
 def test_what_cannot_come_back_exactly_is_refused_by_its_place_in_the_tree(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"callbacks\.EarlyStopping\.best\[1\]"):
         encode({"callbacks": {"EarlyStopping": {"best": [0, value]}}})
+    with pytest.raises(CheckpointError, match=r"^rates\[0\]\.high"):
+        encode({"rates": {0: {"high": value}}})
 
 
 def test_a_tree_that_contains_itself_is_refused_and_one_list_twice_is_not() -> None:
