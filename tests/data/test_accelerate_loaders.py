@@ -107,7 +107,9 @@ def test_one_process_gets_all_batches() -> None:
     assert (third.total_batch_size, third.total_dataset_length) == (12, 24)  # type: ignore[attr-defined]
     skipping = DataLoaderShard(range(6), skip_batches=1, batch_size=2)
     assert _read(skipping)[0] == [[2, 3], [4, 5]]
-    assert _read(DataLoaderDispatcher(range(6), skip_batches=1, batch_size=2))[0] == [[2, 3], [4, 5]]
+    skipping = DataLoaderDispatcher(range(6), skip_batches=1, batch_size=2)
+    assert _read(skipping)[0] == [[2, 3], [4, 5]]
+    assert skipping.iteration == 1
 
 
 def test_what_cannot_be_divided_is_refused() -> None:
