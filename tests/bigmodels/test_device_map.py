@@ -197,6 +197,12 @@ def test_a_name_that_is_no_module_is_warned_of() -> None:
         check_device_map(layers(1, 1), {"0": 0, "1": 0, "2": 0})
 
 
+def test_a_module_of_two_names_needs_a_device_for_both() -> None:
+    tied = nn.ModuleDict(dict.fromkeys("ab", layer(1)))
+    with pytest.raises(ConfigurationError, match=r"parameters: b\.weight\."):
+        check_device_map(tied, {"a": 0})
+
+
 def test_a_map_is_cleaned_in_place() -> None:
     device_map: dict[str, Any] = {"a.b": 0, "a.c.d": 0, "a.c.e": 0, "f.g": 0, "f.h": 1}
     assert clean_device_map(device_map) is device_map
@@ -211,6 +217,7 @@ def test_a_map_is_explained() -> None:
     assert [(share.device, share.used_bytes) for share in report.shares] == [(0, 100), ("cpu", 400), ("disk", 0)]
     text = str(report)
     assert "Device 0 computes the layers on the host and on disk" in text
+    assert " 1, 2, 3\n" in str(explain_device_map(layers(*[25] * 4), {0: 200, "cpu": 1000}))
     assert "1 … 5 (5 modules)" in str(explain_device_map(layers(*[25] * 6), {0: 200, "cpu": 1000}))
     assert "Device 0 has no room for 'blocks.0.a', which needs 100 B: 150 B are free, of which 100 B are" in text
     assert "'head' is on device 0 because it shares a tensor" in text

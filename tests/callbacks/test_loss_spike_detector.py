@@ -16,7 +16,9 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import LossSpikeDetector, ModelCheckpoint
+from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import SaveRequest
 from trainwright.core.state import StepResult
 
 
@@ -107,17 +109,20 @@ def rolls_back() -> LossSpikeDetector:
     return LossSpikeDetector(window=10, action="rollback")
 
 
-def _fit(task: Jumps, folder: Path, loader: Any, *, save_every: int = 5, **arguments: Any) -> Any:
-    callbacks = [rolls_back(), ModelCheckpoint(every_n_train_steps=save_every, save_top_k=-1)]
-    return fitted(task, loader, **{"max_epochs": 1, "default_root_dir": folder, "callbacks": callbacks, **arguments})
-
-
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_every: int, tmp_path: Path) -> None:
     task = Jumps((0, 13))
+    stop = 14 if log_every == 1 else 16  # where the loss is read
+
+    def save(run: Any, *_: object) -> None:
+        if run.state.step == run.state.batches == stop:
+            run.request_save(SaveRequest("spike"))
+
+    savers = [ModelCheckpoint(every_n_train_steps=5, save_top_k=-1), LambdaCallback(on_train_step_end=save)]
+    options = {"max_epochs": 1, "log_every_n_steps": log_every, "callbacks": [rolls_back(), *savers]}
     with pytest.warns(TrainwrightWarning, match="jumped at step 13.* Rolled back from step .* to step 10"):
-        trainer = _fit(task, tmp_path, regression_loader(20), log_every_n_steps=log_every)
-    stop = 14 if log_every == 1 else 16  # where the loss was read
+        trainer = fitted(task, regression_loader(20), default_root_dir=tmp_path, **options)
+    assert not list(tmp_path.rglob("spike"))
     assert task.seen == [(0, i) for i in range(stop)] + [(0, i) for i in range(stop, 20)]
     assert (trainer.global_step, trainer.state.batches) == (20 - (stop - 10), 20)
     (skipped,) = trainer.skipped_batches

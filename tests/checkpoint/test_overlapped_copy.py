@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,13 @@ def test_state_that_is_changed_by_hand_meanwhile_is_an_error_and_no_checkpoint(
     with pytest.raises(CheckpointError, match=r"changed between two of its steps(.|\n)*async_save=False"):
         writer.wait()
     assert not path.exists()
+
+
+def test_a_thread_waits_for_the_copies_that_another_one_makes() -> None:
+    opened = threading.Event()
+    later = LaterCopy(filter(lambda copy: opened.wait(5), [(0, 0, 0)]), [])  # type: ignore[arg-type]  # only iterated
+    with ThreadPoolExecutor(2) as pool:
+        threads = [pool.submit(later.finish) for _ in range(2)]
+        assert not wait(threads, 0.1).done
+        opened.set()
+    assert [thread.result() for thread in threads] == [True, True]

@@ -78,7 +78,7 @@ def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_noth
 
 def test_clean_stale_deletes_only_what_is_ours(tmp_path: Path) -> None:
     whole = write_small(tmp_path, 1)
-    ours = [hidden(tmp_path / "step-00000002", role) for role in ("tmp", "del")]
+    ours = [hidden(tmp_path / "step-00000002", role) for role in ("tmp", "del")] + [hidden(whole, "old")]
     for folder in ours:
         folder.mkdir()
         (folder / "trainer.json").write_text("{")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import check_address, detect
+from trainwright.processes.process_group import ProcessGroup
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -82,8 +85,9 @@ def test_variables_that_contradict_each_other_are_an_error(changed: dict[str, st
 
 
 def test_a_missing_master_addr_is_an_error() -> None:
+    lost = detect("auto", {"RANK": "0", "WORLD_SIZE": "2"})
     with pytest.raises(ConfigurationError, match="the variable MASTER_ADDR is not set"):
-        check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2"}))
+        ProcessGroup(lost, timeout=timedelta(seconds=1)).open(torch.device("cpu"))
     check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "1"}))
     check_address(detect("auto", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}))
     place = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}

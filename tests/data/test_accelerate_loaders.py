@@ -101,7 +101,7 @@ def test_one_process_gets_all_batches() -> None:
     for options in ({}, DISPATCH, SPLIT, {"num_processes": 1, "process_index": 0}):
         ready = prepare_data_loader(loader(6), torch.device("cpu"), **options)  # type: ignore[arg-type]
         assert _read(ready) == ([[0, 1, 2, 3], [4, 5]], [False, True], 2)
-        assert len(ready) == 2
+        assert (len(ready), ready.iteration) == (2, 1)  # type: ignore[attr-defined]
     third = prepare_data_loader(loader(24), num_processes=3, process_index=2)
     assert _read(third)[0] == [[8, 9, 10, 11], [20, 21, 22, 23]]
     assert (third.total_batch_size, third.total_dataset_length) == (12, 24)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.data.sources import Numbers, Resumable, flat, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.data import CombinedLoader, iterate_groups
+from trainwright.data import CombinedLoader, LoaderOptions, iterate_groups, prepare_loader
 
 
 def pair(mode: Any, long: int = 64, short: int = 16) -> CombinedLoader:
@@ -23,6 +23,7 @@ def pair(mode: Any, long: int = 64, short: int = 16) -> CombinedLoader:
 )
 def test_a_mode_makes_so_many_batches(mode: Any, batches: int) -> None:
     combined = pair(mode)
+    assert prepare_loader(combined, LoaderOptions(stage="train")).num_batches == batches
     loader = prepared(combined)
     assert len(combined) == len(list(combined)) == batches
     assert loader.num_batches == len(list(loader.iterate())) == batches

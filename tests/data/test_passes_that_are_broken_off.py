@@ -63,9 +63,10 @@ def test_an_evaluation_that_is_limited_leaves_no_worker(make: Any) -> None:
     assert multiprocessing.active_children() == []
 
 
-def test_workers_that_outlive_passes_do() -> None:
+def test_workers_that_outlive_passes_do(capfd: pytest.CaptureFixture[str]) -> None:
     task = _Task()
     loader = DataLoader([(torch.ones(4), torch.ones(1))] * 64, batch_size=4, num_workers=1, persistent_workers=True)
     quiet_trainer(max_epochs=2, limit_val_batches=2).fit(task, [(torch.ones(2, 4), torch.ones(2, 1))], loader)
     assert task.left[-1] == 1
     assert multiprocessing.active_children() == []
+    assert "Traceback" not in capfd.readouterr().err  # of a worker

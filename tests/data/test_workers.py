@@ -109,6 +109,7 @@ def test_a_worker_that_is_stuck_is_interrupted_and_then_ended(
     started_s = time.monotonic()
     with monkeypatch.context() as patch:
         patch.setattr(BaseProcess, "is_alive", lambda worker: looks.append(worker) or is_alive(worker))
+        patch.setattr(batches, "_shutdown_workers", lambda: pytest.fail("waits for a lock that a killed worker holds"))
         workers.close()
     assert time.monotonic() - started_s < 2
     assert len(looks) < 20 or not ignores  # it waits instead of looking again and again

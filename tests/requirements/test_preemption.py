@@ -24,6 +24,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, verify
 from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.process import job, slurm_job
+from trainwright.processes import agreement
 
 PLACES = ("train step", "validation", "late validation", "last step of an epoch", "save", "epoch end")
 _EPOCHS, _STEPS = 3, 6
@@ -90,6 +91,8 @@ def compare(folder: Path, place: str, rank: int, strategy: str = "auto") -> None
     assert run(folder / "run", second, resume=True, strategy=strategy) is None
     assert first.ids + second.ids == whole.ids, place
     assert first.losses + second.losses == whole.losses, place
+    batches = len(whole.val_losses) // (2 * _EPOCHS)
+    assert place != "validation" or len(first.val_losses) % batches == 2  # it ends before its third batch
     kept = len(whole.val_losses) - len(second.val_losses)  # a validation that was broken off is done again
     assert second.val_losses == whole.val_losses[kept:], place
     assert_equal_weights(weights_of(second), weights_of(whole))
@@ -103,6 +106,7 @@ def test_one_process_goes_on_as_if_nothing_had_happened(place: str, tmp_path: Pa
 
 def _compare_on_rank(folder: Path, places: tuple[str, ...], strategy: str) -> int:
     for number, place in enumerate(places):
+        agreement._PERIOD_S = 0.0 if place == "validation" else 1.0  # ranks then exchange before each batch
         compare(folder / str(number), place, number % 2, strategy)
         compare(folder / f"{number}-other", place, (number + 1) % 2, strategy)
     return len(places)
@@ -310,6 +314,7 @@ def test_what_a_broken_off_validation_follows_is_logged(tmp_path: Path) -> None:
     task.on_train_batch_end = lambda outputs, batch, batch_idx: task.log("batch", batch_idx)  # type: ignore[method-assign]
     assert run(tmp_path, task, logger=logger, log_every_n_steps=6) == "SIGTERM"
     assert logger.values("batch") == {5: 5, 11: 5}
+    assert len(task.val_losses) == 3 * 8 + 2  # of the fourth validation, two batches
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.data.sources import Resumable
 from tests.helpers.runs import assert_equal_weights, fitted, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RegressionTask, StepTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint
@@ -139,6 +140,13 @@ def test_nothing_is_saved_while_the_optimizer_steps(tmp_path: Path) -> None:
         trainer.fit(task, regression_loader(_STEPS))
     with pytest.raises(ConfigurationError, match="the fit ended while an optimizer was stepping"):
         trainer.save_checkpoint(tmp_path / "mine")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_saved_in_a_step_whose_batch_a_loader_with_a_state_has_left_behind(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=OnExceptionCheckpoint(tmp_path), default_root_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="loader had already read the batches"), pytest.raises(OSError):
+        trainer.fit(StepTask(lambda task, batch, batch_idx: fail(trainer)), Resumable(_STEPS))
     assert not list(tmp_path.iterdir())
 
 
