@@ -156,6 +156,8 @@ def test_a_pipeline_s_former_model_leaves_when_the_next_one_runs() -> None:
     second_hook.remove()
     second(torch.zeros(1, 2))
     assert offloaded == [first, first]
+    moving, _ = cpu_offload_with_hook(nn.Linear(2, 2), "meta")
+    assert moving(torch.zeros(1, 2)).is_meta
 
 
 def test_layerwise_casting_stores_narrow_and_computes_wide() -> None:

@@ -180,6 +180,18 @@ def test_a_batch_that_cannot_be_split_is_an_error(split: SplitSequences) -> None
         split.batch({"input_ids": ids[:, 1:]})
 
 
+@pytest.mark.requires("transformers", reason="its models compute losses")
+def test_attention_gets_no_mask_and_a_loss_needs_shifted_targets(split: SplitSequences) -> None:
+    model, ids, masks = make_model("gpt2"), torch.ones(2, 8, dtype=torch.long), []
+    mask = torch.tensor([[1] * 8, [1] * 6 + [0] * 2])
+    with split.models(model), split.attention.over_ranks():
+        for module in (model, model.transformer.h[0].attn):
+            module.register_forward_pre_hook(lambda *given: masks.append(given[2]["attention_mask"]), with_kwargs=True)
+        with pytest.raises(ConfigurationError, match="Pass shift_labels to the model"):
+            model(ids, position_ids=torch.arange(8).expand(2, -1), attention_mask=mask, labels=ids)
+    assert masks == [mask, None]
+
+
 def test_processes_that_do_not_fit_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match=r"over 2 ranks .*which does not divide.*3 process.*Start 2 or 4"):
         quiet_trainer(strategy=FSDPStrategy(cp=2), devices=3, accelerator="cpu").fit(Speaker(), batches(2))

@@ -111,7 +111,7 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
         ({"activation_checkpointing_save": ["aten.mm"]}, "activation_checkpointing=True"),
         ({"activation_checkpointing": True, "activation_checkpointing_save": ["aten.addmn"]}, "'aten.addmn'"),
         *[({"tp": size}, "use the number of ranks") for size in (0, True)],
-        ({"cp": 0}, "cp=0: use an integer"),
+        *[({name: 0}, f"{name}=0: use an integer") for name in ("cp", "sp")],
         ({"cp": 2, "sp": 2}, "cp=2 and sp=2 split sequences in two ways"),
         ({"ep": 2, "tp": 2}, "ep=2 and tp=2"),
     ],

@@ -61,15 +61,25 @@ class PreciseBlocks(Blocks):
         return Precise([p for p in self.parameters() if p.requires_grad])
 
 
+class SaveOdd(SaveAtEnd):
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            state["odd"] = torch.ones(3)
+        super().on_train_end(trainer, task)
+
+
 def _resume_with_precise_states(folder: Path) -> tuple[Any, Any]:
     def run(name: str, **options: Any) -> Any:
         return train("fsdp", 2, PreciseBlocks(), callbacks=[SaveAtEnd(folder / name)], **options)["weights"]
 
+    with pytest.raises(CheckpointError, match=r"keeps 'odd' of shape \(3,\) .* cannot be sharded"):
+        run("odd", ckpt_path=folder / "alone")
     run("first", max_epochs=1)
     return run("second", ckpt_path=folder / "first"), run("whole")
 
 
 def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(tmp_path: Path) -> None:
+    train("single", 1, PreciseBlocks(), max_epochs=1, callbacks=[SaveOdd(tmp_path / "alone")])
     (resumed, expected), _ = run_distributed(_resume_with_precise_states, 2, tmp_path, init=False, timeout=300)
     assert_equal_weights(resumed, expected)
     (tree,), (whole,) = (read_checkpoint(tmp_path / name).optimizers for name in ("second", "whole"))
