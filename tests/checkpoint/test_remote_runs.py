@@ -107,6 +107,15 @@ def test_an_upload_that_fails_is_an_error_of_the_run_and_the_earlier_ones_stay(m
     assert names(url) == ["epoch=4"]
 
 
+def test_a_resume_uploads_what_has_not_arrived(memory: str, tmp_path: Path) -> None:
+    fit(tmp_path, memory, 1, filename="same")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(RemoteIndex, "upload", lambda *given, **options: "")
+        fit(tmp_path, memory, 2, filename="same", ckpt_path="last")
+    fit(tmp_path, memory, 2, filename="same", ckpt_path="last")
+    assert [found.manifest.step for found in find_remote(memory)] == [2 * STEPS]
+
+
 class FirstStep(Callback):
     """Note the first step."""
 

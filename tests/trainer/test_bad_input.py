@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.trainer.recovery.failure import describe
+from trainwright.trainer.recovery.failure import describe, note_missing_weights
 from trainwright.trainer.trainer import Trainer
 
 
@@ -219,6 +220,13 @@ def test_batches_of_any_type_are_described() -> None:
         "{'x': float32[2, 3] on cpu, 'y': (int, int64[2, 3] on cpu)}"
     )
     assert describe([0] * 20).endswith("int, and 12 more]")
+
+
+def test_errors_of_torch_about_meta_name_weights_that_are_elsewhere() -> None:
+    errors = RuntimeError("a tensor on meta"), RuntimeError("a tensor on cpu"), TaskError("a tensor on meta")
+    for error in errors:
+        note_missing_weights(SimpleNamespace(task=nn.Linear(2, 2, device="meta")), error)  # type: ignore[arg-type]
+    assert [hasattr(error, "__notes__") for error in errors] == [True, False, False]
 
 
 def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:

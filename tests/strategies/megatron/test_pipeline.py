@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,6 @@ class Speaker(TaskModule):
     def num_items(self, batch: Any) -> Any:
         return (batch[:, 1:] > 0).sum()
 
-    def on_train_start(self) -> None:
-        self.drawn.append(float(torch.rand(())))
-
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.drawn.append(float(torch.rand(())))
         loss = self.loss(batch)
@@ -110,6 +106,7 @@ def batches(lengths: tuple[int, ...] = (6,) * 12) -> list[torch.Tensor]:
 
 class Held(Callback):
     def on_train_start(self, trainer: Any, task: Any) -> None:
+        self.drawn = float(torch.rand(()))
         self.names = {name for name, parameter in task.named_parameters() if not parameter.is_meta}
 
 
@@ -127,7 +124,7 @@ def train(
         "tape": Tape.read(type(trainer.strategy).__name__, folder), "held": held.names, "weights": weights_of(task),
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "predictions": trainer.predict(task, val) if predicts else [],
-        "drawn": task.drawn if isinstance(task, Speaker) else [],
+        "drawn": [held.drawn, *(task.drawn if isinstance(task, Speaker) else [])],
         "last": task.last if isinstance(task, Stepping) else [],
     }  # fmt: skip
 
@@ -160,7 +157,7 @@ def one(folder: Path) -> dict[str, Any]:
 def two(folder: Path) -> list[dict[str, Any]]:
     def runs() -> dict[str, Any]:
         def run(name: str, data: Any = None, task: Any = None, **options: Any) -> dict[str, Any]:
-            torch.manual_seed(int(os.environ["RANK"]))
+            torch.seed()  # another one on every rank
             return train(folder / name, MegatronStrategy(pp=2, **options), task=task, data=data)
 
         return {

@@ -15,7 +15,7 @@ from trainwright.strategies.offload.copy_stream import CopyStream
 
 
 class Losses(Callback):
-    """Writes down the losses, and nothing else."""
+    """Writes down the losses and the sums of accumulated gradients, and nothing else."""
 
     reads_only = True
 
@@ -25,6 +25,9 @@ class Losses(Callback):
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         if result.loss is not None:
             self.values.append(float(result.loss))
+
+    def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
+        self.values += [float(p.grad.sum()) for p in task.parameters() if p.grad is not None]
 
 
 def writes(trainer: Any, task: Any, *_: Any) -> None:
