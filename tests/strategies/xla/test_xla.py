@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from itertools import pairwise
 from typing import Any
 
@@ -61,13 +60,6 @@ def test_checkpoints_resume_exactly_and_continue_those_of_other_strategies(strat
 def test_a_compilation_after_the_first_steps_is_a_warning_that_names_the_batch() -> None:
     (text,) = run("ragged")
     assert all(part in text for part in ("batch 4", "(6, 8)", "(16, 8)", "drop_last"))
-
-
-def test_another_torch_is_an_error_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "2.4.1")
-    line = r"pip install torch==2\.4\.1 'torch_xla\[tpu\]==2\.4\.1'"
-    with pytest.raises(ConfigurationError, match=rf"torch_xla 2\.4\.1.*{line}"):
-        Trainer(strategy="xla", logger=False)
 
 
 @pytest.mark.parametrize(
