@@ -39,6 +39,7 @@ class SplitSequences:
         self.group, self.size = group, dist.get_world_size(group)
         self.attention = SplitAttention(group, kind)
         self._shifts = True
+        self._is_causal = True  # every attention of the models
         self._targets: Any = WeakIdKeyDictionary()  # this rank's labels → this rank's shifted targets
 
     # Batches
@@ -82,7 +83,15 @@ class SplitSequences:
         return found
 
     def _check_mask(self, mask: Tensor) -> None:
-        """Check that sequences are padded only at the end, where causal attention ignores padding."""
+        """Check that sequences are padded only at the end, where causal attention ignores padding, or not at all."""
+        if not self._is_causal:
+            torch._assert_async(
+                mask.all(),
+                "attention_mask has zeros, which are not supported for sequences that are split over ranks if a model "
+                "attends in both directions: it would attend to the padding. Use batches without padding, or do not "
+                "split sequences.",
+            )
+            return
         is_padded_at_end = (mask[:, 1:] <= mask[:, :-1]).all() if mask.dim() == 2 else torch.tensor(False)
         torch._assert_async(
             is_padded_at_end,
@@ -116,6 +125,7 @@ class SplitSequences:
                 module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)
             ]
             self._shifts = not flags or any(flags)
+            self._is_causal = all(flags)
             for name, module in model.named_modules():
                 config = getattr(module, "config", None)
                 if hasattr(config, "_attn_implementation") and not isinstance(getattr(module, "is_causal", None), bool):

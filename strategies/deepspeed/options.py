@@ -83,7 +83,7 @@ class ZeroOptions:
     queue_depth: int = _at("aio", "queue_depth", default=8)
     single_submit: bool = _at("aio", "single_submit", default=False)
     overlap_events: bool = _at("aio", "overlap_events", default=True)
-    thread_count: int = _at("aio", "thread_count", default=1)
+    thread_count: int = _at("aio", "intra_op_parallelism", default=1)
     pin_memory: bool = False
     sub_group_size: int = _at("zero_optimization", "sub_group_size", default=1_000_000_000_000)
     contiguous_gradients: bool = _at("zero_optimization", "contiguous_gradients", default=True)

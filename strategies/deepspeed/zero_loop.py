@@ -103,7 +103,6 @@ class ZeroGradients(Gradients):
             if model.shards is not None:
                 had |= any(True for _ in model.shards.gradients())
                 model.shards.discard_gradients()
-            model.engine.set_gradient_accumulation_boundary(True)
             model.holds_gradients = model.is_complete = False
         for model in self.models:
             model.was_called = False

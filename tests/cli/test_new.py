@@ -59,17 +59,6 @@ def test_an_unknown_template_is_an_error_that_names_the_nearest(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_half(path: Path, content: bytes) -> int:
-        path.touch()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", write_half)
-    with pytest.raises(OSError, match="No space"):
-        write_project(tmp_path / "project")
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("name", "package"),
     [("My-Digits.v2", "my_digits_v2"), ("3d", "project_3d"), ("class", "project_class"), ("torch", "project_torch")],

@@ -190,6 +190,9 @@ def test_attention_gets_no_mask_and_a_loss_needs_shifted_targets(split: SplitSeq
         with pytest.raises(ConfigurationError, match="Pass shift_labels to the model"):
             model(ids, position_ids=torch.arange(8).expand(2, -1), attention_mask=mask, labels=ids)
     assert masks == [mask, None]
+    encoder = make_model("bert")
+    with split.models(encoder), pytest.raises(RuntimeError, match="attends in both directions"):
+        split.batch({"input_ids": ids, "attention_mask": mask})
 
 
 def test_processes_that_do_not_fit_are_an_error() -> None:

@@ -36,6 +36,7 @@ def test_defaults_are_lightnings() -> None:
     }  # fmt: skip
     for config in (None, {}):
         assert DeepSpeedStrategy(config, zero_optimization=False).stage == 0
+    assert DeepSpeedStrategy(stage=3, thread_count=4).config.content["aio"] == {"intra_op_parallelism": 4}
 
 
 @pytest.mark.parametrize(

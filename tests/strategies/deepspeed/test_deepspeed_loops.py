@@ -80,6 +80,10 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
             if drops:
                 accelerator.backward(functional.mse_loss(model(2 * inputs), targets))
                 optimizer.zero_grad()
+                with accelerator.no_sync(model):
+                    accelerator.backward(functional.mse_loss(model(2 * inputs), targets))
+                    optimizer.zero_grad()
+                    accelerator.backward(0 * functional.mse_loss(model(inputs), targets))
             accelerator.backward(functional.mse_loss(model(inputs), targets))
             accelerator.clip_grad_value_(model.parameters(), 0.1)
             optimizer.step()
