@@ -32,7 +32,7 @@ from trainwright.loggers.metric_values import Exchange, Flushed
 from trainwright.processes.rank_position import Position
 from trainwright.profilers.profiler import PassThroughProfiler, Profiler
 from trainwright.strategies.engine import Engine
-from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 from trainwright.strategies.steps.step import ManualStep
 from trainwright.trainer.checkpoints.auto_resume import Attempt
 from trainwright.trainer.checkpoints.save_queue import SaveQueue
@@ -464,6 +464,10 @@ class StageRun:
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""
         clip = GradientClip.parse(max_value, algorithm)
-        if clip is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.engine.gradients.clip(parameters, clip)
+        if clip is None:
+            return
+        step = self.engine.step
+        if isinstance(step, ManualStep):
+            step.clip_gradients(optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer, clip)
+        else:  # gradients of an automatic step are divided by the loss scale before a hook can clip them
+            self.engine.gradients.clip(parameters_of([optimizer]), clip)

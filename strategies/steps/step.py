@@ -40,6 +40,7 @@ from trainwright.strategies.steps.gradients import (
     without_loss,
     zero_gradients,
 )
+from trainwright.strategies.steps.loss_scale import LossScale
 from trainwright.strategies.steps.transfer import make_transfer
 
 
@@ -442,6 +443,7 @@ class ManualStep(Step):
         super().__init__(parts)
         self._average = self._complete if average is None else average
         self._holds_back = False
+        self._scale = None if parts.scaler is None else LossScale(parts.scaler)
         self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in parts.optimizers]
 
     def _note(self, *_: object) -> None:
@@ -451,6 +453,8 @@ class ManualStep(Step):
         self.begun = False
         self.stepped = not self.optimizers  # without an optimizer every group counts as a step
         loss = super().forward_backward(group)
+        if self._scale is not None:
+            self._scale.update()
         if self._finish is not None:
             self._finish(self._last_idx, True)
         return loss
@@ -467,8 +471,9 @@ class ManualStep(Step):
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward for `TaskModule.manual_backward`. Collective with several data-parallel ranks."""
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
+        if self._scale is not None:
+            # Several optimizers may step after one another: the scale changes only before the backward after them.
+            loss = self._scale.scale(loss, starts_group=True)
         for hook in self.hooks.on_before_backward:
             hook(self.run, self.task, loss)
         self.task.backward(loss, *args, **kwargs)
@@ -500,13 +505,12 @@ class ManualStep(Step):
             closure: Computes the loss and runs backward. Default: None.
             **own: Further arguments of the optimizer's `step`.
         """
-        if self.scaler is not None:  # GradScaler.step does not accept a closure
+        if self._scale is not None:  # GradScaler.step does not accept a closure
             loss = None if closure is None else closure()
-            self.scaler.unscale_(optimizer)
+            self._scale.unscale(optimizer)
             self._announce(optimizer)
-            result = self.scaler.step(optimizer, **own)
-            self.scaler.update()
-            return result if closure is None else loss
+            self._scale.step(optimizer, **own)
+            return loss
         if closure is None:
             self._announce(optimizer)
             return optimizer.step(**own)
@@ -517,6 +521,17 @@ class ManualStep(Step):
             return loss
 
         return optimizer.step(closed, **own)
+
+    def clip_gradients(self, optimizer: Optimizer, clip: GradientClip) -> None:
+        """Clip the gradients of one optimizer's parameters, after dividing them by the loss scale."""
+        if self._scale is not None:
+            self._scale.unscale(optimizer)
+        self.parts.gradients.clip(parameters_of([optimizer]), clip)
+
+    def discard_step(self) -> None:
+        self.discard_gradients()
+        if self._scale is not None:
+            self._scale.discard()
 
     def _announce(self, optimizer: Optimizer) -> None:
         for hook in self.hooks.on_before_optimizer_step:

@@ -56,7 +56,6 @@ FILES = (
     "strategies/context/*.py",
     "src/trainwright/accelerator/accumulation.py",
     "src/trainwright/accelerator/item_counts.py",
-    "src/trainwright/accelerator/loss_scale.py",
     "src/trainwright/accelerator/gathering.py",
     "src/trainwright/accelerator/loop_checkpoints.py",
     "src/trainwright/accelerator/project.py",

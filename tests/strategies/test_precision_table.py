@@ -16,7 +16,6 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES, FSDPStrategy
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.strategy import SingleDeviceStrategy
 
 _PAGE = (ROOT / "docs" / "precision.md").read_text()
 _STAGES = ["deepspeed_stage_1", "deepspeed_stage_3"]
@@ -104,16 +103,6 @@ def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, 
         Precision.parse(spec)
     assert near in str(caught.value)
     assert f"precision={spec!r}" in str(caught.value)
-
-
-def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
-    strategy = SingleDeviceStrategy()
-    with pytest.raises(
-        ConfigurationError, match=r"precision='64-true'.*'mps' has no float64\. Use precision='32-true'"
-    ):
-        strategy.check(EngineSettings("mps", [0], 1, Precision.parse("64-true")))
-    for name in ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"):
-        strategy.check(EngineSettings("mps", [0], 1, Precision.parse(name)))
 
 
 @pytest.mark.filterwarnings("ignore:cpu has no float8 matrix products")

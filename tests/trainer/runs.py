@@ -150,16 +150,17 @@ class WiderTask(DecayingTask):
 
 
 class ByHand(RegressionTask):
-    """Optimizes by hand, with a step after `every` batches."""
+    """Optimizes by hand, with a step after `every` batches and gradients clipped to `clip`."""
 
-    def __init__(self, every: int = 1, **arguments: Any) -> None:
+    def __init__(self, every: int = 1, clip: float | None = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.automatic_optimization = False
-        self.every = every
+        self.every, self.clip = every, clip
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         self.manual_backward(self.loss(batch) / self.every)
         if (batch_idx + 1) % self.every == 0:
             optimizer = self.optimizers()
+            self.clip_gradients(optimizer, self.clip)
             optimizer.step()
             optimizer.zero_grad()

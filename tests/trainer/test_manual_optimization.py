@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +23,29 @@ def test_a_task_that_optimizes_by_hand_trains_as_the_trainer_would(precision: st
     assert trainer.global_step == 8
 
 
-def test_a_scaled_loss_is_unscaled_before_a_step_by_hand() -> None:
-    by_hand, automatic = ByHand(), RegressionTask()
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_scaled_loss_is_unscaled_before_gradients_are_clipped_and_stepped_by_hand(clip: float | None) -> None:
+    by_hand, automatic = ByHand(clip=clip), RegressionTask()
     quiet_trainer(max_epochs=2, precision="16-mixed").fit(by_hand, regression_loader(16, 2))
-    quiet_trainer(max_epochs=2, precision="16-mixed").fit(automatic, regression_loader(16, 2))
+    quiet_trainer(max_epochs=2, precision="16-mixed", gradient_clip_val=clip).fit(automatic, regression_loader(16, 2))
     torch.testing.assert_close(weights_of(by_hand), weights_of(automatic))
+
+
+def test_the_scale_of_a_loss_changes_only_after_all_optimizers_have_stepped() -> None:
+    seen: list[float] = []
+
+    def step_both(task: Any, batch: Batch) -> None:
+        for optimizer in task.optimizers():
+            optimizer.zero_grad()
+        task.manual_backward(task.loss(batch) * (math.inf if len(seen) == 2 else 1e-6))
+        for optimizer in task.optimizers():
+            optimizer.step()
+            seen.append(task.trainer.scaler.get_scale())
+
+    task: Any = _Manual(step_both)
+    task.configure_optimizers = lambda: [torch.optim.SGD([p], lr=0.1) for p in task.net[0].parameters()]
+    quiet_trainer(max_epochs=1, precision="16-mixed").fit(task, regression_loader(6, 2))
+    assert seen == [65536.0] * 4 + [32768.0] * 2
 
 
 @pytest.mark.parametrize("argument", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])

@@ -37,7 +37,6 @@ from trainwright.accelerator.loop_checkpoints import (
     LoopObjects,
     SaveHook,
 )
-from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import unwrapped
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -70,6 +69,7 @@ from trainwright.profilers.pytorch import ProfileKwargs, profiled
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.loss_scale import LossScale
 from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

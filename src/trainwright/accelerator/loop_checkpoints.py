@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainwright.accelerator.project import StateFolders
@@ -32,6 +31,7 @@ from trainwright.processes.process_group import Processes
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.sharded_saves import SaveTarget, ShardedSaves
 from trainwright.strategies.state import FullState
+from trainwright.strategies.steps.loss_scale import LossScale
 
 _ENTRY = "loop"  # of the trainer part
 

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.accelerator.accumulation import Accumulation, GradientState
-from trainwright.accelerator.loss_scale import LossScale
 from trainwright.core.state import scheduler_state
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.steps.gradients import parameters_of
+from trainwright.strategies.steps.loss_scale import LossScale
 
 
 class AcceleratedOptimizer(Optimizer):

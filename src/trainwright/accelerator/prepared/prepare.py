@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.handlers import DataLoaderConfiguration
-from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
@@ -42,6 +41,7 @@ from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import parameters_of
+from trainwright.strategies.steps.loss_scale import LossScale
 
 if TYPE_CHECKING:
     from trainwright.accelerator.megatron.megatron_loop import MegatronLoop

@@ -1,4 +1,4 @@
-"""The scale of a float16 loss, shared by all optimizers of a loop."""
+"""The scale of a float16 loss, shared by all optimizers of a task with manual optimization or of a user's loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.core.errors import ConfigurationError
 
 
 class LossScale:
-    """The loss scale of fp16, shared by all optimizers of a loop.
+    """The loss scale of fp16, shared by all optimizers.
 
     The scale is updated before the first backward of a group, not after an optimizer's step. All gradients of a group
     therefore have the same scale, even if several optimizers use them.
@@ -66,13 +66,25 @@ class LossScale:
                 "clipping. Clip and step only after the last backward of an optimizer step."
             )
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Step an optimizer if all its gradients are finite. Return whether it has stepped. Waits for the device."""
+    def discard(self) -> None:
+        """Forget which gradients were divided, because they are dropped before a step. The scale stays as it is."""
+        self.scaler.update(self.scaler.get_scale())
+        self._is_due = False
+        self._unscaled.clear()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> bool:
+        """Step an optimizer if all its gradients are finite. Return whether it has stepped. Waits for the device.
+
+        Args:
+            optimizer: The optimizer.
+            closure: Passed to the optimizer's `step`. Default: None.
+            **own: Further arguments of the optimizer's `step`.
+        """
         done = _GuardedStep(optimizer, closure)
         before = vars(optimizer).get("step")
         optimizer.step = done  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not
         try:
-            self.scaler.step(optimizer)
+            self.scaler.step(optimizer, **own)
         finally:
             if before is None:
                 del optimizer.step
@@ -90,10 +102,10 @@ class _GuardedStep:
         self._was_called = False
         self._found_inf: torch.Tensor | None = None
 
-    def __call__(self) -> Any:
+    def __call__(self, **own: Any) -> Any:
         self._was_called = True
         self._found_inf = getattr(self._optimizer, "found_inf", None)  # a fused kernel's, which decides by itself
-        return self._step() if self._closure is None else self._step(self._closure)
+        return self._step(**own) if self._closure is None else self._step(self._closure, **own)
 
     @property
     def was_taken(self) -> bool:
