@@ -62,9 +62,3 @@ def test_a_checkout_without_links_finds_the_top_level_folders(tmp_path: Path) ->
     loggers, errors = done.stdout.splitlines()
     assert Path(loggers) == tmp_path / "loggers/__init__.py"
     assert Path(errors) == tmp_path / "src/trainwright/core/errors.py"
-
-
-def test_dir_shows_public_names_alone() -> None:
-    for module in (trainwright, trainwright.callbacks, trainwright.loggers):
-        shown = {name for name in dir(module) if not name.startswith("__")}
-        assert shown == set(module.__all__) - {"__version__"}

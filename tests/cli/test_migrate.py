@@ -139,14 +139,6 @@ def test_schedules_of_accelerate_advance_as_often_as_before(call: str, wanted: s
     assert "schedule_steps" not in rewrite(text.replace("scheduler", "model").encode()).code.decode()
 
 
-def test_diff_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.py"
-    path.write_text("import lightning as L\n")
-    assert main(["migrate", "--diff", str(path)]) == 0
-    assert path.read_text() == "import lightning as L\n"
-    assert "-import lightning as L\n+import trainwright as L\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

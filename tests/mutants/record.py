@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 MAKE_TEST = "not (engines or exhaustive or torture)"
 _SUITE_OPTIONS = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]  # both as in the Makefile
+_COMPARES_ONLY_S = 0.5  # a shorter test starts no process
 # coverage's .pth file starts a measurement in each Python process that finds this configuration in its environment:
 # pytest, its workers, and what they start. In pytest the plugin sets the context. A process that a test starts has the
 # context of the test that pytest has put into the environment.
@@ -84,6 +85,9 @@ class Record:
         A line that runs where a module is imported or a fixture is made belongs to no test, and a process of a loader
         is not measured. All tests that run a line of the file are tried then.
 
+        What started processes return is often kept in a fixture, and belongs to the test that was the first to ask for
+        it. The short tests of the same test file are tried, too, because they may compare it.
+
         The tests of the file's own name come first (`test_precision.py` for `precision.py`), then the fastest.
         """
         contexts_of_line = self._data.contexts_by_lineno(str(ROOT / file))
@@ -104,11 +108,17 @@ class Record:
 
     def _tests_in(self, contexts: Iterable[str]) -> set[str]:
         found: set[str] = set()
+        files_with_processes: set[str] = set()
         for context in contexts:
             for part in context.split("|"):  # the static and the dynamic context of a process, as coverage joins them
                 test = function_of_context(part)
                 if test in self._durations:
                     found.add(test)
+                    if part.endswith(")"):  # a phase, which only started processes have
+                        files_with_processes.add(test.partition("::")[0])
+        for test, seconds in self._durations.items():
+            if seconds < _COMPARES_ONLY_S and test.partition("::")[0] in files_with_processes:
+                found.add(test)
         return found
 
     def seconds_of(self, test: str) -> float:
