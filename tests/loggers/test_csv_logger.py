@@ -52,3 +52,10 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path
     second.log_metrics({"a": 0.5}, 3)
     second.finish("success")
     assert rows(second) == [{"step": "1", "a": "0.125"}, {"step": "3", "a": "0.5"}]
+
+
+def test_a_resume_removes_the_empty_folder_of_a_version_that_was_read_too_early(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name=None)
+    assert logger.version == 0
+    logger.load_state_dict({"version": 7, "last_step": 3})
+    assert (logger.version, [path.name for path in tmp_path.iterdir()]) == (7, ["version_7"])

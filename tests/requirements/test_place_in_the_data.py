@@ -40,7 +40,7 @@ def test_a_stream_that_keeps_its_own_place_goes_on_exactly_after_every_step(
     assert sorted(itertools.chain.from_iterable(whole.steps)) == sorted([*range(10)] * 2)
 
 
-@pytest.mark.parametrize("workers", mostly_exhaustive([0, 2], keep=[0]))
+@pytest.mark.parametrize("workers", mostly_exhaustive([0, 2], keep=[0, 2]))
 def test_the_state_belongs_to_the_last_group_and_not_to_the_batch_fetched_ahead(workers: int, tmp_path: Path) -> None:
     make = lambda: make_loader("stream", 11, workers)  # noqa: E731
     resume_after_every_step(make, tmp_path, range(1, 6), accumulate_grad_batches=2)

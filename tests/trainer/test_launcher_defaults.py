@@ -60,3 +60,12 @@ def test_a_value_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
     with pytest.raises(ConfigurationError, match="expected 'no', 'fp16', 'bf16' or 'fp8'"):
         _settings()
+
+
+def test_a_step_keeps_its_size_after_machines_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINWRIGHT_ALL_PROCESSES", "3")
+    assert _settings(accumulate_grad_batches=2).accumulate_grad_batches == 6
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="6 micro-batches of a step cannot be divided"):
+        _settings(accumulate_grad_batches=2)

@@ -170,3 +170,14 @@ def test_every_way_to_read_the_checkpoint_shows_its_values() -> None:
     assert repr(_shown()) == repr(_PLAIN)
     assert _shown().setdefault("epoch", 5) == 3
     assert _shown() | {} == {} | _shown() == _PLAIN
+
+
+def test_entries_of_hooks_can_be_changed_and_the_others_cannot() -> None:
+    shown = _shown()
+    assert shown.pop("own") == 1
+    shown |= {"a": 1, "b": 2, "c": 3}
+    del shown["a"]
+    assert shown.popitem() == ("c", 3)
+    with pytest.raises(ConfigurationError, match="epoch"):
+        shown.clear()
+    assert shown["b"] == 2

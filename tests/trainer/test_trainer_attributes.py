@@ -36,7 +36,16 @@ def test_arguments_and_the_run_can_be_read_before_a_fit() -> None:
 
 def test_the_run_can_be_read_after_a_fit() -> None:
     task, train, val = RegressionTask(), regression_loader(8), regression_loader(8)
-    trainer = fitted(task, train, val, max_epochs=1, limit_train_batches=4, limit_val_batches=1)
+    stages: list[Any] = []
+
+    def note(trainer: Any, *_: object) -> None:
+        stages.append(trainer.state.stage)
+
+    noting = LambdaCallback(on_validation_start=note, on_train_start=note)
+    limits = {"max_epochs": 1, "limit_train_batches": 4, "limit_val_batches": 1, "num_sanity_val_steps": 1}
+    trainer = fitted(task, train, val, callbacks=noting, **limits)
+    assert stages == ["sanity_check", "train", "validate"]
+    assert (trainer.state.fn, trainer.state.stage, trainer.state.stopped) == ("fit", None, True)
     assert trainer.model is task
     assert trainer.train_dataloader is train
     assert trainer.val_dataloaders is val
