@@ -15,7 +15,6 @@ import pytest
 from tests.cli.migrate_programs import PROGRAMS
 from trainwright.cli.main import main
 from trainwright.cli.migration.rewrite_imports import rewrite
-from trainwright.cli.migration.rewrite_launch import rewrite_launch
 
 
 def rewritten(text: str) -> str:
@@ -183,29 +182,6 @@ Other().save
     assert [line.partition(":")[0] for line in told] == ["8", "10"]
     for line, says in zip(told, ["validate_loop", "a folder here"], strict=True):
         assert says in line
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("accelerate launch --num_processes 2 train.py --lr 1", "trainwright launch --num_processes 2 train.py --lr 1"),
-        ("python3 -m accelerate.commands.launch t.py", "python3 -m trainwright launch t.py"),
-        ("python -m accelerate.commands.estimate x", "python -m trainwright.commands.estimate x"),
-        ("$BIN/accelerate launch t.py", "$BIN/trainwright launch t.py"),
-        ("x && accelerate launch \\\n  t.py  # why\n", "x && trainwright launch \\\n  t.py  # why\n"),
-        ("t:\n\t@$(BIN)/accelerate launch t.py\n", "t:\n\t@$(BIN)/trainwright launch t.py\n"),
-        ('command: ["accelerate", "launch", "t.py"]', 'command: ["trainwright", "launch", "t.py"]'),
-        ("command:\n  - accelerate\n  - launch\n", "command:\n  - trainwright\n  - launch\n"),
-        ("accelerate config default && accelerate-config", "trainwright config default && trainwright config"),
-        ("accelerate-test", "trainwright check"),
-        ("cp c/accelerate-config.yaml c/accelerate-test-suite", "cp c/accelerate-config.yaml c/accelerate-test-suite"),
-        ("# accelerate launch t.py\npip install accelerate\n", "# accelerate launch t.py\npip install accelerate\n"),
-    ],
-)
-def test_commands_are_rewritten(before: str, after: str) -> None:
-    found = rewrite_launch(before.encode())
-    assert (found.code.decode(), found.unsettled) == (after, [])
-    assert rewrite_launch(found.code).code == found.code
 
 
 def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

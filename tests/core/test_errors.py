@@ -3,15 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.core import errors
-from trainwright.core.errors import MissingPackageError, require_package
-
-
-def test_a_missing_package_is_an_error_with_the_line_that_installs_it() -> None:
-    with pytest.raises(MissingPackageError, match="WandbLogger needs the package 'no_such_package'") as caught:
-        require_package("no_such_package.deep", purpose="WandbLogger", install="no-such[extra]")
-    assert str(caught.value).endswith("Run: pip install no-such[extra]")
-    with pytest.raises(MissingPackageError, match=r"pip install no_such_package$"):
-        require_package("no_such_package", purpose="It")
+from trainwright.core.errors import MissingPackageError
 
 
 @pytest.mark.requires("torchao", reason="the error names its version")

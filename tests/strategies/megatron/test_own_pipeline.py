@@ -178,7 +178,6 @@ def test_what_a_pipeline_cannot_do_in_a_loop_is_an_error() -> None:
         run_distributed(without_labels, 2, init=False, timeout=60)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_four_ranks_divide_stages_and_shards_in_bfloat16() -> None:
     def run() -> Any:
