@@ -17,6 +17,7 @@ from tests.helpers.runs import quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_data, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
+from trainwright.processes.process_group import _wait_for_gloo_threads
 from trainwright.strategies import DDPCommunicationHookType, DDPStrategy, DistributedDataParallelKwargs
 from trainwright.strategies.ddp.comm_hooks import batched_power_sgd
 
@@ -162,6 +163,7 @@ def _compressed(gradient: torch.Tensor, steps: int, **options: Any) -> list[torc
         state = powerSGD_hook.PowerSGDState(None, 1, 2, **options)  # type: ignore[arg-type]  # None: all ranks
         return [batched_power_sgd(state, _Bucket(gradient)).wait() for _ in range(steps)]
     finally:
+        _wait_for_gloo_threads()  # one of them may hold the group, which cannot end in a thread of its own
         dist.destroy_process_group()
 
 
