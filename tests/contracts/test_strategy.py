@@ -89,7 +89,7 @@ class WhenAsked(dict[Any, Any]):
             raise self.errors[name]
         try:
             self[name] = self.make(name)
-        except BaseException as error:  # pytest's own failures are no Exception
+        except BaseException as error:  # pytest.fail raises one that is not an Exception
             self.errors[name] = error
             raise
         return self[name]
