@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright
 from tests.helpers.distributed import run_distributed
+from trainwright import DataLoaderConfiguration
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
@@ -34,9 +35,10 @@ def _weights(net: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
-def _train_on_seven(strategy: str, fetches_first: bool) -> dict[str, torch.Tensor]:
+def _train_on_seven(strategy: str, even_batches: Any, fetches_first: bool) -> dict[str, torch.Tensor]:
     """Train on seven micro-batches of two ranks: the second one lacks the last."""
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    config = DataLoaderConfiguration(even_batches=even_batches)
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2, dataloader_config=config)
     net = _net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     ours, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(_data(7)))  # type: ignore[assignment]
@@ -52,24 +54,27 @@ def _train_on_seven(strategy: str, fetches_first: bool) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("strategy", "fetches_first"),
+    ("strategy", "even_batches", "fetches_first"),
     [
-        ("ddp", True),
-        pytest.param("ddp", False, marks=pytest.mark.exhaustive),
-        ("fsdp", True),
-        pytest.param("deepspeed_stage_2", True, marks=pytest.mark.exhaustive),
+        ("ddp", "pad", True),
+        ("ddp", True, False),
+        ("fsdp", "pad", True),
+        pytest.param("ddp", "pad", False, marks=pytest.mark.exhaustive),
+        pytest.param("deepspeed_stage_2", "pad", True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_that_has_run_out_of_data_adds_nothing(strategy: str, fetches_first: bool) -> None:
+def test_a_rank_that_has_run_out_of_data_adds_nothing_or_samples_from_the_beginning(
+    strategy: str, even_batches: Any, fetches_first: bool
+) -> None:
     data, net = _data(7), _net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    for group in ((0, 1, 2, 3), (4, 5, 6)):
+    for group in ((0, 1, 2, 3), (4, 5, 6) if even_batches == "pad" else (4, 5, 6, 0)):
         for i in group:
             x, y = data[i : i + 1]
             (nn.functional.mse_loss(net(x), y) / len(group)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-    found, _ = run_distributed(_train_on_seven, 2, strategy, fetches_first, init=False, timeout=120)
+    found, _ = run_distributed(_train_on_seven, 2, strategy, even_batches, fetches_first, init=False, timeout=120)
     torch.testing.assert_close(found, dict(net.state_dict()), rtol=1e-4, atol=1e-5)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from tests.helpers.distributed import RankError, run_distributed
 from trainwright import Accelerator, DataLoaderConfiguration, ShardedIterable
 from trainwright.core.errors import ConfigurationError, WorkerError
+from trainwright.data.batch_shards import BatchSamplerShard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -164,7 +165,8 @@ def _listed(value: Any) -> Any:
 def _every_case(with_workers: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (options, cases) in CASES.items():
-        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))  # type: ignore[arg-type]
+        config = DataLoaderConfiguration(**options, even_batches="pad")  # type: ignore[arg-type]
+        accelerator = Accelerator(dataloader_config=config)
         for case, (make, *_) in cases.items():
             if (case == "workers") != with_workers:
                 continue
@@ -189,7 +191,7 @@ def test_each_rank_reads_its_share_and_results_are_gathered_once(with_workers: b
 def _dispatched() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for split in (False, True):
-        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=True)
+        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=True, even_batches="pad")
         accelerator = Accelerator(dataloader_config=config)
         nested = accelerator.prepare_data_loader(mapped(7, collate_fn=_nested)())
         found[f"nested {split}"] = [_listed(batch) for batch in nested]
@@ -208,8 +210,8 @@ def _dispatched() -> dict[str, Any]:
         found[f"resumed {split}"] = [batch.tolist() for batch in resumed]
     reversing = accelerator.prepare_data_loader(mapped(8)(), slice_fn_for_dispatch=_reversed)
     found["sliced"] = [batch.tolist() for batch in reversing]
-    found["default"] = [batch.tolist() for batch in Accelerator().prepare_data_loader(streamed(10)())]
-    accelerator = Accelerator(gradient_accumulation_steps=2)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches="pad"))
+    found["default"] = [batch.tolist() for batch in accelerator.prepare_data_loader(streamed(10)())]
     stream = accelerator.prepare_data_loader(streamed(20)())
     found["padding"] = [(accelerator._groups.micro_batch.is_padding, stream.end_of_dataloader) for _ in stream]
     return found
@@ -303,7 +305,8 @@ def test_a_stream_that_keeps_its_position_is_resumed() -> None:
 
 def _split() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    accelerator = Accelerator(split_batches=True)
+    config = DataLoaderConfiguration(split_batches=True, even_batches="pad")
+    accelerator = Accelerator(dataloader_config=config)
     loader = accelerator.prepare_data_loader(plain(10)())
     found["numbers"] = (loader.total_batch_size, loader.remainder, len(loader), loader.batch_size)
     found["skipped"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
@@ -335,3 +338,43 @@ def test_two_ranks_get_the_parts_of_each_batch() -> None:
         assert "a list without a batch size" in found["list"]
     one = Accelerator(cpu=True, seed=3, split_batches=True).prepare_data_loader(plain(16, shuffle=True)())
     assert [a + b for a, b in zip(*(found["shuffled"] for found in ranks), strict=True)] == [b.tolist() for b in one]
+
+
+def _completed() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for split, dispatch in [(False, None), (True, None), (False, True), (True, True)]:
+        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=dispatch)
+        accelerator = Accelerator(dataloader_config=config)
+        for n, drop_last, own in [(13, False, False), (13, True, False), (3, False, False), (13, False, True)]:
+            batches: Any = BatchSampler(SequentialSampler(range(n)), 4, drop_last)
+            given = DataLoader(range(n), batch_size=4, drop_last=drop_last)  # type: ignore[arg-type]
+            if own:
+                batches = _OwnBatches(batches, 4)
+                given = DataLoader(range(n), batch_sampler=batches)  # type: ignore[arg-type]
+            loader = accelerator.prepare_data_loader(given)
+            read, gathered = [], []
+            for batch in loader:
+                read.append(batch.tolist())
+                gathered += accelerator.gather_for_metrics(batch).tolist()
+            shard = BatchSamplerShard(batches, 2, accelerator.process_index, split_batches=split)
+            name = f"split={split} dispatch={dispatch} n={n} drop_last={drop_last} own={own}"
+            found[name] = (read, list(shard), sorted(gathered))
+    return found
+
+
+class _OwnBatches(list[Any]):
+    def __init__(self, batches: Any, batch_size: int) -> None:
+        super().__init__(batches)
+        self.batch_size = batch_size
+
+
+def test_a_last_round_is_completed_as_accelerate_does() -> None:
+    ranks = run_distributed(_completed, 2, init=False, timeout=50)
+    for name in ranks[0]:
+        samples = set()
+        for found in ranks:
+            read, published, _ = found[name]
+            assert read == published, name
+            samples.update(*published)
+        for found in ranks:
+            assert found[name][2] == sorted(samples), name  # each sample once

@@ -112,10 +112,10 @@ class _Stream(IterableDataset[int]):
 def test_processes_get_only_their_own_batches() -> None:
     ranks = run_distributed(_own_batches, 2, init=False, timeout=60)
     own = [[2, [[0, 1], [4, 5]]], [1, [[2, 3]]]]
-    padded = [[2, [[0, 1], [4, 5]]], [2, [[2, 3], [2, 3]]]]
+    completed = [[2, [[0, 1], [4, 5]]], [2, [[2, 3], [0, 1]]]]
     for rank, found in enumerate(ranks):
-        assert found["even"] == {None: padded[rank], False: own[rank], True: padded[rank]}
-        assert found["uneven"] == {None: own[rank], False: own[rank], True: padded[rank]}
+        assert found["even"] == {None: completed[rank], False: own[rank], True: completed[rank]}
+        assert found["uneven"] == {None: own[rank], False: own[rank], True: completed[rank]}
         assert (found["even stream"], found["uneven stream"]) == (2, 2 - rank)
         for name in ("even weights", "uneven weights"):
             torch.testing.assert_close(found[name], ranks[0][name], rtol=0, atol=0)

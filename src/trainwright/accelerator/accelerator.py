@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.gradient_state import GradientAccumulationPlugin, GradientState, LoopGroups
-from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration
+from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration, EvenBatches
 from trainwright.accelerator.logging import install_rich_tracebacks
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
@@ -286,8 +286,8 @@ class Accelerator:
         return self.dataloader_config.use_stateful_dataloader is not False
 
     @property
-    def even_batches(self) -> bool:
-        """True if a process without further data repeats its last micro-batch, with weight 0, until all have ended."""
+    def even_batches(self) -> EvenBatches:
+        """How processes get equal numbers of batches; see `DataLoaderConfiguration`."""
         return self.dataloader_config.even_batches
 
     @property
@@ -706,7 +706,7 @@ class Accelerator:
         return self.engine.sync_next_backward(self._prepared.engine_of(model))
 
     @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: EvenBatches | None = None) -> Iterator[None]:
         """Return a context for loops in which processes have different numbers of batches.
 
         A process that ends the loop early contributes zero gradients to the averages of the other processes, as in
@@ -731,18 +731,16 @@ class Accelerator:
                 stacklevel=3,
             )
             block, even_batches = nullcontext(), None
-        loaders = [] if even_batches is None else list(self._prepared.dataloaders)
-        before = [loader.even_batches for loader in loaders]
-        try:
+        with ExitStack() as stack:
+            if even_batches is not None:
+                for loader in self._prepared.dataloaders:
+                    stack.enter_context(loader.divided(even_batches))
+            stack.enter_context(block)
             self._joins = True
-            for loader in loaders:
-                loader.even_batches = bool(even_batches)
-            with block:
+            try:
                 yield
-        finally:
-            self._joins = False
-            for loader, even in zip(loaders, before, strict=True):
-                loader.even_batches = even
+            finally:
+                self._joins = False
 
     def maybe_context_parallel(
         self,
@@ -922,7 +920,11 @@ class Accelerator:
         """
         reading, micro_batch = self._groups.reading, self._groups.micro_batch
         # Of the ranks that see the same data, one is counted.
-        padding = micro_batch.is_padding or self.state.process_index not in self.engine.data_ranks.members
+        padding = (
+            micro_batch.is_padding
+            or micro_batch.num_rows == 0
+            or self.state.process_index not in self.engine.data_ranks.members
+        )
         if reading is not None and micro_batch.num_rows is not None:
             input_data = reading.loader.trim_rows(input_data, micro_batch.num_rows)
         if use_gather_object or next(iterate_tensors(input_data), None) is None:

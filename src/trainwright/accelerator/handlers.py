@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
@@ -14,6 +14,8 @@ from trainwright.profilers.pytorch import ProfileKwargs
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.te_layers import TERecipeKwargs
+
+EvenBatches = bool | Literal["pad"]
 
 
 @dataclass(slots=True)
@@ -25,8 +27,13 @@ class DataLoaderConfiguration:
         dispatch_batches: The first process reads the data, and sends each other process its part. False: every process
             reads the data and keeps its own batches; an iterable data set must yield the same samples on every process.
             Default: None, which is True for iterable data sets that do not declare their division over processes.
-        even_batches: All processes get the same number of batches. Repeated batches have the weight 0. False: no batch
-            is repeated, for `join_uneven_inputs`. No effect with `dispatch_batches`. Default: True.
+        even_batches: What happens if the last round, of one batch for each process, is not full. True: as in
+            Accelerate, it is completed with samples from the beginning, or dropped if the loader drops incomplete
+            batches. All processes get the same number of equally large batches. Of data that has no indices, a process
+            repeats its last batch. `gather_for_metrics` drops the repeated samples. `"pad"`: a process without a batch
+            repeats its last one with weight 0, so that no sample is trained twice. The last batch may be short. False:
+            no batch is repeated, and processes may get different numbers of batches, for `join_uneven_inputs`.
+            Default: True.
         use_seedable_sampler: Always on. The order of shuffled data depends on a seed. Default: False.
         data_seed: Another name of `Accelerator(seed=…)`. Default: None.
         non_blocking: Always on. Batches are copied to the device asynchronously. Default: False.
@@ -38,7 +45,7 @@ class DataLoaderConfiguration:
 
     split_batches: bool = False
     dispatch_batches: bool | None = None
-    even_batches: bool = True
+    even_batches: EvenBatches = True
     use_seedable_sampler: bool = False
     data_seed: int | None = None
     non_blocking: bool = False
@@ -46,6 +53,8 @@ class DataLoaderConfiguration:
     custom_classes: object = None
 
     def __post_init__(self) -> None:
+        if self.even_batches not in (True, False, "pad"):
+            raise ConfigurationError(f"even_batches={self.even_batches!r}: expected True, False or 'pad'.")
         if self.custom_classes is not None:
             raise ConfigurationError(
                 "custom_classes is not supported. Remove it: a prepared loader keeps the class of the original loader."

@@ -6,7 +6,7 @@ Use them in user-written training loops. A Trainer and `Accelerator.prepare` div
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from itertools import chain, cycle, islice
+from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.data.iterable import sets_epoch
 from trainwright.data.loader import copy_loader
 from trainwright.data.loader_options import check_divisible
+from trainwright.data.rounds import completed, rounds_of_batches
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -114,28 +115,15 @@ class BatchSamplerShard(BatchSampler):
                 yield mine
 
     def _batches(self) -> Iterator[Any]:
-        size, world, index = self.batch_size, self.num_processes, self.process_index
-        first: list[Any] = []  # batches of the first round
-        batches: list[Any] = []  # of the current round
-        for batch in self.batch_sampler:
-            if len(batches) == world:  # a batch sampler of the user had a short batch here
-                yield batches[index]
-                batches = []
-            batches.append(batch)
-            if len(first) < world:
-                first.append(batch)
-            if len(batches) == world and (size is None or len(batch) == size):
-                yield batches[index]
-                batches = []
-        if self.drop_last or not batches:
-            return
-        if not self.even_batches:
-            yield from batches[index : index + 1]
-        elif size is None:
-            yield _completed(batches, first, world)[index]
-        else:
-            samples = _completed(chain.from_iterable(batches), chain.from_iterable(first), size * world)
-            yield samples[size * index : size * (index + 1)]
+        rounds = rounds_of_batches(
+            self.batch_sampler,
+            self.num_processes,
+            self.batch_size,
+            drop_last=self.drop_last,
+            completes=self.even_batches,
+        )
+        for batches, _ in rounds:
+            yield from batches[self.process_index : self.process_index + 1]
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -316,13 +304,8 @@ def _shares(
     for found in rounds:
         first = found if first is None else first
         if len(found) >= size or not shard.drop_last:
-            samples = _completed(found, first, size) if completes and len(found) < size else found
+            samples = completed(found, first, size) if completes and len(found) < size else found
             yield samples[start : start + part]
-
-
-def _completed(found: Iterable[Any], first: Iterable[Any], size: int) -> list[Any]:
-    """Return `size` entries: those of `found`, then those of `first`, which are repeated as often as needed."""
-    return list(islice(chain(found, cycle(first)), size))
 
 
 def _check_index(process_index: int, num_processes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeGuard, get_args
 
 from torch.utils.data import Dataset
@@ -103,6 +104,13 @@ class PreparedCombined(PreparedLoader):
         self._rounds: _Rounds | None = None
         self._resumed_at: Mapping[str, list[Any]] | None = None
         self._has_warned = False
+
+    def use(self, options: LoaderOptions) -> None:
+        for member in self._members:
+            member.use(replace(options, lockstep=False))
+        super().use(options)
+        self._counts = self._count()
+        self._fewest = min(self._counts or [0])
 
     def samples_in_round(self, batch: int) -> int | None:
         if self.raw.mode not in ("min_size", "max_size"):

@@ -131,12 +131,27 @@ class _PreparedByIndex(PreparedLoader):
 
     _dealer: Dealer
 
+    def use(self, options: LoaderOptions) -> None:
+        self.options = options
+        self._dealer.completes = self._completes
+        if self._is_dealt:
+            self._counts = self._dealer.counts()
+            self._fewest = min(self._counts or [0])
+
     @property
     def can_seek(self) -> bool:
         return True
 
     def position(self, batch: int) -> dict[str, int]:
         return self._dealer.position(batch) if self._is_dealt else super().position(batch)
+
+    def real_rows(self, batch: int) -> int | None:
+        return self._dealer.real_rows(batch) if self._completes else None
+
+    @property
+    def _completes(self) -> bool:
+        """True if the last round is completed, so that all ranks have equal numbers of samples."""
+        return self.options.completes_rounds and self._is_dealt and self.options.world > 1
 
     def indices_in(self, batch: int) -> list[int | str] | None:
         return self._dealer.indices_in(batch) if self.has_batch(batch) else []
@@ -233,7 +248,8 @@ class PreparedSequence(_PreparedByIndex):
     def __init__(self, batches: Indexed, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
         rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
-        dealer = BatchShard(SequentialSampler(batches), rank=rank, world=world, seed=options.seed)
+        completes = options.completes_rounds and world > 1
+        dealer = BatchShard(SequentialSampler(batches), rank=rank, world=world, seed=options.seed, completes=completes)
         super().__init__(batches, options, dealer=dealer)
         self._loader = batches
 
@@ -440,11 +456,13 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
             world=world,
             single=not batched,
             seeding=seeding,
+            completes=options.completes_rounds and world > 1,
         )
     else:
         own: Any = loader.batch_sampler if batched else loader.sampler
         kind = SplitBatchShard if options.split_batches and world > 1 else BatchShard
-        dealer = kind(own, rank=rank, world=world, seed=options.seed, seeding=seeding)
+        completes = options.completes_rounds and world > 1
+        dealer = kind(own, rank=rank, world=world, seed=options.seed, seeding=seeding, completes=completes)
     if not is_dealt:
         dealer.stream = options.rank
     return dealer, is_dealt

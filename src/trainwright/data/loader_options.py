@@ -46,6 +46,9 @@ class LoaderOptions:
         per_sample_rng: seed `random`, numpy's global generator and torch's CPU generator by (seed, epoch, index) before
             each sample is fetched, and by the batch's first index before a batch is collated. Generators of this
             process are restored. Costs about 20 µs per sample. For data with indices only. Default: False.
+        completes_rounds: give all ranks equal numbers of samples: complete an incomplete last round with samples from
+            the epoch's beginning, as Accelerate does, or drop it if the loader drops incomplete batches. Loaders that
+            are not divided by index are not changed. Default: False.
         split_batches: divide each batch of a DataLoader over the ranks. Default: False.
         workers: registry of the loaders' worker processes. Registered workers ignore SIGUSR1 and the first SIGTERM,
             and the caller ends them with `workers.close()`. Default: None.
@@ -67,6 +70,7 @@ class LoaderOptions:
     lend: Callable[[Any], list[Any]] | None = None
     shuffle: bool | None = None
     per_sample_rng: bool = False
+    completes_rounds: bool = False
     split_batches: bool = False
     workers: Workers | None = None
     name: str | None = None

@@ -61,6 +61,10 @@ class PreparedLoader(ABC):
         self._workers = Workers(options.workers)
         self._loader: Any = None
 
+    def use(self, options: LoaderOptions) -> None:
+        """Divide data as `options` say, from the next pass on. Not collective."""
+        self.options = options
+
     # For the loop
 
     @property
@@ -109,6 +113,10 @@ class PreparedLoader(ABC):
 
     def samples_in_round(self, batch: int) -> int | None:
         """Return the number of samples of all ranks in round `batch`, or None if it cannot be computed."""
+        return None
+
+    def real_rows(self, batch: int) -> int | None:
+        """Return how many samples of this rank's batch in a round do not only complete it. None: all, or unknown."""
         return None
 
     def indices(self) -> Iterator[list[int]] | None:

@@ -27,6 +27,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng
 from trainwright.data.iterable import sets_epoch
 from trainwright.data.order import SampleOrder, SequentialOrder, ShuffledOrder, derive_key, epoch_key
+from trainwright.data.rounds import completed, real_rows, rounds_of_batches
 from trainwright.data.seeding import (
     batch_key,
     held_generators,
@@ -59,6 +60,7 @@ class Dealer(Sampler[Any], ABC):
         # Separates the batch seeds of ranks with independent loaders: each of them has a micro-batch 0.
         self.stream = 0
         self.epoch = 0
+        self.completes = False  # an incomplete last round is completed with samples from the beginning
         self._anchor_round = 0
         self._start_round = 0
 
@@ -118,7 +120,17 @@ class Dealer(Sampler[Any], ABC):
         return min(self.world, max(0, left - self._first_micro_batch(round_index)))
 
     def samples_in_round(self, round_index: int) -> int | None:
-        """Return the number of samples in the round over all ranks, or None if it cannot be computed."""
+        """Return the number of samples in the round over all ranks, or None if it cannot be computed.
+
+        Samples that complete the last round are not counted.
+        """
+        return None
+
+    def real_rows(self, round_index: int) -> int | None:
+        """Return the number of samples in this rank's batch that do not only complete the last round.
+
+        None if all samples are such, or if the round has not been drawn.
+        """
         return None
 
     @abstractmethod
@@ -185,6 +197,8 @@ class ShardedBatchSampler(Dealer):
         single: yield single indices instead of lists of one; requires `batch_size=1`. Default: False.
         seeding: seeds for random augmentation: `"none"`, `"batch"` (one for each batch, set in the loader's worker),
             `"sample in worker"` or `"sample here"` (one for each sample). Default: `"none"`.
+        completes: complete an incomplete last round with samples from the beginning of the order, so that all ranks
+            have equal numbers of samples. `drop_last` then drops an incomplete last round. Default: False.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -204,6 +218,7 @@ class ShardedBatchSampler(Dealer):
         world: int = 1,
         single: bool = False,
         seeding: Seeding = "none",
+        completes: bool = False,
     ) -> None:
         super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
         data, num_samples = num_samples, num_samples if isinstance(num_samples, int) else len(num_samples)
@@ -218,12 +233,15 @@ class ShardedBatchSampler(Dealer):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.single = single
+        self.completes = completes
         self._anchor_sample = 0
 
     @property
     def micro_batches_left(self) -> int:
         samples = self.num_samples - self._anchor_sample
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+        together = self.world if self.completes else 1
+        size = self.batch_size * together
+        return together * (samples // size if self.drop_last else -(-samples // size))
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
         """Set `epoch`. `resume` contains the numbers `batch` and `samples` (over all ranks) consumed in it so far."""
@@ -241,6 +259,10 @@ class ShardedBatchSampler(Dealer):
 
     def samples_in_round(self, round_index: int) -> int:
         return self._samples_before(round_index + 1) - self._samples_before(round_index)
+
+    def real_rows(self, round_index: int) -> int | None:
+        rows = self.samples_in_round(round_index) - self.rank * self.batch_size
+        return None if rows >= self.batch_size else max(0, rows)
 
     def position(self, batch: int) -> dict[str, int]:
         """Return `batch` and `samples`, the number of samples consumed by all ranks in `batch` rounds."""
@@ -269,6 +291,8 @@ class ShardedBatchSampler(Dealer):
             places = anchor + np.asarray(rows, dtype=np.int64)[:, None] * size + within
             if places[-1, -1] < order.n:
                 yield from order.take(places).tolist()
+            elif self.completes:
+                yield from order.take(places % order.n).tolist()
             else:
                 full = order.take(places[:-1]).tolist()
                 yield from full
@@ -292,13 +316,24 @@ class BatchShard(Dealer):
         rank, world: this rank and the number of data-parallel ranks. With `0, 1` all batches belong to this rank.
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
+        completes: complete an incomplete last round; see `rounds_of_batches`. Default: False.
     """
 
     def __init__(
-        self, batch_sampler: Iterable[Any], *, rank: int = 0, world: int = 1, seed: int = 0, seeding: Seeding = "none"
+        self,
+        batch_sampler: Iterable[Any],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        seeding: Seeding = "none",
+        completes: bool = False,
     ) -> None:
         super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
         self.batch_sampler = batch_sampler
+        self.completes = completes
+        self._drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self._real_rows: dict[int, int] = {}  # of rounds that were completed
         inner = getattr(batch_sampler, "sampler", None)
         self._parts: list[Any] = [part for part in (batch_sampler, inner) if part is not None]
         self._generators = [
@@ -315,7 +350,13 @@ class BatchShard(Dealer):
     @property
     def micro_batches_left(self) -> int | None:
         total = self._num_batches()
-        return None if total is None else max(0, total - self._anchor_micro_batch)
+        if total is None:
+            return None
+        left = max(0, total - self._anchor_micro_batch)
+        if not self.completes:
+            return left
+        rounds = left // self.world if self._drop_last else -(-left // self.world)
+        return rounds * self.world
 
     def _num_batches(self) -> int | None:
         try:
@@ -364,6 +405,8 @@ class BatchShard(Dealer):
         left, sampler = self.micro_batches_left, self._plain
         if left is None or sampler is None:
             return None
+        if self.completes and not self._drop_last:
+            left = len(sampler) - self._anchor_micro_batch
         first = min(self._first_micro_batch(round_index), left)
         stop = min(self._first_micro_batch(round_index + 1), left)
         samples = (stop - first) * sampler.batch_size
@@ -391,9 +434,32 @@ class BatchShard(Dealer):
             return iter(())
         return self._seeded(self._mine(itertools.chain((head,), batches), first), first)
 
+    def start(self, batch: int) -> None:
+        """Let the next iteration begin at round `batch`; see `Dealer.start`."""
+        super().start(batch)
+        self._real_rows = {}
+
+    def real_rows(self, round_index: int) -> int | None:
+        return self._real_rows.get(round_index)
+
     def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         """Return this rank's batches, from micro-batch `first` on."""
-        return itertools.islice(batches, first, None, self.world)
+        if not self.completes:
+            return itertools.islice(batches, first, None, self.world)
+        return self._of_completed_rounds(batches, first - self.rank)
+
+    def _of_completed_rounds(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        rows, round_index = self._real_rows, self._start_round
+        size = getattr(self.batch_sampler, "batch_size", None)
+        lists = (batch if isinstance(batch, (list, tuple)) else _Single([batch]) for batch in batches)
+        rounds = rounds_of_batches(lists, self.world, size, drop_last=self._drop_last, completes=True, first=first)
+        for present, num_samples in rounds:
+            mine = present[self.rank]
+            real = real_rows(num_samples, present, self.rank)
+            if real < len(mine):
+                rows[round_index] = real
+            round_index += 1
+            yield mine[0] if isinstance(mine, _Single) else mine
 
     def _consumed_micro_batches(self, resume: Mapping[str, int]) -> int:
         if "micro_batches" in resume:
@@ -401,6 +467,10 @@ class BatchShard(Dealer):
         if self.batch_size is not None and "samples" in resume:
             return -(-int(resume["samples"]) // self.batch_size)
         return int(resume["batch"]) * self.world
+
+
+class _Single(list[Any]):
+    """The entry of a sampler that yields single indices."""
 
 
 class SplitBatchShard(BatchShard):
@@ -414,12 +484,22 @@ class SplitBatchShard(BatchShard):
         rank, world: this rank and the number of data-parallel ranks.
         seed: seed of the run. Default: 0.
         seeding: see `ShardedBatchSampler`. Default: `"none"`.
+        completes: complete a short batch with samples of the first batch, or without a batch size let a rank without a
+            part use the batch's first index as a sample. Default: False.
     """
 
     def __init__(
-        self, batch_sampler: Iterable[Any], *, rank: int = 0, world: int = 1, seed: int = 0, seeding: Seeding = "none"
+        self,
+        batch_sampler: Iterable[Any],
+        *,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        seeding: Seeding = "none",
+        completes: bool = False,
     ) -> None:
         super().__init__(batch_sampler, seed=seed, seeding=seeding)
+        self.completes = completes
         self._part, self._num_parts = rank, world
         size = getattr(batch_sampler, "batch_size", None)
         self._part_size = None if size is None else size // world
@@ -450,14 +530,27 @@ class SplitBatchShard(BatchShard):
         return {"num_batches": self._num_batches()}
 
     def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        short, round_index = self._short_rounds, self._start_round
-        for batch in itertools.islice(batches, first, None):
+        short, rows, round_index = self._short_rounds, self._real_rows, self._start_round
+        head: Any = None
+        for number, batch in enumerate(batches):
+            head = batch if head is None else head
+            if number < first:
+                continue
             size = self._part_size or -(-len(batch) // self._num_parts)
             real = min(self._num_parts, -(-len(batch) // size))
-            if real < self._num_parts:
-                short[round_index] = real
+            start = self._part * size
+            if not self.completes:
+                if real < self._num_parts:
+                    short[round_index] = real
+                mine = list(batch[start : start + size])
+            else:
+                num_rows = min(size, max(0, len(batch) - start))
+                if num_rows < size:
+                    rows[round_index] = num_rows
+                full = completed(batch, head, size * self._num_parts) if self._part_size else batch
+                mine = list(full[start : start + size])
             round_index += 1
-            yield list(batch[self._part * size : (self._part + 1) * size] or batch[:1])
+            yield mine or list(batch[:1])
 
 
 def _plain_index(index: object) -> int | str:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainwright.accelerator.gradient_state import LoopGroups
+from trainwright.accelerator.handlers import EvenBatches
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.process import detect
@@ -31,9 +33,8 @@ _LOG = logging.getLogger("trainwright")
 class AcceleratedLoader(SkippableLoader):
     """A prepared loader. It can be iterated any number of times.
 
-    All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data repeats
-    its last micro-batch with weight 0, and `gather_for_metrics` drops the repetition. Other attributes are those of the
-    user's loader.
+    How data is divided over ranks is an option: see `even_batches` of `DataLoaderConfiguration`. Other attributes are
+    those of the user's loader.
 
     Args:
         given: The user's loader.
@@ -83,9 +84,16 @@ class AcceleratedLoader(SkippableLoader):
         """True if all ranks get the same number of micro-batches. False: each rank ends after its own data."""
         return self.prepared.ends_together or self.prepared.options.in_lockstep
 
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self.prepared.options = replace(self.prepared.options, lockstep=even)
+    @contextmanager
+    def divided(self, even_batches: EvenBatches) -> Iterator[None]:
+        """Return a context in which passes divide data in another way. Not collective."""
+        before = self.prepared.options
+        lockstep, completes = bool(even_batches), even_batches is True
+        self.prepared.use(replace(before, lockstep=lockstep, completes_rounds=completes))
+        try:
+            yield
+        finally:
+            self.prepared.use(before)
 
     @property
     def _own_batches(self) -> int | None:
@@ -238,13 +246,21 @@ class AcceleratedLoader(SkippableLoader):
         # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
         may_be_short = counts is None or group.first_idx >= counts[self.prepared.options.rank] - 1
         num_rows = self._num_rows(batch, group.first_idx) if may_be_short else None
-        if group.weights is None:
-            return FULL if num_rows is None else MicroBatch(num_rows=num_rows)
-        return MicroBatch(group.weights == [0.0], group.num_real, num_rows)
+        is_repeated = group.weights == [0.0]
+        if self.prepared.options.completes_rounds:  # repeated samples have the weight of other samples
+            num_rows, is_padding, num_real = 0 if is_repeated else num_rows, False, None
+        else:
+            is_padding, num_real = is_repeated, group.num_real
+        if (is_padding, num_real, num_rows) == (False, None, None):
+            return FULL
+        return MicroBatch(is_padding, num_real, num_rows)
 
     def _num_rows(self, batch: object, index: int) -> int | None:
-        """Return the number of samples of this rank's batch. None if it is unknown or the full batch size."""
+        """Return the number of samples of this rank's batch that are not repeated. None if unknown, or all of them."""
         prepared = self.prepared
+        real = prepared.real_rows(index)
+        if real is not None:
+            return real
         full, found = prepared.batch_size, prepared.samples_in_round(index)
         if full is None or found == full * prepared.real_ranks(index):
             return None
@@ -257,12 +273,24 @@ class AcceleratedLoader(SkippableLoader):
 
         Only tensors and lists with as many rows as a full batch, such as `loss.repeat(batch_size)`, are trimmed.
         """
-        full = self.prepared.batch_size
+        full = self._full_rows
         if full is None or num_rows >= full:
             return tree
         if isinstance(tree, list) and len(tree) == full and next(iterate_tensors(tree), None) is None:
             return tree[:num_rows]
         return map_tensors(lambda rows: rows[:num_rows] if rows.dim() and len(rows) == full else rows, tree)
+
+    @property
+    def _full_rows(self) -> int | None:
+        """Samples of one of this rank's full batches, or None if unknown."""
+        prepared = self.prepared
+        if prepared.batch_size is not None:
+            return prepared.batch_size
+        sampler = getattr(prepared.raw, "batch_sampler", None)
+        size: int | None = getattr(sampler, "batch_size", None)
+        if size is not None and prepared.options.split_batches:
+            size //= prepared.options.world
+        return size
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's position in the data, after the last micro-batch that the loop has begun.

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
 from trainwright.core.errors import ConfigurationError, WorkerError
-from trainwright.core.tree import batch_size, is_container, rebuild
+from trainwright.core.tree import batch_size, is_container, named_leaves, rebuild
 from trainwright.data import LoaderOptions, PreparedLoader, prepare_loader
 from trainwright.data.loader_options import check_divisible
 from trainwright.processes.collectives import concatenate
@@ -26,7 +26,9 @@ class DispatchedLoader(PreparedLoader):
     """Prepared loader that only the first process reads.
 
     A round is one batch for each process: consecutive batches of the user's loader, or with `split_batches` the parts
-    of a single batch. In a short last round, a process without a batch receives the first batch as padding.
+    of a single batch. With `completes_rounds`, a short last round is completed with samples of the first round, or with
+    its batches if they contain other values than tensors. Otherwise, a process without a batch receives the round's
+    first batch as padding.
 
     Args:
         raw: The user's loader. Only the first process reads it.
@@ -48,6 +50,7 @@ class DispatchedLoader(PreparedLoader):
         self._inner: PreparedLoader | None = None
         self._anchor_round = self._anchor_batch = 0
         self._short_rounds: dict[int, int] = {}
+        self._real_rows: dict[int, int] = {}  # of rounds that were completed
         self._snapshot: Any = None
         self._can_seek, self._keeps_state, self._size = _from_first(self._prepare, processes, options)
         self.count_batches()
@@ -57,12 +60,11 @@ class DispatchedLoader(PreparedLoader):
         alone = replace(options, rank=0, world=1, split_batches=False)
         self._inner = inner = prepare_loader(self.raw, alone)
         size = inner.batch_size
-        if options.split_batches:
-            if size is None and isinstance(self.raw, DataLoader):
-                size = getattr(self.raw.batch_sampler, "batch_size", None)
-            if size is not None:
-                check_divisible(size, options.world)
-                size //= options.world
+        if size is None and isinstance(self.raw, DataLoader):
+            size = getattr(self.raw.batch_sampler, "batch_size", None)
+        if options.split_batches and size is not None:
+            check_divisible(size, options.world)
+            size //= options.world
         return inner.can_seek, inner.stateful, size
 
     @property
@@ -85,6 +87,9 @@ class DispatchedLoader(PreparedLoader):
     def real_ranks(self, batch: int) -> int:
         return self._short_rounds.get(batch, self.options.world)
 
+    def real_rows(self, batch: int) -> int | None:
+        return self._real_rows.get(batch)
+
     def position(self, batch: int) -> dict[str, int]:
         return {"batch": batch, "micro_batches": self._batches_before(batch)}
 
@@ -95,16 +100,19 @@ class DispatchedLoader(PreparedLoader):
     def iterate(self, start_batch: int = 0) -> Iterator[Any]:
         self.release_state()
         self._short_rounds = short = {}
+        self._real_rows = rows = {}
         self._restored = False
         received = self._open(start_batch)
         for index in itertools.count(start_batch):
             found = None if index == self.num_batches else next(received, None)
             if found is None:
                 return
-            batch, real = found
+            batch, (real, rows_of_ranks) = found
             del found
             if real < self.options.world:
                 short[index] = real
+            if rows_of_ranks is not None:
+                rows[index] = rows_of_ranks[self.options.rank]
             yield batch
             del batch
 
@@ -116,16 +124,46 @@ class DispatchedLoader(PreparedLoader):
         inner, options = self._on_first, self.options
         batches = inner.iterate(self._batches_before(start_batch))
         groups = rounds_of(batches, self._per_round)
+        beginning: list[Any] | None = None
         while True:
             if inner.stateful:
                 self._snapshot = inner.state_dict()
             group = next(groups, None)
             if group is None:
                 return
+            rows: list[int] | None = None
+            if options.completes_rounds:
+                if self._drops_last and len(group) < self._per_round:
+                    return
+                beginning = list(group) if beginning is None else beginning
+                group, rows = self._completed(group, beginning)
             shares = self._parts(group) if options.split_batches or self._slice_fn is not None else group
             real = len(shares)
-            yield [*shares, *shares[:1] * (options.world - real)], real
+            yield [*shares, *shares[:1] * (options.world - real)], (real, rows)
             del group, shares
+
+    def _completed(self, group: list[Any], beginning: list[Any]) -> tuple[list[Any], list[int] | None]:
+        """Complete a short round with samples of the first one. Return it, and each process's number of real samples.
+
+        None if the round is not short, or has no known size.
+        """
+        world, size = self.options.world, self._size
+        if size is None:
+            return group, None
+        num_rows = sum(map(batch_size, group))
+        if num_rows >= size * world:
+            return group, None
+        rows = [min(size, max(0, num_rows - size * rank)) for rank in range(world)]
+        if not all(map(_holds_rows, group)):
+            return group, rows
+        missing = [beginning[i % len(beginning)] for i in range(world)]
+        while sum(map(batch_size, missing)) < size * world:
+            missing = [*missing, *beginning]
+        joined = concatenate([*group, *missing])
+        whole = slice_batch(joined, slice(0, size * world), 0, world)
+        if self.options.split_batches:
+            return [whole], rows
+        return [slice_batch(whole, slice(size * r, size * (r + 1)), r, world) for r in range(world)], rows
 
     def _parts(self, group: list[Any]) -> list[Any]:
         """Divide the concatenated batches of a round. Return one part for each process that has samples."""
@@ -162,8 +200,14 @@ class DispatchedLoader(PreparedLoader):
         found = _from_first(count, self._processes, self.options)
         if found is None:
             return None
-        rounds = self._anchor_round + max(0, -(-(found - self._anchor_batch) // self._per_round))
-        return [rounds] * self.options.world
+        left = max(0, found - self._anchor_batch)
+        rounds = left // self._per_round if self._drops_last else -(-left // self._per_round)
+        return [self._anchor_round + rounds] * self.options.world
+
+    @property
+    def _drops_last(self) -> bool:
+        """True if an incomplete last round is dropped."""
+        return self.options.completes_rounds and bool(getattr(self.raw, "drop_last", False))
 
     def _own_state(self) -> Any:
         return self._on_first.state_dict() if self._snapshot is None else self._snapshot
@@ -196,6 +240,13 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
     if told is not None:
         raise WorkerError(f"the first process could not prepare {options.title}: {told}")
     return cast(T, result)
+
+
+def _holds_rows(batch: object) -> bool:
+    """Return whether a batch consists of tensors with one row for each sample."""
+    leaves = [leaf for _, leaf in named_leaves(batch)]
+    rows = batch_size(batch)
+    return bool(leaves) and all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows for leaf in leaves)
 
 
 def slice_batch(batch: object, tensor_slice: slice, process_index: int, num_processes: int) -> Any:

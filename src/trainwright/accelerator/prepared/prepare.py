@@ -122,7 +122,8 @@ class PreparedObjects:
             seed=self.seed,
             agree=ranks.gather_of_readers if ranks.num_readers > 1 else None,
             split_batches=self._config.split_batches,
-            lockstep=self._config.even_batches,
+            lockstep=bool(self._config.even_batches),
+            completes_rounds=self._config.even_batches is True,
             name="the loader",
         )
 
