@@ -132,11 +132,20 @@ def test_a_member_that_ends_earlier_on_some_ranks_is_a_warning() -> None:
         prepared(CombinedLoader(members, "max_size_cycle"), world=2)
 
 
-def test_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> None:
-    loader = prepared(
-        CombinedLoader([DataLoader(Numbers(6)), DataLoader(Numbers(1))], "max_size_cycle"), rank=1, world=2
-    )
-    assert [flat(batch) for batch in loader.iterate()] == [[1, 0], [3, 0], [5, 0]]
+@pytest.mark.parametrize(("length", "world"), [(6, 2), (5, 2), (3, 2), (1, 2), (2, 3), (4, 3)])
+def test_ranks_together_cycle_a_short_member_as_one_rank_does(length: int, world: int) -> None:
+    def loader(rank: int) -> Any:
+        members = [DataLoader(Numbers(12)), DataLoader(Numbers(length))]
+        return prepared(CombinedLoader(members, "max_size_cycle"), rank=rank, world=world)
+
+    for rank in range(world):
+        whole = [flat(batch) for batch in loader(rank).iterate()]
+        assert whole == [[m, m % length] for m in range(rank, 12, world)]
+        for start in range(len(whole)):
+            assert [flat(batch) for batch in loader(rank).iterate(start)] == whole[start:]
+
+
+def test_padding_of_a_rank_that_no_member_reaches_is_the_first_batch() -> None:
     for mode, padding in (("sequential", 0), ("min_size", [0, 0])):
         loader = prepared(CombinedLoader([range(1), range(1)], mode), rank=2, world=3)
         assert next(loader.iterate()) == padding

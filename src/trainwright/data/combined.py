@@ -204,14 +204,11 @@ class PreparedCombined(PreparedLoader):
         ended = list(resumed["ended"]) if resumed else [False] * len(self._members)
         begun: list[tuple[Iterator[Any], int]] = []
         for index, member in enumerate(self._members):
-            count = member.counts[rank] if member.counts is not None else None
             if mode != "max_size_cycle":
                 over = ended[index] and member.stateful
                 begun.append((iter(()) if over else member.iterate(start_batch), 0))
-            elif count == 0:  # too short to reach this rank: it repeats its first batch, like a cycle of one batch
-                begun.append((_again_and_again(member.filler), 0))
             else:
-                cycle, place = divmod(start_batch, count) if count else (0, start_batch)
+                cycle, place = member.place_in_cycles(start_batch)
                 if resumed and member.stateful:
                     cycle, place = resumed["cycles"][index], start_batch
                 begun.append((member.cycle(cycle, place), cycle))
@@ -223,6 +220,7 @@ class PreparedCombined(PreparedLoader):
             ended=ended,
             cycles=[cycle for _, cycle in begun],
             limit=self.counts[rank] - start_batch if mode == "max_size_cycle" and self.counts is not None else None,
+            most_empty=self.options.world,
         )
         return self._rounds
 
@@ -256,9 +254,11 @@ class _Rounds:
         ended: list[bool] | None = None,
         cycles: list[int] | None = None,
         limit: int | None = None,
+        most_empty: int = 1,
     ) -> None:
         """Store the arguments. `reopen(which, cycle)` opens member `which` for its pass `cycle`. `limit` is the maximum
         number of trees. `ended` and `cycles` contain each member's state: it has ended; number of its current pass.
+        A rank may have no batch in up to `most_empty` passes of a short member, one after the other.
         """
         self._tree = tree
         self._mode = mode
@@ -267,6 +267,7 @@ class _Rounds:
         self.ended = ended or [False] * len(batches)
         self.cycles = cycles or [0] * len(batches)
         self._limit = limit
+        self._most_empty = most_empty
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -291,17 +292,13 @@ class _Rounds:
             raise StopIteration
         if self._mode == "max_size" or all(self.ended):
             return None
-        self.cycles[which] += 1
-        self._batches[which] = self._reopen(which, self.cycles[which])
-        batch = next(self._batches[which], _END)
-        if batch is _END:
-            raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled. Remove it.")
-        return batch
-
-
-def _again_and_again(make: Callable[[], Any]) -> Iterator[Any]:
-    while True:
-        yield make()
+        for _ in range(self._most_empty):
+            self.cycles[which] += 1
+            self._batches[which] = self._reopen(which, self.cycles[which])
+            batch = next(self._batches[which], _END)
+            if batch is not _END:
+                return batch
+        raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled. Remove it.")
 
 
 def combined_count(mode: Mode, counts: list[int]) -> int:

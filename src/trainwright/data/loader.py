@@ -153,6 +153,31 @@ class _PreparedByIndex(PreparedLoader):
         """True if the last round is completed, so that all ranks have equal numbers of samples."""
         return self.options.completes_rounds and self._is_dealt and self.options.world > 1
 
+    # Passes that follow one another are dealt as one: micro-batch m of all passes goes to rank m mod world, and is
+    # micro-batch m mod n of its pass. With n = 3 and two ranks, rank 0 gets 0, 2 and then 1; rank 1 gets 1 and 0, 2.
+
+    @property
+    def _cycle_length(self) -> int | None:
+        """Number of micro-batches of one pass over all ranks. None if passes are not dealt as one."""
+        return self._dealer.micro_batches_left if self._is_dealt else None
+
+    def place_in_cycles(self, start_batch: int) -> tuple[int, int]:
+        length, world = self._cycle_length, self.options.world
+        if not length:
+            return super().place_in_cycles(start_batch)
+        cycle, place = divmod(start_batch * world + self.options.rank, length)
+        return cycle, place // world
+
+    def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
+        length, rank = self._cycle_length, self._dealer.rank
+        if not length or cycle == 0:
+            return super().cycle(cycle, start_batch)
+        try:
+            self._dealer.rank = (rank - cycle * length) % self.options.world
+            return super().cycle(cycle, start_batch)
+        finally:
+            self._dealer.rank = rank
+
     def indices_in(self, batch: int) -> list[int | str] | None:
         return self._dealer.indices_in(batch) if self.has_batch(batch) else []
 

@@ -208,6 +208,14 @@ class PreparedLoader(ABC):
         finally:
             self.epoch = epoch
 
+    def place_in_cycles(self, start_batch: int) -> tuple[int, int]:
+        """Return the pass to which this rank's batch `start_batch` belongs, and the batch's number in it for `cycle`.
+
+        The passes follow one another, and batches are counted over all of them.
+        """
+        count = 0 if self._counts is None else self._counts[self.options.rank]
+        return divmod(start_batch, count) if count else (0, start_batch)
+
     # A loader that keeps its own position
 
     def check_resume(self, batch: int, *, has_state: bool) -> None:
