@@ -138,6 +138,9 @@ class StepGroup:
                 _warn_of_late_micro_batch()
             is_last = ends_with_data and self.habit.is_last(reading, num_steps)
             self.micro_batch = reading.batch(self.habit.batch_number())
+            has_padding = self.micro_batch.is_padding or reading.batch().is_padding
+            if has_padding and self.habit.is_ambiguous:
+                _warn_of_ambiguous_padding()
         if self.position == 1:
             self._divisor = self._foreseen_divisor(reading if ends_with_data else None)
         self._count_real(self.micro_batch)
@@ -530,6 +533,17 @@ def _warn_of_late_micro_batch() -> None:
         "a micro-batch began after the last batch of its loader had been trained, as it seemed: the loop holds batches "
         "back. The last group of this pass was divided into two optimizer steps. In the next passes, the group ends "
         "with the last batch that is held back.",
+        TrainwrightWarning,
+        stacklevel=6,
+    )
+
+
+def _warn_of_ambiguous_padding() -> None:
+    warnings.warn(
+        "this rank has run out of data, and the loop has begun fewer micro-batches than it has received batches. The "
+        "other batches are taken as skipped. If the loop holds them back instead, the last of them get the weight 0 in "
+        "place of the repeated ones. Begin each micro-batch before the next batch is requested, or pass "
+        "DataLoaderConfiguration(even_batches=True).",
         TrainwrightWarning,
         stacklevel=6,
     )

@@ -142,7 +142,7 @@ class Habit:
         """Return the number in its pass (1-based) of the batch to which the present micro-batch belongs."""
         num_received = self._num_before + self._cycle.num_received
         if self._skips:
-            return num_received
+            return num_received - max(0, self._num_late_before - self._num_late)
         return min(num_received, self._num_before + math.ceil(self._cycle.num_begun / self._parts))
 
     def num_held(self, reading: Pass) -> int | None:
@@ -159,6 +159,13 @@ class Habit:
         has_received_more = ended.num_delivered > self._num_before + self._cycle.num_received
         is_within_cycle = self._cycle.num_begun < self._num_expected(num_steps)
         return has_received_more or is_within_cycle or self._num_begun < ended.num_delivered
+
+    @property
+    def is_ambiguous(self) -> bool:
+        """True if earlier batches of the pass were either skipped, or are held back and begin later."""
+        num_received = self._num_before + self._cycle.num_received
+        is_known = self._num_late_before > 0 if self._skips else self._complete is not None
+        return not is_known and self._num_begun < num_received
 
     @property
     def _skips(self) -> bool:

@@ -366,6 +366,16 @@ class ParallelModel:
                 if summed is not None:
                     yield {id(sharded.sharded_param), id(gathered)}, summed
 
+    def reduced(self) -> Iterator[tuple[set[int], torch.Tensor]]:
+        """Yield gradients that have been reduced over the ranks, also of parameters that are gathered now.
+
+        The ids of the sharded and of the gathered parameter are yielded with each gradient. Not collective.
+        """
+        for sharded in self._sharded_parameters():
+            parameter = sharded.sharded_param
+            if parameter.grad is not None:
+                yield {id(parameter), id(getattr(sharded, "_unsharded_param", None))}, parameter.grad
+
     def forget_sums(self) -> None:
         """Discard accumulated gradients that have not been reduced over the ranks. Not collective.
 

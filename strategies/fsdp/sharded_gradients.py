@@ -44,9 +44,13 @@ class ShardedGradients(Gradients):
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         wanted = list(parameters)
+        ids = set(map(id, wanted))
         grads = [parameter.grad for parameter in wanted if parameter.grad is not None]
-        # Between forward and backward some parameters are gathered; their gradients are the accumulated ones.
-        for grad in {id(grad): grad for grad in (*grads, *self._sums(wanted))}.values():
+        # Between forward and backward some parameters are gathered. The gradients of their shards exist beside them, if
+        # each micro-batch is reduced, or else their own accumulated gradients.
+        for model in self.models:
+            grads += [grad for owners, grad in (*model.reduced(), *model.sums()) if ids & owners]
+        for grad in {id(grad): grad for grad in grads}.values():
             local_shard(grad).mul_(factor)
 
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -59,10 +63,6 @@ class ShardedGradients(Gradients):
                 model.forget_sums()
             had_sums |= own_sums
         return free_gradients(wanted) or had_sums
-
-    def _sums(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        ids = set(map(id, parameters))
-        return [summed for model in self.models for owners, summed in model.sums() if ids & owners]
 
 
 class ShardScaler(torch.amp.GradScaler):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -10,72 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import trainwright
 from tests.helpers.distributed import run_distributed
-from trainwright import DataLoaderConfiguration
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 pytestmark = pytest.mark.distributed
-
-
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def _data(num: int) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(num, 4, generator=generator), torch.randn(num, 2, generator=generator))
-
-
-def _weights(net: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-
-
-def _train_on_seven(strategy: str, even_batches: Any, fetches_first: bool) -> dict[str, torch.Tensor]:
-    """Train on seven micro-batches of two ranks: the second one lacks the last."""
-    config = DataLoaderConfiguration(even_batches=even_batches)
-    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2, dataloader_config=config)
-    net = _net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    ours, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(_data(7)))  # type: ignore[assignment]
-    iterator = iter(loader)
-    for _ in range(2):
-        batches = [next(iterator) for _ in range(2)] if fetches_first else itertools.islice(iterator, 2)
-        for x, y in batches:
-            with accelerator.accumulate(ours):
-                accelerator.backward(nn.functional.mse_loss(ours(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-    return {name: value.clone() for name, value in accelerator.get_state_dict(ours).items()}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "even_batches", "fetches_first"),
-    [
-        ("ddp", "pad", True),
-        ("ddp", True, False),
-        ("fsdp", "pad", True),
-        pytest.param("ddp", "pad", False, marks=pytest.mark.exhaustive),
-        pytest.param("deepspeed_stage_2", "pad", True, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_rank_that_has_run_out_of_data_adds_nothing_or_samples_from_the_beginning(
-    strategy: str, even_batches: Any, fetches_first: bool
-) -> None:
-    data, net = _data(7), _net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-    for group in ((0, 1, 2, 3), (4, 5, 6) if even_batches == "pad" else (4, 5, 6, 0)):
-        for i in group:
-            x, y = data[i : i + 1]
-            (nn.functional.mse_loss(net(x), y) / len(group)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-    found, _ = run_distributed(_train_on_seven, 2, strategy, even_batches, fetches_first, init=False, timeout=120)
-    torch.testing.assert_close(found, dict(net.state_dict()), rtol=1e-4, atol=1e-5)
 
 
 def _gather_everything() -> dict[str, Any]:

@@ -13,13 +13,21 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.accelerator.test_accelerator_distributed import _net, _weights
 from tests.helpers.calls import Operators
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
 LENGTHS = (3, 7, 2, 5, 1, 6, 4, 8, 2, 9)  # items of each micro-batch
@@ -71,18 +79,6 @@ def test_a_loss_is_divided_by_the_accumulation_steps_in_a_short_group_too() -> N
     assert torch.equal(ours, _by_hand(4, lambda net, x, group: _losses(net, x).mean() / 4))
 
 
-@pytest.mark.parametrize(("steps", "as_tensor"), [(1, False), (4, True)])
-def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor: bool) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-
-    def backward(net: Any, x: torch.Tensor) -> None:
-        accelerator.backward(_losses(net, x).mean(), num_items=torch.tensor(len(x)) if as_tensor else len(x))
-
-    ours = _ours(accelerator, backward)
-    exact = _by_hand(steps, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
-    torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
-
-
 def test_counted_items_do_not_overflow_fp16() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
     net = nn.Linear(4, 1, bias=False)
@@ -127,51 +123,6 @@ def test_invalid_arguments_of_the_plugin_are_errors() -> None:
         GradientAccumulationPlugin(num_steps=0)
     with pytest.raises(ConfigurationError, match="both"):
         Accelerator(cpu=True, gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(3))
-
-
-def _loops_of_two_ranks() -> dict[str, torch.Tensor]:
-    found = {}
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    found["ours"] = _ours(accelerator, lambda net, x: accelerator.backward(_losses(net, x).mean(), num_items=len(x)))
-    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
-    each = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    found["each"] = _ours(each, lambda net, x: each.backward(_losses(net, x).mean(), num_items=len(x)))
-    return found
-
-
-@pytest.mark.distributed
-def test_items_are_counted_over_ranks_too() -> None:
-    exact = _by_hand(4, lambda net, x, group: _losses(net, x).sum() / sum(map(len, group)))
-    for found in run_distributed(_loops_of_two_ranks, 2, init=False, timeout=120):
-        for name in ("ours", "each"):
-            torch.testing.assert_close(found[name], exact, rtol=1e-5, atol=1e-6)
-
-
-def _left_loop(passes: Any, plugin: GradientAccumulationPlugin, *, counted: bool = False) -> list[float]:
-    """Return the gradient of each optimizer step; every micro-batch has a gradient of 1."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    net = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(torch.ones(13, 1)))  # type: ignore
-    found: list[float] = []
-    for leaves_after in passes:
-        for i, x in enumerate(loader):
-            if i == leaves_after:
-                break
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).mean(), num_items=1 if counted else None)
-                if accelerator.sync_gradients:
-                    found.append(round(net.weight.grad.item(), 6))  # type: ignore[union-attr]
-                optimizer.step()
-                optimizer.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize(("short_group", "counted"), [("steps", False), ("mean", True)])
-def test_the_next_pass_continues_an_interrupted_group(short_group: Any, counted: bool) -> None:
-    plugin = GradientAccumulationPlugin(num_steps=4, short_group=short_group)
-    assert _left_loop([6, 6, 2], plugin, counted=counted) == [1.0, 1.0, 1.0]
-    assert _left_loop([1] * 9, plugin, counted=counted) == [1.0, 1.0]
 
 
 def _run_micro_batches(accelerator: Accelerator, model: Any, loader: Any, fails_at: int | None = None) -> None:
