@@ -208,7 +208,7 @@ class Accelerator:
         self.state = AcceleratorState(cpu=settings.cpu, **settings.group_options)
         if settings.argument == "deepspeed_plugin":
             self.state.share_deepspeed_plugins(cast("dict[str, DeepSpeedPlugin]", settings.plugins))
-        self.state.processes.watch_calls()
+        self.state.joined().watch_loop()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         if self.strategy.runs_on is not None:

@@ -12,6 +12,13 @@ reads the Trainer's counters. The threads communicate through these keys of the 
     node/NODE           the processes of a node, which monitor each other
     gone/RANK           the rank's process was killed or crashed
     left/RANK           the rank has left the run; other ranks do not wait for it
+    departed            the ranks of a user-written loop that have left without a failure
+    aware               the ranks that know that rank 0, which serves the store, has done so
+    stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
+
+A user-written loop has no counters. Its monitor reports no hang, but the calls in which ranks are late (`LateCalls`). A
+rank that ends without an error does not end the others, which may still write files or evaluate. Only when all of them
+wait in collectives, which the rank that has ended can never call, they end.
 """
 
 from __future__ import annotations
@@ -33,7 +40,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from trainwright.core.errors import WorkerError
 from trainwright.core.process import in_notebook
-from trainwright.processes.hang_report import Failure, hang_report
+from trainwright.processes.hang_report import Failure, hang_report, ranks_text
+from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.rank_position import (
     Position,
     ProcessMark,
@@ -49,11 +57,14 @@ _RANKS_PER_BEAT_S = 256  # more ranks check less often, so that the store is not
 _GRACE_S = 2.0  # for a surviving rank to notice itself, after the failed rank has ended
 _PATIENCE_S = 15.0  # for a failed rank to end; longer only while it saves
 _ANSWER_S = 4.0  # for ranks to report their positions
+_LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
+_LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
+_AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
 _ECHO_S = 2.5  # how long an error of a collective waits for the failure that caused it
 
 
 class HangDetector:
-    """Monitor thread of one rank during one stage.
+    """Monitor thread of one rank during one stage, or during a user-written loop.
 
     Args:
         store: separate connection to the store of the process group, with a prefix for this stage.
@@ -65,6 +76,7 @@ class HangDetector:
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
         interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
             process. A process that does not react is ended, except in a notebook.
+        late_calls: the calls of a user-written loop, which use the same connection. Default: None, which is a stage.
     """
 
     def __init__(
@@ -78,6 +90,7 @@ class HangDetector:
         timeout_s: float,
         store_dies_with_rank_0: bool,
         interrupt_only: bool,
+        late_calls: LateCalls | None = None,
     ) -> None:
         self._store: Store | None = store
         self._rank, self._world_size = rank, world_size
@@ -85,6 +98,7 @@ class HangDetector:
         self._hang_timeout_s, self._timeout_s = hang_timeout_s, timeout_s
         self._store_dies_with_rank_0 = store_dies_with_rank_0
         self._interrupt_only = interrupt_only
+        self._late_calls = late_calls
         self._beat_s = max(_BEAT_S, world_size / _RANKS_PER_BEAT_S)
         self._thread_id = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
@@ -103,6 +117,9 @@ class HangDetector:
         self._failure: Failure | None = None
         self._failure_seen_at = self._out_of_the_way_at = self._interrupted_at = 0.0
         self._failed_beat: tuple[bytes, float] = (b"", 0.0)
+        # Ranks of a user-written loop that have left without a failure
+        self._departed: set[int] = set()
+        self._stuck_at = ""
 
     # Called by the training thread
 
@@ -125,10 +142,15 @@ class HangDetector:
         self._told.wait(2 * _ECHO_S)
         found = self._failure
         if found is None or found.rank == self._rank:
+            if self._departed and _is_echo(error):
+                error.add_note(f"{self._departed_text()} before.")
             return
         if self._interrupted_at:
             raise WorkerError(f"another process of this run has failed:\n{found.text}") from None
-        error.add_note(f"This followed the failure of another rank:\n{found.text}")
+        if self._late_calls is None:
+            error.add_note(f"This followed the failure of another rank:\n{found.text}")
+        else:  # whose output is that of the same script
+            error.add_note(f"This followed the failure of rank {found.rank}: {found.headline}")
 
     def close(self) -> None:
         """Stop monitoring. Waits at most some seconds for the store. A second call has no effect."""
@@ -150,6 +172,8 @@ class HangDetector:
             self._note_move(time.monotonic())
             if self._error is not None:
                 self._say_farewell()
+            elif self._late_calls is not None:
+                self._depart("it has come to its end")
         except dist.DistError:
             self._go_on_without_store()
         finally:
@@ -184,6 +208,11 @@ class HangDetector:
             elif self._hang_timeout_s is not None:
                 self._watch_for_stall(now)
                 self._report_when_due(now)
+        if self._late_calls is not None:
+            self._late_calls.note()
+            self._late_calls.exchange()
+            if self._departed and self._error is None and self._failure is None:
+                self._end_if_lost(self._late_calls)
 
     def _note_move(self, now: float) -> None:
         position = self._position()
@@ -200,6 +229,11 @@ class HangDetector:
             self._learn(Failure.from_json(self._shared.get("failure")))
         while self._shared.check([f"stall/{self._stalls}"]):
             self._answer(now)
+        if self._late_calls is not None and self._shared.check(["departed"]):
+            known = self._departed
+            self._departed = _ranks_in(self._shared, "departed")
+            if 0 in self._departed - known:
+                self._shared.append("aware", f"{self._rank} ")
 
     # A rank that fails
 
@@ -238,6 +272,8 @@ class HangDetector:
             self._tell()
         if not isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # whose reason `_tell` has written
             self._shared.set(f"left/{self._rank}", "failed")
+        elif self._late_calls is not None:
+            self._depart(type(self._error).__name__)
         deadline = time.monotonic() + _ECHO_S
         if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
             while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
@@ -259,6 +295,45 @@ class HangDetector:
                 node = self._mark.node.split()[0]
                 text = f"rank {rank}: its process {pid} on {node} has ended without a traceback (killed, or crashed)."
                 self._post_failure(Failure(rank, text, gone=True))
+
+    # A rank of a user-written loop that leaves without a failure
+
+    def _depart(self, reason: str) -> None:
+        self._shared.set(f"left/{self._rank}", reason)
+        self._shared.append("departed", f"{self._rank} ")
+        self._shared.add("events", 1)
+
+    def _end_if_lost(self, calls: LateCalls) -> None:
+        """End this process if all remaining ranks wait for others, and so for a rank that has ended.
+
+        While one of them does not wait, the others may wait for that one in a collective of a part of the ranks.
+        """
+        place = calls.place_of_wait(_LOST_S)
+        if place != self._stuck_at:
+            self._shared.set(f"stuck/{self._rank}", place)
+            self._stuck_at = place
+        if not place:
+            return
+        for rank in range(self._world_size):
+            if rank in self._departed or rank == self._rank:
+                continue
+            if not self._shared.check([f"stuck/{rank}"]) or not self._shared.get(f"stuck/{rank}"):
+                return
+        self._end_lost(place)
+
+    def _departed_text(self) -> str:
+        verb = "has" if len(self._departed) == 1 else "have"
+        return f"{ranks_text(sorted(self._departed))} {verb} left the run"
+
+    def _end_lost(self, place: str) -> None:
+        if in_notebook():
+            return
+        _say(
+            f"trainwright: rank {self._rank} ends, because {self._departed_text()} and cannot make the call that it "
+            f"waits in. Every rank must make each collective call.\n  rank {self._rank}: {place}"
+        )
+        sys.stdout.flush()
+        os._exit(1)
 
     # A surviving rank
 
@@ -295,7 +370,8 @@ class HangDetector:
             if in_notebook() or now - self._interrupted_at < 2 * _GRACE_S:
                 return
         is_first = self._store is None or self._store.add("ended", 1) == 1
-        text = f"\n{failure.text}" if is_first else f" {failure.headline}"
+        # In a user-written loop, the failed rank has printed its error itself.
+        text = f"\n{failure.text}" if is_first and self._late_calls is None else f" {failure.headline}"
         _say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
         sys.stdout.flush()
         os._exit(1)
@@ -303,17 +379,38 @@ class HangDetector:
     def _go_on_without_store(self) -> None:
         """Handle the end of the process that serves the store: rank 0, or torchrun's agent on the node of rank 0."""
         self._store = None
+        if self._late_calls is not None and 0 in self._departed:
+            self._wait_without_store(self._late_calls)
+            return
         if self._failure is None and self._store_dies_with_rank_0:
             self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
         lost_at = time.monotonic()
         while not self._stopping and self._error is None:
             now = time.monotonic()
             self._note_move(now)
-            quiet_s = now - max(lost_at, self._moved_at)
             if self._failure is not None and now - lost_at >= _GRACE_S:
                 self._end()
-            elif self._failure is None and quiet_s >= 5 * _GRACE_S and collective_of(frames_of(self._thread_id)):
+            elif self._failure is None and self._waits_for_long(now, lost_at):
                 self._failure = Failure(0, "the agent that started rank 0, and served the store, has ended.", gone=True)
+            self._wake.wait(self._beat_s)
+            self._wake.clear()
+
+    def _waits_for_long(self, now: float, lost_at: float) -> bool:
+        """Return whether the main thread has been in a collective since the store was lost."""
+        if self._late_calls is not None:
+            self._late_calls.note()
+            return bool(self._late_calls.place_of_wait(5 * _GRACE_S))
+        quiet_s = now - max(lost_at, self._moved_at)
+        return quiet_s >= 5 * _GRACE_S and bool(collective_of(frames_of(self._thread_id)))
+
+    def _wait_without_store(self, calls: LateCalls) -> None:
+        """End this process if it waits for others after rank 0, which served the store, has ended without an error."""
+        others_remain = len(self._departed) + 1 < self._world_size
+        while not self._stopping and self._error is None:
+            calls.note()
+            place = calls.place_of_wait(_LOST_WITHOUT_STORE_S if others_remain else _LOST_S)
+            if place:
+                self._end_lost(place)
             self._wake.wait(self._beat_s)
             self._wake.clear()
 
@@ -372,6 +469,32 @@ class HangDetector:
         if not self._shared.check([f"beat/{rank}"]):
             return state
         return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"
+
+
+def _ranks_in(store: Any, key: str) -> set[int]:
+    """Return the ranks that have appended themselves to a key of the store."""
+    if not store.check([key]):
+        return set()
+    return {int(rank) for rank in store.get(key).split()}
+
+
+def wait_until_known(store: Store, rank: int, world_size: int) -> None:
+    """Wait, for at most 1.5 s, until the other ranks know that rank 0 has ended without an error, or have ended.
+
+    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure.
+
+    Args:
+        store: connection of the calling thread, with the prefix of the detector.
+        rank, world_size: this rank, and the number of ranks.
+    """
+    deadline = time.monotonic() + _AWARE_S
+    while time.monotonic() < deadline:
+        known = {rank} | _ranks_in(store, "aware") | _ranks_in(store, "departed")
+        known |= {other for other in range(world_size) if store.check([f"gone/{other}"])}
+        known |= {other for other in range(world_size) if store.check([f"left/{other}"])}
+        if len(known) == world_size:
+            return
+        time.sleep(0.01)
 
 
 def _is_echo(error: BaseException) -> bool:
