@@ -55,6 +55,7 @@ from trainwright.processes.rank_position import (
 _BEAT_S = 0.5
 _RANKS_PER_BEAT_S = 256  # more ranks check less often, so that the store is not overloaded
 _GRACE_S = 2.0  # for a surviving rank to notice itself, after the failed rank has ended
+_EXIT_S = 8.0  # for a failed script that has left the run to end its process
 _PATIENCE_S = 15.0  # for a failed rank to end; longer only while it saves
 _ANSWER_S = 4.0  # for ranks to report their positions
 _LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
@@ -346,11 +347,14 @@ class HangDetector:
         failure = self._failure
         assert failure is not None  # checked before
         rank = failure.rank
-        known = failure.gone or self._shared.check([f"gone/{rank}"]) or self._shared.check([f"left/{rank}"])
+        gone = failure.gone or self._shared.check([f"gone/{rank}"])
+        known = gone or self._shared.check([f"left/{rank}"])
         if known and not self._out_of_the_way_at:
             self._out_of_the_way_at = now
         if self._out_of_the_way_at:
-            return now - self._out_of_the_way_at >= _GRACE_S
+            # A failed script has left, and still runs the interpreter's exit, which a launcher would cut short.
+            is_exiting = self._late_calls is not None and not gone
+            return now - self._out_of_the_way_at >= (_EXIT_S if is_exiting else _GRACE_S)
         beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
         if beat != self._failed_beat[0]:
             self._failed_beat = beat, now
