@@ -103,14 +103,26 @@ if strategy == "deepspeed":
     from trainwright.strategies import DeepSpeedStrategy
 
     strategy = DeepSpeedStrategy(stage=2)
+elif strategy == "pp":
+    from trainwright.strategies import MegatronStrategy
+
+    strategy = MegatronStrategy(pp=2, num_micro_batches=2)
 accelerator = Accelerator(cpu=True, strategy=strategy, project_config=ProjectConfiguration(".", async_save=is_async))
 if OPTIONS.get("reads_should_stop"):
     assert not accelerator.should_stop
-net = Net()
+net: nn.Module = Net()
+if OPTIONS["strategy"] == "pp":
+    from tests.strategies.megatron.test_own_pipeline import WithLoss, batches
+
+    net = WithLoss()
 at("prepare")
 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
 for STEP in range(4):
-    loss = model(torch.randn(2, 64))
+    if OPTIONS["strategy"] == "pp":
+        tokens = batches()[STEP]
+        loss = model(tokens, labels=tokens)["loss"]
+    else:
+        loss = model(torch.randn(2, 64))
     accelerator.backward(loss)
     if STEP == 2:
         at("step")
