@@ -20,7 +20,7 @@ from trainwright import utils as utils
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
 from trainwright.accelerator.accelerator_state import AcceleratorState as AcceleratorState
 from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs

@@ -1,4 +1,4 @@
-from trainwright.accelerator.accumulation import GradientState as GradientState
+from trainwright.accelerator.gradient_state import GradientState as GradientState
 from trainwright.accelerator.prepared.free_loaders import DataLoaderDispatcher as DataLoaderDispatcher
 from trainwright.accelerator.prepared.free_loaders import DataLoaderShard as DataLoaderShard
 from trainwright.accelerator.prepared.free_loaders import prepare_data_loader as prepare_data_loader

@@ -1,3 +1,3 @@
 from trainwright.accelerator.accelerator_state import AcceleratorState as AcceleratorState
-from trainwright.accelerator.accumulation import GradientState as GradientState
+from trainwright.accelerator.gradient_state import GradientState as GradientState
 from trainwright.processes.partial_state import PartialState as PartialState

@@ -18,7 +18,7 @@ from tests.accelerator.test_accelerator_distributed import _data, _net
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, weights_of
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.processes.partial_state import PartialState
 

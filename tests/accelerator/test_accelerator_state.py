@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model
 from trainwright.bigmodels.saving import save_model
@@ -111,6 +111,8 @@ def test_a_loaded_loop_goes_on_to_the_last_bit(save_at: int, precision: str, tmp
 def test_what_cannot_be_saved_or_loaded_is_an_error(tmp_path: Path) -> None:
     loop = Loop()
     for _ in loop.loader:
+        with loop.accelerator.accumulate(*loop.models):
+            pass
         with pytest.raises(ConfigurationError, match="within a group of micro-batches"):
             loop.accelerator.save_state(tmp_path / "state")
         break

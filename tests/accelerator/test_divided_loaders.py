@@ -141,8 +141,7 @@ CASES: dict[str, tuple[dict[str, bool], dict[str, Case]]] = {
 def _read(accelerator: Accelerator, loader: Any) -> tuple[Batches, Batches, bool]:
     own, gathered = [], []
     for batch in loader:
-        place = accelerator._accumulation.place
-        if place is None or place.weight != 0:
+        if not accelerator._groups.micro_batch.is_padding:
             own.append(batch.tolist())
         gathered.append(accelerator.gather_for_metrics(batch).tolist())
     return own, gathered, loader.end_of_dataloader
@@ -212,9 +211,7 @@ def _dispatched() -> dict[str, Any]:
     found["default"] = [batch.tolist() for batch in Accelerator().prepare_data_loader(streamed(10)())]
     accelerator = Accelerator(gradient_accumulation_steps=2)
     stream = accelerator.prepare_data_loader(streamed(20)())
-    found["weights"] = [
-        None if (p := accelerator._accumulation.place) is None else (p.weight, p.ends_data) for _ in stream
-    ]
+    found["padding"] = [(accelerator._groups.micro_batch.is_padding, stream.end_of_dataloader) for _ in stream]
     return found
 
 
@@ -238,8 +235,8 @@ def test_the_first_process_sends_the_others_their_share() -> None:
         assert found["resumed True"] == found["skipped True"]
         assert found["sliced"] == [[[3, 2], [7, 6]], [[1, 0], [5, 4]]][rank]
         assert found["default"] == [[B[0], [8, 9]], [B[1], [8, 9]]][rank]
-    assert ranks[0]["weights"] == [(None, False), (None, False), (1.0, True)]
-    assert ranks[1]["weights"] == [(None, False), (None, False), (0.0, True)]
+    assert ranks[0]["padding"] == [(False, False), (False, False), (False, True)]
+    assert ranks[1]["padding"] == [(False, False), (False, False), (True, True)]
 
 
 def _damaged() -> str:

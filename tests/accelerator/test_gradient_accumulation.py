@@ -182,14 +182,22 @@ def _run_micro_batches(accelerator: Accelerator, model: Any, loader: Any, fails_
             accelerator.backward(model(x).mean())
 
 
-def test_gradients_of_an_interrupted_group_are_freed_if_the_number_of_steps_changes() -> None:
+def test_an_interrupted_group_continues_with_another_number_of_steps() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
     _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
     accelerator.gradient_accumulation_steps = 2
-    with pytest.warns(TrainwrightWarning, match="left after 1 micro-batch.* were freed"):
+    _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
+    assert net.weight.grad.item() == 1.0
+
+
+def test_gradients_of_a_group_are_freed_if_its_last_micro_batch_fails() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
+    _run_micro_batches(accelerator, net, itertools.islice(loader, 2), fails_at=1)
+    with pytest.warns(TrainwrightWarning, match="last of 2 micro-batch.* raised an error.* were freed"):
         _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
-    assert net.weight.grad.item() == 1.0  # of one micro-batch, as the next group's first was carried
+    assert net.weight.grad.item() == 0.5
 
 
 def test_zero_grad_between_two_passes_ends_an_interrupted_group() -> None:

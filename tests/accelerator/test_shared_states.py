@@ -19,7 +19,7 @@ from trainwright import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
 )
-from trainwright.accelerator.accumulation import GradientState
+from trainwright.accelerator.gradient_state import GradientState
 from trainwright.core.errors import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin
 from trainwright.core.errors import TrainwrightWarning
 
 STEPS = 20

@@ -16,7 +16,7 @@ from trainwright.core.names import lazy_names
 PACKAGE = ROOT / "src/trainwright"
 # Names that are not in the package's own list, by the module where they are defined.
 _HOMES = {
-    "accelerator.accumulation": "GradientState",
+    "accelerator.gradient_state": "GradientState",
     "accelerator.functions": (
         "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
         "get_parameters_from_modules load merge_fsdp_weights save"

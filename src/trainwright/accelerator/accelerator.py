@@ -26,10 +26,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.accelerator.accelerator_state import AcceleratorState
-from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin, GradientState
 from trainwright.accelerator.gathering import gather_objects, gather_real
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin, GradientState, LoopGroups
 from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration
-from trainwright.accelerator.item_counts import ItemCounts
 from trainwright.accelerator.logging import install_rich_tracebacks
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
@@ -66,6 +65,7 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Turn
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
+from trainwright.strategies.group import LoopEngine
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
@@ -253,12 +253,18 @@ class Accelerator:
 
             megatron = MegatronLoop(self._settings.megatron, self.engine, self.forward_backward, num_steps)
         plugin = self._settings.accumulation
-        self._accumulation = Accumulation(num_steps, plugin, warns=warns, gradients=self.engine.gradients)
-        self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
+        loop_engine = LoopEngine(
+            self.engine.gradients,
+            self.engine.data_ranks,
+            self.device,
+            self._accumulated_parameters,
+            scales_loss=self._scale is not None,
+        )
+        self._groups = LoopGroups(loop_engine, num_steps, plugin, warns=warns)
         self._prepared = PreparedObjects(
             self.state,
             self.engine,
-            self._accumulation,
+            self._groups,
             self._scale,
             self._make_context,
             replace(self.dataloader_config, data_seed=seed),
@@ -362,11 +368,11 @@ class Accelerator:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one optimizer step. This attribute may be set between two passes over the data."""
-        return self._accumulation.num_steps
+        return self._groups.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
-        self._accumulation.num_steps = value
+        self._groups.num_steps = value
 
     @property
     def multi_device(self) -> bool:
@@ -438,12 +444,12 @@ class Accelerator:
     @property
     def sync_gradients(self) -> bool:
         """True if an optimizer step follows the current micro-batch."""
-        return self._accumulation.sync_gradients
+        return self._groups.sync_gradients
 
     @property
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation, with `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
-        return GradientState(accumulation=self._accumulation)
+        return GradientState(groups=self._groups)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -464,7 +470,7 @@ class Accelerator:
                 "this Accelerator holds connections to other processes, which cannot be pickled. Pickle it before "
                 "prepare(), or pickle accelerator.unwrap_model(model) and state dicts."
             )
-        for name in ("engine", "_checkpoints", "_items", "_accumulation", "_scale", "_make_context"):
+        for name in ("engine", "_checkpoints", "_groups", "_scale", "_make_context"):
             del state[name]
         return {**state, "_prepared": (self._prepared.seed, self.gradient_accumulation_steps)}
 
@@ -604,24 +610,19 @@ class Accelerator:
             )
         if loss.numel() != 1 and not kwargs:
             raise TaskError(f"backward() was given a loss of shape {tuple(loss.shape)}. Take its mean() or sum().")
-        if num_items is not None:
-            loss = self._items.weigh(loss, num_items, self._accumulated_parameters)
-        else:
-            if self._items.has_open_steps:
-                self._items.refuse_plain()
-            loss = self._accumulation.divide(loss)
+        loss = self._groups.weigh(loss, num_items)
         if self._scale is not None:
-            loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
-        if self._accumulation.holds_back:
+            loss = self._scale.scale(loss, starts_group=self._groups.starts_group)
+        if self._groups.holds_back:
             with ExitStack() as stack:
                 for model in self._prepared.models:
                     stack.enter_context(self.no_sync(model))
                 self.engine.backward(loss, **kwargs)
             return None
         self.engine.backward(loss, **kwargs)
-        if self._accumulation.sync_gradients:
+        if self._groups.sync_gradients:
             self.engine.gradients.complete()
-            self._items.complete(self._accumulated_parameters)
+            self._groups.complete()
             if self._signal is not None and not self._joins:
                 self._signal.end_step()
         return None
@@ -666,23 +667,14 @@ class Accelerator:
         Args:
             models: Models that are trained in the context, each with one forward and backward.
         """
-        accumulation = self._accumulation
-        outer, accumulation.models = (accumulation.models, accumulation.in_micro_batch), models
-        accumulation.in_micro_batch = True
-        try:
-            accumulation.begin_micro_batch(models, self._accumulated_parameters)
-            with ExitStack() as stack:
-                if not (accumulation.sync_gradients or self._syncs_each_batch):
-                    for model in models:
-                        stack.enter_context(self.no_sync(model))
-                yield
-            accumulation.end_micro_batch(models)
-        finally:
-            accumulation.models, accumulation.in_micro_batch = outer
+        with self._groups.block(models), ExitStack() as stack:
+            if not (self._groups.sync_gradients or self._syncs_each_batch):
+                for model in models:
+                    stack.enter_context(self.no_sync(model))
+            yield
 
-    def _accumulated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters of the current group's models, and of the optimizers of these models."""
-        models = self._accumulation.models
+    def _accumulated_parameters(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
+        """Return the parameters of models, and of the optimizers of these models. Without models, of all."""
         found = {id(p): p for model in models or self._prepared.models for p in model.parameters()}
         for optimizer in self._prepared.optimizers:
             held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
@@ -914,7 +906,7 @@ class Accelerator:
             ConfigurationError: Dtypes or shapes differ between ranks. While a loader is read, numbers of rows may
                 differ. Raised on every rank.
         """
-        if self._accumulation.place is None:
+        if self._groups.reading is None:
             return gather(tensor)
         return gather_real(tensor, False, self.state.joined(), "gather")
 
@@ -928,11 +920,11 @@ class Accelerator:
             input_data: Tensors with rows, in nested lists, tuples and dicts, or a list of other objects.
             use_gather_object: Gather picklable objects, and return the concatenated lists of all ranks. Default: False.
         """
-        place, ranks = self._accumulation.place, self.engine.data_ranks
+        reading, micro_batch = self._groups.reading, self._groups.micro_batch
         # Of the ranks that see the same data, one is counted.
-        padding = self.state.process_index not in ranks.members or (place is not None and place.weight == 0)
-        if place is not None and place.num_rows is not None:
-            input_data = self._accumulation.loader.trim_rows(input_data)
+        padding = micro_batch.is_padding or self.state.process_index not in self.engine.data_ranks.members
+        if reading is not None and micro_batch.num_rows is not None:
+            input_data = reading.loader.trim_rows(input_data, micro_batch.num_rows)
         if use_gather_object or next(iterate_tensors(input_data), None) is None:
             values = input_data if isinstance(input_data, (list, tuple)) else [input_data]
             return gather_objects([] if padding else list(values), self.state.joined())
@@ -1099,7 +1091,7 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        self._accumulation.refuse_open_group()
+        self._groups.refuse_open()
         if not safe_serialization:
             warnings.warn(
                 "save_state(safe_serialization=False): weights are written as safetensors all the same, never pickled; "
@@ -1165,7 +1157,7 @@ class Accelerator:
         self.engine = self._settings.selection.engine()
         self.engine.start(self.state.topology)
         self._checkpoints = LoopCheckpoints(self.engine, self._checkpoints.folders)
-        self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._accumulation.warns)
+        self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._groups.warns)
         found: list[Any] = [None] * len(objects)
         del objects
         release_memory()

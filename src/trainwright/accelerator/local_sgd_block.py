@@ -9,7 +9,7 @@ from typing import Self
 from torch import nn
 
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.accelerator.accumulation import check_steps
+from trainwright.accelerator.gradient_state import check_steps
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.ddp.replicas import average_replicas
 

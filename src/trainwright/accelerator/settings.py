@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin, check_steps
 from trainwright.accelerator.handlers import (
     DataLoaderConfiguration,
     Handlers,

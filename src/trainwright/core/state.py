@@ -107,6 +107,7 @@ class Group:
         num_samples: number of samples of the group over all ranks. If None, this rank's samples are counted.
         weights: weight of each micro-batch in the mean over the group and all ranks, times the number of data-parallel
             ranks. None is `1 / len(batches)` for each. Padding has weight 0.
+        num_real: number of micro-batches over all ranks that are not padding. None if no rank has padding.
         index: index of the current or last micro-batch in `batches`.
         last_output: detached `outputs` of the last micro-batch, if a hook uses them. Empty if the micro-batch was
             skipped.
@@ -118,6 +119,7 @@ class Group:
     is_last: bool = False
     num_samples: int | None = None
     weights: list[float] | None = None
+    num_real: int | None = None
     index: int = field(default=0, init=False, repr=False)
     last_output: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     last_batch: Any = field(default=None, init=False, repr=False)

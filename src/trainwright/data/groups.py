@@ -81,7 +81,6 @@ def iterate_groups(
     world: int | None = None,
     uneven: Uneven | None = None,
     agree: Agree | None = None,
-    carried: int = 0,
 ) -> Iterator[Group]:
     """Return an iterator over the groups of the loader's current epoch.
 
@@ -94,7 +93,6 @@ def iterate_groups(
         limit: maximum number of batches, counted from the epoch's start. Default: None, no limit.
         start_batch: this rank's first batch in this epoch. Default: 0.
         rank, world, uneven, agree: replace the loader's options; see `LoaderOptions`. Default: None.
-        carried: number of micro-batches, less than `accumulate`, that the first group already has. Default: 0.
 
     If several ranks read a loader without length, every rank must iterate, and each group calls `agree` once, unless
     `ends_together` is set. In all other cases there is no communication.
@@ -108,20 +106,20 @@ def iterate_groups(
     options = loader.options
     rounds = loader.num_batches
     if rounds is not None:
-        return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch, carried)
+        return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch)
     world = options.world if world is None else world
     if world == 1 or loader.ends_together:
-        return _looking_ahead(loader, accumulate, limit, start_batch, carried)
+        return _looking_ahead(loader, accumulate, limit, start_batch)
     agree = agree or options.agree
     if agree is None:
         raise ConfigurationError(
             f"{options.title} has no length, so {world} ranks must agree where it ends: pass agree=."
         )
     agreement = _Agreement(world, uneven or options.uneven, agree)
-    return _agreeing(loader, accumulate, limit, start_batch, agreement, carried)
+    return _agreeing(loader, accumulate, limit, start_batch, agreement)
 
 
-def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int, carried: int) -> Iterator[Group]:
+def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int) -> Iterator[Group]:
     """Yield the groups of a loader whose number of rounds is known."""
     if start_batch >= rounds:
         return
@@ -148,8 +146,7 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
             _ended_early(loader, first, rounds)
         return
     while first < rounds:
-        stop = min(first + accumulate - carried, rounds)
-        carried = 0
+        stop = min(first + accumulate, rounds)
         group = _take(loader, batches, first, stop, rounds)
         if group is None:
             return
@@ -199,15 +196,15 @@ def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *,
     if stop > loader.num_full_rounds:
         real = [loader.has_batch(i) for i in range(first, stop)]
         total = sum(loader.real_ranks(i) for i in range(first, stop))
-        group.weights = _weights(real, total, loader.options.world)
+        _weigh(group, real, total, loader.options.world)
     return group
 
 
-def _weights(real: list[bool], total_real: int, world: int) -> list[float] | None:
-    """Return the weights of a rank's micro-batches. None if no rank has padding among them."""
-    if total_real == len(real) * world:
-        return None
-    return [world / total_real if is_real else 0.0 for is_real in real]
+def _weigh(group: Group, real: list[bool], num_real: int, world: int) -> None:
+    """Set the weights of a group if some rank has padding in it. `real` is False for this rank's padding."""
+    if num_real < len(real) * world:
+        group.num_real = num_real
+        group.weights = [world / num_real if is_real else 0.0 for is_real in real]
 
 
 def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
@@ -220,9 +217,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
     warnings.warn(f"{message} Return the true length in __len__.", TrainwrightWarning, stacklevel=3)
 
 
-def _looking_ahead(
-    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, carried: int
-) -> Iterator[Group]:
+def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int) -> Iterator[Group]:
     """Yield the groups of a loader without length, on one rank or if `ends_together` is set."""
     if limit is not None and start_batch >= limit:
         return
@@ -230,8 +225,7 @@ def _looking_ahead(
     ahead, _ = loader.take_ahead(batches)
     first = start_batch
     while ahead:
-        size = accumulate - carried
-        size, carried = size if limit is None else min(size, limit - first), 0
+        size = accumulate if limit is None else min(accumulate, limit - first)
         taken = [ahead.pop(), *itertools.islice(batches, size - 1)]
         group = _group(loader, taken, first, first + len(taken), is_last=False)
         first += len(taken)
@@ -278,7 +272,7 @@ class _Agreement:
 
 
 def _agreeing(
-    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, agreement: _Agreement, carried: int
+    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, agreement: _Agreement
 ) -> Iterator[Group]:
     """Yield the groups of a loader without length, on several ranks."""
     if limit is not None and start_batch >= limit:
@@ -293,8 +287,7 @@ def _agreeing(
         loader.keep_run_out(begun_at)
     first = start_batch
     while True:
-        size = accumulate - carried
-        size, carried = size if limit is None else min(size, limit - first), 0
+        size = accumulate if limit is None else min(accumulate, limit - first)
         mine = [*ahead, *itertools.islice(batches, size - len(ahead))] if ahead else []
         ahead.clear()
         have = len(mine)
@@ -316,7 +309,7 @@ def _agreeing(
         group = Group([*mine[:rounds], *(copy_containers(spare[0]) for _ in range(rounds - have))], first, not more)
         if not more:
             loader.release_state()
-        group.weights = _weights([i < have for i in range(rounds)], total_real, agreement.world)
+        _weigh(group, [i < have for i in range(rounds)], total_real, agreement.world)
         del mine
         first += rounds
         yield group

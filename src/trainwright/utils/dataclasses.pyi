@@ -1,5 +1,5 @@
-from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.functions import get_module_class_from_name as get_module_class_from_name
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs

@@ -13,16 +13,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainwright.accelerator.accumulation import Accumulation, Place
+from trainwright.accelerator.gradient_state import LoopGroups
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.process import detect
+from trainwright.core.state import Group
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.batch_shards import SkippableLoader, check_number
 from trainwright.data.prepared import PreparedLoader
 from trainwright.processes.random_states import synchronize_rng_states
-from trainwright.strategies.steps.gradients import weights_of_one_rank
+from trainwright.strategies.passes import FULL, MicroBatch, Pass
 
 _LOG = logging.getLogger("trainwright")
 
@@ -31,13 +32,13 @@ class AcceleratedLoader(SkippableLoader):
     """A prepared loader. It can be iterated any number of times.
 
     All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data repeats
-    its last micro-batch with weight 0, and `gather_for_metrics` drops the repetition. The micro-batches of one
-    optimizer step are fetched together. Other attributes are those of the user's loader.
+    its last micro-batch with weight 0, and `gather_for_metrics` drops the repetition. Other attributes are those of the
+    user's loader.
 
     Args:
         given: The user's loader.
         prepared: Loader that returns the same number of micro-batches on every rank.
-        accumulation: State of gradient accumulation. The loader stores the position of each pass in it.
+        groups: The loop's groups. The loader reports each pass to them.
         mover: Function that moves a batch to the device. None: batches are not moved.
         rng_types: Generators that are synchronized over processes before each pass. Default: None.
         continues: Continue at the position of a loaded state. Default: None, which also logs a line.
@@ -52,7 +53,7 @@ class AcceleratedLoader(SkippableLoader):
         self,
         given: object,
         prepared: PreparedLoader,
-        accumulation: Accumulation,
+        groups: LoopGroups,
         mover: Callable[[Any], Any] | None,
         rng_types: Sequence[str | RNGType] | None = None,
         continues: bool | None = None,
@@ -61,14 +62,14 @@ class AcceleratedLoader(SkippableLoader):
         self.given = given
         self.prepared = prepared
         self._mover, self._rng_types = mover, rng_types
-        self._accumulation = accumulation
+        self._groups = groups
         self._continues = continues
         self._models = models
         self._epoch = 0
         self._saved: dict[str, Any] | None = None  # the loaded state of an interrupted pass that has not continued
         self._trained_at_load = False
-        self._place: Place | None = None  # of the present pass
-        self._last_place: Place | None = None  # of the newest pass, finished or not
+        self._reading: Pass | None = None  # the present pass
+        self._newest: Pass | None = None  # the newest pass, finished or not
 
     def __len__(self) -> int:
         """Return the number of micro-batches of one pass, equal on every rank unless `even_batches` is False."""
@@ -115,7 +116,7 @@ class AcceleratedLoader(SkippableLoader):
     @property
     def end_of_dataloader(self) -> bool:
         """True once the newest pass has returned its last micro-batch."""
-        return self._last_place is not None and self._last_place.ends_data
+        return self._newest is not None and self._newest.ends_data
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the next pass, which determines its order. Each pass increments it."""
@@ -205,50 +206,41 @@ class AcceleratedLoader(SkippableLoader):
             )
 
     def _batches(self, first: int) -> Iterator[Any]:
-        accumulation = self._accumulation
-        outer, place = self._place, accumulation.begin_pass(self)
-        self._place = self._last_place = place
-        place.num_batches = first
-        steps, mean = accumulation.num_steps, accumulation.short_group == "mean"
-        carried = place.carried
-        prepared = self.prepared
-        # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
-        full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
+        trains = torch.is_grad_enabled() and self._in_training_mode()
+        outer, reading = self._reading, Pass(self, first, trains)
+        self._reading = self._newest = reading
+        self._groups.begin_pass(reading)
         try:
             own: dict[str, Any] = {} if self.even_batches else {"limit": self._own_batches, "world": 1}
-            for group in iterate_groups(prepared, accumulate=steps, start_batch=first, carried=carried, **own):
-                batches, weights = group.batches, group.weights
-                if weights is not None and not accumulation.gradients.averaged:
-                    weights = weights_of_one_rank(weights)
-                size = len(batches)
-                accumulation.num_groups += 1
-                place.group, place.carried = accumulation.num_groups, carried
-                place.divisor = carried + size if mean else steps
-                continues = group.is_last and carried + size < steps and not accumulation.sync_with_dataloader
-                place.num_missing = 0 if continues else steps - carried - size
-                place.weight = None
-                for i in range(size):
-                    batch, batches[i] = batches[i], None  # only the loop holds it, and may free it
-                    if weights is not None:  # of the mean over the group's real micro-batches on all ranks
-                        place.weight = weights[i] * (size / place.divisor)
-                    place.position = carried + i + 1
-                    place.starts_group, place.ends_group = carried + i == 0, i == size - 1 and not continues
-                    place.ends_data = i == size - 1 and group.is_last
-                    place.num_rows = self._num_rows(batch, place.num_batches) if place.num_batches >= full else None
-                    place.num_batches += 1
-                    if self._mover is not None:
-                        batch = self._mover(batch)
-                    if steps > 1:
-                        place.receive(batch)
-                    yield batch
-                    del batch
-                carried = 0
-                if place.fresh:
-                    place.fresh.clear()
+            for group in iterate_groups(self.prepared, start_batch=first, **own):
+                batch = group.batches.pop()  # only the loop holds it, and may free it
+                reading.deliver(self._described(group, batch), self._num_left(group))
+                if self._mover is not None:
+                    batch = self._mover(batch)
+                yield batch
+                del batch
+            reading.is_exhausted = True
         finally:
-            accumulation.end_pass(place)
-            if self._place is place:
-                self._place = outer
+            self._groups.end_pass(reading)
+            if self._reading is reading:
+                self._reading = outer
+
+    def _num_left(self, group: Group) -> int | None:
+        """Return the number of batches of this pass after a group of one batch. None if it is unknown, but not 0."""
+        if group.is_last:
+            return 0
+        rounds = self.prepared.num_batches if self.even_batches else self._own_batches
+        return None if rounds is None else rounds - group.first_idx - 1
+
+    def _described(self, group: Group, batch: object) -> MicroBatch:
+        """Return what is known about the batch of a group of one batch."""
+        counts = self.prepared.counts
+        # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
+        may_be_short = counts is None or group.first_idx >= counts[self.prepared.options.rank] - 1
+        num_rows = self._num_rows(batch, group.first_idx) if may_be_short else None
+        if group.weights is None:
+            return FULL if num_rows is None else MicroBatch(num_rows=num_rows)
+        return MicroBatch(group.weights == [0.0], group.num_real, num_rows)
 
     def _num_rows(self, batch: object, index: int) -> int | None:
         """Return the number of samples of this rank's batch. None if it is unknown or the full batch size."""
@@ -260,36 +252,42 @@ class AcceleratedLoader(SkippableLoader):
             return found
         return batch_size(batch) if next(iterate_tensors(batch), None) is not None else None
 
-    def trim_rows(self, tree: object) -> Any:
-        """Return results for the current micro-batch without rows beyond the number of its samples.
+    def trim_rows(self, tree: object, num_rows: int) -> Any:
+        """Return results for a micro-batch of `num_rows` samples without further rows.
 
         Only tensors and lists with as many rows as a full batch, such as `loss.repeat(batch_size)`, are trimmed.
         """
-        full, num_rows = self.prepared.batch_size, None if self._place is None else self._place.num_rows
-        if full is None or num_rows is None or num_rows >= full:
+        full = self.prepared.batch_size
+        if full is None or num_rows >= full:
             return tree
         if isinstance(tree, list) and len(tree) == full and next(iterate_tensors(tree), None) is None:
             return tree[:num_rows]
         return map_tensors(lambda rows: rows[:num_rows] if rows.dim() and len(rows) == full else rows, tree)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's position in the data, after the last micro-batch that the loop received.
+        """Return this rank's position in the data, after the last micro-batch that the loop has begun.
+
+        A loop without `accumulate` has begun all micro-batches that it has received.
 
         Raises:
-            ConfigurationError: The current group of micro-batches is not complete. Its gradients would not be saved.
+            ConfigurationError: A group of micro-batches is not complete, whose gradients would not be saved. Or the
+                loop has fetched batches ahead, and the data has its own state, which cannot go back.
         """
-        place = self._place
-        if place is not None and not place.ends_group:
-            raise ConfigurationError(
-                "save_state() was called within a group of micro-batches. Call it after optimizer.step(), where "
-                "accelerator.sync_gradients is True: gradients are not saved."
-            )
+        self._groups.refuse_open()
         if self._saved is not None:
             return self._saved
         found: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
-        if place is not None and not place.ends_data:  # the pass has incremented the epoch
-            found |= {"epoch": self._epoch - 1, "position": self.prepared.position(place.num_batches)}
+        reading = self._reading
+        num_held = 0 if reading is None else self._groups.num_held(reading)
+        if reading is not None and (num_held or not reading.ends_data):  # the pass has incremented the epoch
+            found |= {"epoch": self._epoch - 1, "position": self.prepared.position(reading.position - num_held)}
         if self.prepared.stateful:
+            if num_held:
+                raise ConfigurationError(
+                    f"save_state() was called while the loop holds {num_held} batch(es) that it has received but not "
+                    "trained. The loader's own state is after these batches, so that a resumed run would skip them. "
+                    "Call it when all received batches were trained."
+                )
             found["loader"] = self.prepared.state_dict()
         return found
 

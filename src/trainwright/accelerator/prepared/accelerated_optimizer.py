@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.accelerator.accumulation import Accumulation, GradientState
+from trainwright.accelerator.gradient_state import GradientState, LoopGroups
 from trainwright.core.state import scheduler_state
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.steps.gradients import parameters_of
@@ -26,7 +26,7 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: The user's optimizer.
         device_placement: Has no effect, because an optimizer's state is where its parameters are. Default: True.
         scaler: Loss scaler. A `GradScaler` is updated after each step. Default: None: the loss is not scaled.
-        accumulation: State that determines the groups. Default: None, which is that of the newest Accelerator.
+        groups: The loop's groups. Default: None, which are those of the newest Accelerator.
 
     Attributes:
         given: The user's optimizer.
@@ -43,19 +43,19 @@ class AcceleratedOptimizer(Optimizer):
         device_placement: bool = True,
         scaler: LossScale | torch.amp.GradScaler | None = None,
         *,
-        accumulation: Accumulation | None = None,
+        groups: LoopGroups | None = None,
     ) -> None:
         self.optimizer = self.given = optimizer
         self.device_placement = device_placement
         self._scales_itself = isinstance(scaler, torch.amp.GradScaler)
         self.scaler = LossScale(scaler) if isinstance(scaler, torch.amp.GradScaler) else scaler
-        self._accumulation = accumulation or Accumulation.newest()
+        self._groups = groups or LoopGroups.newest()
         self.num_steps = 0
 
     @property
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation that determines when the optimizer steps."""
-        return GradientState(accumulation=self._accumulation)
+        return GradientState(groups=self._groups)
 
     @property
     def state(self) -> Any:  # type: ignore[override]  # the inner one holds it
@@ -74,7 +74,7 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step if the current micro-batch is the last of its group. Return the result, or None with a loss scaler."""
-        if not self._accumulation.sync_gradients:
+        if not self._groups.sync_gradients:
             return None
         if self.scaler is None:
             self.num_steps += 1
@@ -87,9 +87,9 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Free the gradients if the current micro-batch is the last of its group. Otherwise, do nothing."""
-        if self._accumulation.sync_gradients:
+        if self._groups.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
-            self._accumulation.discard_open_groups(lambda: parameters_of([self.optimizer]))
+            self._groups.discard_open(lambda: parameters_of([self.optimizer]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
@@ -138,8 +138,7 @@ class AcceleratedScheduler:
         step_with_optimizer: False: each `step` call advances the schedule. Default: True.
         split_batches: The batch size is the total over all processes. Default: False, with which each optimizer step
             advances the schedule by the number of processes, as in Accelerate.
-        accumulation: State that determines when an optimizer step is due. Default: None, which is that of the newest
-            Accelerator.
+        groups: The loop's groups. Default: None, which are those of the newest Accelerator.
         further: Number of additional advances at each step, until the schedule's end (`total_steps`). Default: None,
             which follows from `step_with_optimizer` and `split_batches`.
     """
@@ -151,7 +150,7 @@ class AcceleratedScheduler:
         step_with_optimizer: bool = True,
         split_batches: bool = False,
         *,
-        accumulation: Accumulation | None = None,
+        groups: LoopGroups | None = None,
         further: int | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -159,7 +158,7 @@ class AcceleratedScheduler:
         self.optimizers = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
-        self._accumulation = accumulation or Accumulation.newest()
+        self._groups = groups or LoopGroups.newest()
         if further is None:
             per_process = step_with_optimizer and not split_batches
             further = PartialState().num_processes - 1 if per_process else 0
@@ -168,12 +167,12 @@ class AcceleratedScheduler:
     @property
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation that determines when the schedule advances."""
-        return GradientState(accumulation=self._accumulation)
+        return GradientState(groups=self._groups)
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Advance the schedule if an optimizer step is due at this micro-batch and was not skipped."""
         if self.step_with_optimizer:
-            if not self._accumulation.sync_gradients:
+            if not self._groups.sync_gradients:
                 return
             for optimizer in self.optimizers:
                 if isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.gradient_state import LoopGroups
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
@@ -79,7 +79,7 @@ class PreparedObjects:
         self,
         state: PartialState,
         engine: Engine,
-        accumulation: Accumulation,
+        groups: LoopGroups,
         scale: LossScale | None,
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         loaders: DataLoaderConfiguration,
@@ -87,7 +87,7 @@ class PreparedObjects:
         schedule_steps: Literal["once", "per_process"] | None = None,
         megatron: MegatronLoop | None = None,
     ) -> None:
-        self._state, self._engine, self._accumulation = state, engine, accumulation
+        self._state, self._engine, self._groups = state, engine, groups
         self._scale, self._make_context = scale, make_context
         self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
         self._schedule_steps, self.megatron = schedule_steps, megatron
@@ -195,7 +195,7 @@ class PreparedObjects:
         configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
         # The first loader is the training data.
         size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
-        plan = LoopPlan(configs, self._accumulation.num_steps, size)
+        plan = LoopPlan(configs, self._groups.num_steps, size)
         engines = iter(self._engine.prepare_models(trained, optimizers, plan))
         for i, model, placed in new:
             if placed and not evaluation_mode:
@@ -269,7 +269,7 @@ class PreparedObjects:
             return own
 
         def make() -> AcceleratedOptimizer:
-            return AcceleratedOptimizer(own, scaler=self._scale, accumulation=self._accumulation)
+            return AcceleratedOptimizer(own, scaler=self._scale, groups=self._groups)
 
         return self._once(own, self.optimizers, make)
 
@@ -291,7 +291,7 @@ class PreparedObjects:
                 steps or self.optimizers,
                 steps_with_optimizer,
                 self._config.split_batches,
-                accumulation=self._accumulation,
+                groups=self._groups,
                 further=further,
             )
 
@@ -328,7 +328,7 @@ class PreparedObjects:
             else:
                 prepared = prepare_loader(used, options)
             continues = self._config.use_stateful_dataloader
-            return AcceleratedLoader(own, prepared, self._accumulation, mover, self._rng_types, continues, self.models)
+            return AcceleratedLoader(own, prepared, self._groups, mover, self._rng_types, continues, self.models)
 
         return self._once(own, self.dataloaders, make)
 

@@ -1,0 +1,535 @@
+"""Groups of micro-batches in a user-written loop: where a group ends, and the weights of its losses.
+
+A group is the micro-batches of one optimizer step. Only micro-batches that a loop begins are counted, because a loop
+may train a batch in several parts, fetch several batches before it trains the first one, or skip batches. A prepared
+loader reports in a `Pass` what it delivers.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.core.host.device_types import properties
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.passes import FULL, Habit, MicroBatch, Pass
+from trainwright.strategies.steps.gradients import Gradients, stack_counts
+
+
+class LoopEngine:
+    """What groups use of a loop's engine.
+
+    Args:
+        gradients: The engine's gradient operations.
+        ranks: Data-parallel ranks.
+        device: Device of the computation.
+        parameters: Function that returns the parameters with accumulated gradients of models. `()`: of all models.
+        scales_loss: Losses are scaled for fp16. Default: False.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        ranks: DataRanks,
+        device: torch.device,
+        parameters: Callable[[Sequence[nn.Module]], list[torch.Tensor]],
+        *,
+        scales_loss: bool = False,
+    ) -> None:
+        self.gradients, self.ranks, self.device = gradients, ranks, device
+        self.parameters = parameters
+        # Sums over items may overflow fp16. They are then divided by an estimate of the count, which is 1 otherwise.
+        self.unit: float | None = None if scales_loss else 1.0
+        self._warns_of_no_items = True
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of ranks over which the last backward of a group averages gradients."""
+        return self.ranks.size if self.gradients.averaged else 1
+
+    @property
+    def num_readers(self) -> int:
+        """Number of different batches that are averaged in a round."""
+        return self.ranks.num_readers if self.gradients.averaged else 1
+
+    def unit_near(self, count: float | torch.Tensor) -> float:
+        """Return the divisor of sums over items, equal on every rank. The first call is collective under fp16."""
+        if self.unit is None:
+            counts = self.ranks.gather_integers([int(count)])
+            # A power of two near the first count. A division by it is exact.
+            self.unit = 2.0 ** round(math.log2(max(1, *(row[0] for row in counts))))
+        return self.unit
+
+    def warn_of_no_items(self) -> None:
+        """Warn once of a group without any item."""
+        if self._warns_of_no_items:
+            self._warns_of_no_items = False
+            warnings.warn(
+                "backward() was given num_items=0 in every micro-batch of an optimizer step: its gradient is zero, and "
+                "nothing is learned from it. Pass the number of items that the loss is the mean over.",
+                TrainwrightWarning,
+                stacklevel=7,
+            )
+
+
+class StepGroup:
+    """The micro-batches of one optimizer step of some models.
+
+    Losses before the last micro-batch are divided by the divisor that the group will probably have. The last
+    micro-batch knows the right divisor. If it differs, because the group is short or a rank had padding, or because
+    losses are weighed by items, the accumulated gradients are multiplied by the ratio.
+
+    Args:
+        models: The models. `()`: all models.
+        engine: See `LoopEngine`.
+
+    Attributes:
+        position: Number of the present micro-batch in the group (1-based).
+        is_complete: An optimizer step follows the present micro-batch.
+        has_failed: The last micro-batch raised an error, so that no optimizer step followed.
+        is_short: The group is complete, because its loader has ended, with fewer micro-batches than usual.
+        micro_batch: What the loader knows about the present micro-batch.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], engine: LoopEngine) -> None:
+        self.models = models  # referenced, so that no other model gets the same id
+        self._engine = engine
+        self.habit = Habit()
+        self.position = 0
+        self.is_complete, self.has_failed, self.is_short = True, False, False
+        self._num_steps, self._is_mean = 1, False
+        self._divisor: float = 1  # of losses before the last micro-batch
+        self._num_real = 0  # real micro-batches of all ranks in the group
+        self.micro_batch = FULL
+        self._is_corrected = False
+        self._num_items: Any = None  # of this rank's earlier micro-batches; None: they have no counts
+        self._counted_at = 0  # position of the newest micro-batch with a count
+        self._due: Any = None  # factor for the gradients after the last backward
+
+    @property
+    def is_open(self) -> bool:
+        """True if micro-batches have begun that no optimizer step has used."""
+        return self.has_failed or not self.is_complete
+
+    def begin(self, reading: Pass | None, num_steps: int, *, ends_with_data: bool, is_mean: bool) -> None:
+        """Begin the next micro-batch of the group, or the first one of the next group.
+
+        Args:
+            reading: The pass to which the micro-batch belongs. None: it does not come from a prepared loader.
+            num_steps: Micro-batches of a group.
+            ends_with_data: The last micro-batch of a pass completes a short group.
+            is_mean: Divide losses by the number of micro-batches in a short group instead of by `num_steps`.
+        """
+        if self.is_complete:
+            self.reset()
+        self.is_complete, self._num_steps, self._is_mean = False, num_steps, is_mean
+        self.position += 1
+        is_last = False
+        self.micro_batch = FULL
+        if reading is not None:
+            if not self.habit.begin(reading):
+                _warn_of_late_micro_batch()
+            is_last = ends_with_data and self.habit.is_last(reading, num_steps)
+            self.micro_batch = reading.batch(self.habit.batch_number())
+        if self.position == 1:
+            self._divisor = self._foreseen_divisor(reading if ends_with_data else None)
+        self._count_real(self.micro_batch)
+        is_full = self.position >= num_steps
+        self.is_complete, self.is_short = is_last or is_full, not is_full and is_last
+
+    def begin_alone(self, micro_batch: MicroBatch, num_steps: int) -> None:
+        """Begin a group of one micro-batch, whose loss is divided by `num_steps` nevertheless."""
+        self.reset()
+        self.position = 1
+        self._num_steps, self._is_mean, self._divisor = num_steps, False, num_steps
+        self.micro_batch = micro_batch
+        self._count_real(micro_batch)
+
+    def reset(self) -> None:
+        """Forget the micro-batches of the group."""
+        self.position = self._num_real = self._counted_at = 0
+        self.is_complete, self.has_failed, self.is_short, self._is_corrected = True, False, False, False
+        self._num_items = self._due = None
+
+    def _count_real(self, micro_batch: MicroBatch) -> None:
+        if not self._engine.gradients.averaged:
+            self._num_real += not micro_batch.is_padding
+        elif micro_batch.num_real is None:
+            self._num_real += self._engine.num_readers
+        else:
+            self._num_real += micro_batch.num_real
+
+    def _foreseen_divisor(self, reading: Pass | None) -> float:
+        if not self._is_mean or reading is None:
+            return self._num_steps
+        num_left = self.habit.num_left(reading, self._num_steps)
+        return self._num_steps if num_left is None else min(self._num_steps, 1 + num_left)
+
+    @property
+    def _final_divisor(self) -> float:
+        """Divisor of the losses of a complete group: the gradient is the mean over the real micro-batches."""
+        divisor = self.position if self._is_mean else self._num_steps
+        num_all = self._engine.num_readers * self.position
+        return divisor if self._num_real == num_all else divisor * max(self._num_real, 1) / num_all
+
+    # Weights
+
+    def divide(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss divided by the number of micro-batches in the group. 0 for padding.
+
+        Raises:
+            TaskError: Earlier micro-batches of the group have counts of items.
+        """
+        self.refuse_plain()
+        divisor = self._divisor
+        if self.is_complete:
+            final = self._final_divisor
+            if final != divisor and self._correct_sums(divisor / final):
+                divisor = final
+        if self.micro_batch.is_padding:
+            return loss * 0.0
+        return loss if divisor == 1 else loss / divisor
+
+    def refuse_plain(self) -> None:
+        """Raise a TaskError if an earlier micro-batch of the group has counted items."""
+        if self._num_items is not None:
+            raise TaskError(
+                "backward() was called without num_items= in a step whose earlier micro-batches had it: the mean over "
+                "all items is not known then. Pass num_items= for every micro-batch of the step, or for none."
+            )
+
+    def weigh(self, loss: torch.Tensor, num_items: object) -> torch.Tensor:
+        """Return the loss, a mean over `num_items` items, with its weight in the mean over all items of the group.
+
+        Before the last micro-batch, accumulated gradients are sums over items. The last one sums the counts over ranks,
+        which is collective.
+
+        Raises:
+            TaskError: `num_items` is not a count, or is passed twice for one micro-batch.
+        """
+        count = _checked(num_items)
+        if self.micro_batch.is_padding:
+            count = 0
+        if self._counted_at == self.position:
+            raise TaskError(
+                "backward(num_items=…) was called twice for one micro-batch: its items would count twice. Add the "
+                "losses, each of them a mean over the items, and call backward once."
+            )
+        total = count if self._num_items is None else self._num_items + count
+        unit = self._engine.unit_near(count)
+        self._counted_at = self.position
+        if not self.is_complete:
+            self._num_items = total
+            weight = _as_factor(count, unit, loss)
+        else:
+            is_first, self._num_items = self._num_items is None, None
+            weight, share = self._shares(count, total, unit, loss)
+            if not is_first and not self._correct_sums(share):
+                weight = _as_factor(count, unit, loss)
+        weighed: torch.Tensor = loss * weight
+        return weighed
+
+    def _correct_sums(self, factor: float | torch.Tensor) -> bool:
+        """Multiply the accumulated gradients. Return False if the engine can do so only after the last backward."""
+        if self._is_corrected or self.position == 1:
+            return True
+        if not self._engine.gradients.scales_sums:
+            self._due = factor
+            return False
+        self._is_corrected = True
+        self._engine.gradients.scale(self._engine.parameters(self.models), factor)
+        return True
+
+    def complete(self) -> None:
+        """Multiply the gradients after the last backward, if the engine could not do so before."""
+        factor, self._due = self._due, None
+        if factor is not None:
+            self._is_corrected = True
+            self._engine.gradients.scale(self._engine.parameters(self.models), factor)
+
+    def _shares(self, count: Any, total: Any, unit: float, loss: torch.Tensor) -> tuple[Any, Any]:
+        """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
+        engine, world = self._engine, self._engine.num_averaged  # ranks average their gradients
+        if world == 1 and not isinstance(total, torch.Tensor):
+            if total == 0:
+                engine.warn_of_no_items()
+            return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
+        own, of_group = stack_counts([count, total], engine.device).unbind()
+        of_all = of_group if world == 1 else engine.ranks.sum(of_group.clone())
+        everyone = of_all.clamp(min=1)
+        dtype = _dtype_of_weights(loss)
+        return (own * world / everyone).to(dtype), (world * unit / everyone).to(dtype)
+
+
+class StepGroups:
+    """The groups of a user-written loop: one for each set of models that the loop trains alternately.
+
+    Args:
+        engine: See `LoopEngine`.
+        num_steps: Micro-batches of a group.
+        ends_with_data: The last micro-batch of a pass completes a short group. False: the next pass continues it.
+        short_group: `"mean"`: losses of a short group are divided by its number of micro-batches. Otherwise by
+            `num_steps`, with one warning if it is None and `warns` is True.
+
+    Attributes:
+        num_steps: Micro-batches of a group. May be changed.
+        sync_gradients: An optimizer step follows the present micro-batch.
+    """
+
+    def __init__(
+        self,
+        engine: LoopEngine,
+        num_steps: int,
+        *,
+        ends_with_data: bool = True,
+        short_group: Literal["steps", "mean"] | None = None,
+        warns: bool = False,
+    ) -> None:
+        self._engine = engine
+        self.num_steps = num_steps
+        self.ends_with_data, self.short_group = ends_with_data, short_group
+        self.sync_gradients = True
+        self.warns = warns and short_group is None
+        self._groups: dict[tuple[int, ...], StepGroup] = {}  # by the ids of their models
+        self._current: StepGroup | None = None  # of the newest block
+        self._is_inside = False  # a block
+        self._delivered_at_block: tuple[Pass | None, int] = (None, 0)
+        self._alone = StepGroup((), engine)  # of backwards in a loop without blocks
+        self._weighing = self._alone  # the group of the newest loss
+        self._passes: list[Pass] = []  # the innermost one is the last
+        self._ended: Pass | None = None  # the newest training pass, if it was read to its end
+        self._set_before: bool | None = None  # the value before the newest `set_sync_gradients`; None: never called
+
+    # Passes over loaders
+
+    @property
+    def reading(self) -> Pass | None:
+        """The pass of the innermost prepared loader that is being read, or None."""
+        return self._passes[-1] if self._passes else None
+
+    def begin_pass(self, reading: Pass) -> None:
+        """Record that a loader is being read, until `end_pass`."""
+        self._rest()
+        self._passes.append(reading)
+        if reading.trains:
+            self._ended = None
+
+    def end_pass(self, reading: Pass) -> None:
+        """Record the end of a pass, complete or not."""
+        self._passes = [one for one in self._passes if one is not reading]
+        if reading.is_exhausted and reading.trains:
+            self._ended = reading
+        self._rest()
+
+    def _rest(self) -> None:
+        if not self._passes:  # a pass that ended within a group does not delay the steps of the next loop
+            self.sync_gradients = True
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """What the loader knows about the micro-batch of the newest block, or about a batch that was received since."""
+        reading = self.reading
+        if reading is None:
+            return FULL
+        if self._current is not None and self._delivered_at_block == (reading, reading.num_delivered):
+            return self._current.micro_batch
+        return reading.batch()
+
+    # Micro-batches
+
+    @contextmanager
+    def block(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Return a context for one micro-batch, which trains `models` (empty: all models).
+
+        If the last micro-batch of a group raised an error, the gradients of its group are freed with a warning when the
+        next group begins.
+        """
+        outer = self._current, self._is_inside
+        self._current, self._is_inside = self._group_of(models), True
+        group = self._current
+        if group.has_failed:
+            self._free(group)
+        group.begin(
+            self._pass_for(group),
+            self.num_steps,
+            ends_with_data=self.ends_with_data,
+            is_mean=self.short_group == "mean",
+        )
+        self.sync_gradients = group.is_complete
+        if self.reading is not None:
+            self._delivered_at_block = self.reading, self.reading.num_delivered
+        try:
+            yield
+        except BaseException:
+            group.has_failed = group.is_complete
+            raise
+        finally:
+            if outer[1]:
+                self._current = outer[0]
+            self._is_inside = outer[1]
+
+    def _group_of(self, models: Sequence[nn.Module]) -> StepGroup:
+        key = tuple(map(id, models))
+        if key not in self._groups:
+            self._groups[key] = StepGroup(models, self._engine)
+        return self._groups[key]
+
+    def _pass_for(self, group: StepGroup) -> Pass | None:
+        """Return the pass to which the next micro-batch of a group belongs."""
+        ended = self._ended
+        if self.reading is None and ended is not None and group.habit.holds_batches_of(ended, self.num_steps):
+            return ended
+        return self.reading
+
+    def _free(self, group: StepGroup) -> None:
+        num_micro_batches = group.position
+        group.reset()
+        if self._engine.gradients.free(self._engine.parameters(group.models)):
+            warnings.warn(
+                f"the last of {num_micro_batches} micro-batch(es) of a group raised an error, so that no optimizer "
+                "step followed. The gradients of the group were freed, because this micro-batch starts a new group.",
+                TrainwrightWarning,
+                stacklevel=5,
+            )
+
+    def discard_open(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Free gradients, and let their next micro-batch start a new group. No effect while a loader is read."""
+        if self._passes:
+            return
+        self._engine.gradients.free(parameters())
+        freed = set(map(id, parameters()))
+        for group in self._groups.values():
+            if not freed.isdisjoint(map(id, self._engine.parameters(group.models))):
+                group.reset()
+
+    def num_held(self, reading: Pass) -> int:
+        """Return how many of the newest batches of a pass the loop holds: it has received them, but not begun them.
+
+        0 in a loop that begins no micro-batches of this loader in blocks.
+        """
+        held = [group.habit.num_held(reading) for group in self._groups.values()]
+        return min((number for number in held if number is not None), default=0)
+
+    def refuse_open(self) -> None:
+        """Raise an error before a save if a group is not complete, because its gradients are not saved.
+
+        Raises:
+            ConfigurationError: A group is not complete.
+        """
+        if self.has_set_sync or not any(group.is_open for group in self._groups.values()):
+            return
+        raise ConfigurationError(
+            "save_state() was called within a group of micro-batches, whose gradients are not saved. Call it after "
+            "optimizer.step(), where accelerator.sync_gradients is True. If a loop was left within a group, call "
+            "optimizer.step() and optimizer.zero_grad() first, or optimizer.zero_grad() alone to drop its gradients."
+        )
+
+    # Groups that the loop determines itself
+
+    def set_sync_gradients(self, value: bool) -> None:
+        """Set whether an optimizer step follows the present micro-batch. Overrides the blocks.
+
+        From then on, losses are not divided. A loop that determines its groups must weigh the losses, and may read
+        several batches before the first backward.
+        """
+        self._set_before, self.sync_gradients = self.sync_gradients, value
+
+    @property
+    def has_set_sync(self) -> bool:
+        """True once `set_sync_gradients` was called."""
+        return self._set_before is not None
+
+    @property
+    def holds_back(self) -> bool:
+        """True if `set_sync_gradients` was called with False: no optimizer step follows."""
+        return self.has_set_sync and not self.sync_gradients
+
+    # Weights
+
+    def weigh(self, loss: torch.Tensor, num_items: object = None) -> torch.Tensor:
+        """Return a loss with its weight in the group; see `StepGroup.divide`, and with items `StepGroup.weigh`."""
+        self._weighing = group = self._group_of_backward()
+        if num_items is not None:
+            return group.weigh(loss, num_items)
+        if self.has_set_sync:
+            group.refuse_plain()
+            return loss  # who determines the groups also weighs their losses
+        if group.is_short and self.warns:
+            self._warn_of_short_group(group.position)
+        return group.divide(loss)
+
+    def _group_of_backward(self) -> StepGroup:
+        """Return the group of the block, or of the block that has just ended, or else a group of one micro-batch."""
+        current = self._current
+        if not self._is_inside:
+            self._current = None
+        if current is not None:
+            return current
+        if self._set_before in (None, True):  # otherwise, the loop continues its own group
+            self._alone.begin_alone(self.micro_batch, self.num_steps)
+        self._alone.is_complete = self.sync_gradients
+        return self._alone
+
+    @property
+    def starts_group(self) -> bool:
+        """True if the newest loss is of the first micro-batch of its optimizer step."""
+        return self._weighing.position == 1 if self._set_before is None else self._set_before
+
+    def complete(self) -> None:
+        """Finish the gradients after the last backward of a group."""
+        self._weighing.complete()
+
+    def _warn_of_short_group(self, num_micro_batches: int) -> None:
+        self.warns = False
+        steps = self.num_steps
+        warnings.warn(
+            f"the last group of this pass has {num_micro_batches} micro-batch(es) of {steps}, but its losses are "
+            f"divided by gradient_accumulation_steps={steps}, as in Accelerate, so its gradient is too small. For the "
+            f"mean over the micro-batches, pass GradientAccumulationPlugin(num_steps={steps}, short_group='mean'). "
+            "For the mean over all items, call accelerator.backward(loss, num_items=n). To keep the gradient and "
+            "silence this warning, pass short_group='steps'.",
+            TrainwrightWarning,
+            stacklevel=4,
+        )
+
+
+def _checked(num_items: object) -> Any:
+    if isinstance(num_items, torch.Tensor) and num_items.numel() == 1 and num_items.dtype is not torch.bool:
+        return num_items.detach()
+    if isinstance(num_items, (int, float)) and not isinstance(num_items, bool) and 0 <= num_items < math.inf:
+        return num_items
+    got = f"a tensor of shape {tuple(num_items.shape)}" if isinstance(num_items, torch.Tensor) else repr(num_items)
+    raise TaskError(
+        f"num_items={got}: expected the number of items that the loss is the mean over (tokens, samples), of at least "
+        "0, as a number or a tensor of one element."
+    )
+
+
+def _dtype_of_weights(loss: torch.Tensor) -> torch.dtype:
+    return torch.float64 if loss.dtype is torch.float64 else torch.float32
+
+
+def _as_factor(count: float | torch.Tensor, unit: float, loss: torch.Tensor) -> Any:
+    """Return `count / unit`, without waiting for the device of a count."""
+    if not isinstance(count, torch.Tensor):
+        return count / unit
+    beside = properties(loss.device.type).copies_beside
+    moved = count.to(device=loss.device, dtype=_dtype_of_weights(loss), non_blocking=beside)
+    return moved.reshape(()) / unit
+
+
+def _warn_of_late_micro_batch() -> None:
+    warnings.warn(
+        "a micro-batch began after the last batch of its loader had been trained, as it seemed: the loop holds batches "
+        "back. The last group of this pass was divided into two optimizer steps. In the next passes, the group ends "
+        "with the last batch that is held back.",
+        TrainwrightWarning,
+        stacklevel=6,
+    )
