@@ -12,13 +12,8 @@ reads the Trainer's counters. The threads communicate through these keys of the 
     node/NODE           the processes of a node, which monitor each other
     gone/RANK           the rank's process was killed or crashed
     left/RANK           the rank has left the run; other ranks do not wait for it
-    departed            the ranks of a user-written loop that have left without a failure
-    aware               the ranks that know that rank 0, which serves the store, has done so
-    stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
 
-A user-written loop has no counters. Its monitor reports no hang, but the calls in which ranks are late (`LateCalls`). A
-rank that ends without an error does not end the others, which may still write files or evaluate. Only when all of them
-wait in collectives, which the rank that has ended can never call, they end.
+`loop_detector.py` has the monitor of user-written loops, which have no counters.
 """
 
 from __future__ import annotations
@@ -40,8 +35,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from trainwright.core.errors import WorkerError
 from trainwright.core.process import in_notebook
-from trainwright.processes.hang_report import Failure, hang_report, ranks_text
-from trainwright.processes.late_calls import LateCalls
+from trainwright.processes.hang_report import Failure, hang_report
 from trainwright.processes.rank_position import (
     Position,
     ProcessMark,
@@ -55,17 +49,13 @@ from trainwright.processes.rank_position import (
 _BEAT_S = 0.5
 _RANKS_PER_BEAT_S = 256  # more ranks check less often, so that the store is not overloaded
 _GRACE_S = 2.0  # for a surviving rank to notice itself, after the failed rank has ended
-_EXIT_S = 8.0  # for a failed script that has left the run to end its process
 _PATIENCE_S = 15.0  # for a failed rank to end; longer only while it saves
 _ANSWER_S = 4.0  # for ranks to report their positions
-_LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
-_LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
-_AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
 _ECHO_S = 2.5  # how long an error of a collective waits for the failure that caused it
 
 
 class HangDetector:
-    """Monitor thread of one rank during one stage, or during a user-written loop.
+    """Monitor thread of one rank during one stage.
 
     Args:
         store: separate connection to the store of the process group, with a prefix for this stage.
@@ -77,8 +67,9 @@ class HangDetector:
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
         interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
             process. A process that does not react is ended, except in a notebook.
-        late_calls: the calls of a user-written loop, which use the same connection. Default: None, which is a stage.
     """
+
+    _repeats_tracebacks = True  # that of the failed rank, whose own output may be elsewhere
 
     def __init__(
         self,
@@ -91,7 +82,6 @@ class HangDetector:
         timeout_s: float,
         store_dies_with_rank_0: bool,
         interrupt_only: bool,
-        late_calls: LateCalls | None = None,
     ) -> None:
         self._store: Store | None = store
         self._rank, self._world_size = rank, world_size
@@ -99,7 +89,6 @@ class HangDetector:
         self._hang_timeout_s, self._timeout_s = hang_timeout_s, timeout_s
         self._store_dies_with_rank_0 = store_dies_with_rank_0
         self._interrupt_only = interrupt_only
-        self._late_calls = late_calls
         self._beat_s = max(_BEAT_S, world_size / _RANKS_PER_BEAT_S)
         self._thread_id = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
@@ -118,9 +107,6 @@ class HangDetector:
         self._failure: Failure | None = None
         self._failure_seen_at = self._out_of_the_way_at = self._interrupted_at = 0.0
         self._failed_beat: tuple[bytes, float] = (b"", 0.0)
-        # Ranks of a user-written loop that have left without a failure
-        self._departed: set[int] = set()
-        self._stuck_at = ""
 
     # Called by the training thread
 
@@ -143,15 +129,11 @@ class HangDetector:
         self._told.wait(2 * _ECHO_S)
         found = self._failure
         if found is None or found.rank == self._rank:
-            if self._departed and _is_echo(error):
-                error.add_note(f"{self._departed_text()} before.")
             return
         if self._interrupted_at:
             raise WorkerError(f"another process of this run has failed:\n{found.text}") from None
-        if self._late_calls is None:
-            error.add_note(f"This followed the failure of another rank:\n{found.text}")
-        else:  # whose output is that of the same script
-            error.add_note(f"This followed the failure of rank {found.rank}: {found.headline}")
+        cause = found.text if self._repeats_tracebacks else f"rank {found.rank}: {found.headline}"
+        error.add_note(f"This followed the failure of another rank:\n{cause}")
 
     def close(self) -> None:
         """Stop monitoring. Waits at most some seconds for the store. A second call has no effect."""
@@ -173,9 +155,10 @@ class HangDetector:
             self._note_move(time.monotonic())
             if self._error is not None:
                 self._say_farewell()
-            elif self._late_calls is not None:
-                self._depart("it has come to its end")
+            else:
+                self._finish()
         except dist.DistError:
+            self._store = None
             self._go_on_without_store()
         finally:
             self._store = None
@@ -209,11 +192,9 @@ class HangDetector:
             elif self._hang_timeout_s is not None:
                 self._watch_for_stall(now)
                 self._report_when_due(now)
-        if self._late_calls is not None:
-            self._late_calls.note()
-            self._late_calls.exchange()
-            if self._departed and self._error is None and self._failure is None:
-                self._end_if_lost(self._late_calls)
+
+    def _finish(self) -> None:
+        """Record that this rank ends without an error. Ranks end a stage together, so there is nothing to record."""
 
     def _note_move(self, now: float) -> None:
         position = self._position()
@@ -222,7 +203,7 @@ class HangDetector:
         if self._stall_of_mine is not None and self._stall_of_mine[0] != position:
             still_s = now - self._stall_of_mine[1]
             self._stall_of_mine = None
-            _say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
+            say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
         self._last, self._moved_at = position, now
 
     def _look(self, now: float) -> None:
@@ -230,11 +211,6 @@ class HangDetector:
             self._learn(Failure.from_json(self._shared.get("failure")))
         while self._shared.check([f"stall/{self._stalls}"]):
             self._answer(now)
-        if self._late_calls is not None and self._shared.check(["departed"]):
-            known = self._departed
-            self._departed = _ranks_in(self._shared, "departed")
-            if 0 in self._departed - known:
-                self._shared.append("aware", f"{self._rank} ")
 
     # A rank that fails
 
@@ -244,7 +220,7 @@ class HangDetector:
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
         elif error is not None:
-            deadline = time.monotonic() + (_ECHO_S if _is_echo(error) else 0.0)
+            deadline = time.monotonic() + (_ECHO_S if is_echo(error) else 0.0)
             while True:
                 self._look(time.monotonic())
                 self._look_after_neighbours()
@@ -273,8 +249,8 @@ class HangDetector:
             self._tell()
         if not isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # whose reason `_tell` has written
             self._shared.set(f"left/{self._rank}", "failed")
-        elif self._late_calls is not None:
-            self._depart(type(self._error).__name__)
+        else:
+            self._finish()
         deadline = time.monotonic() + _ECHO_S
         if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
             while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
@@ -297,45 +273,6 @@ class HangDetector:
                 text = f"rank {rank}: its process {pid} on {node} has ended without a traceback (killed, or crashed)."
                 self._post_failure(Failure(rank, text, gone=True))
 
-    # A rank of a user-written loop that leaves without a failure
-
-    def _depart(self, reason: str) -> None:
-        self._shared.set(f"left/{self._rank}", reason)
-        self._shared.append("departed", f"{self._rank} ")
-        self._shared.add("events", 1)
-
-    def _end_if_lost(self, calls: LateCalls) -> None:
-        """End this process if all remaining ranks wait for others, and so for a rank that has ended.
-
-        While one of them does not wait, the others may wait for that one in a collective of a part of the ranks.
-        """
-        place = calls.place_of_wait(_LOST_S)
-        if place != self._stuck_at:
-            self._shared.set(f"stuck/{self._rank}", place)
-            self._stuck_at = place
-        if not place:
-            return
-        for rank in range(self._world_size):
-            if rank in self._departed or rank == self._rank:
-                continue
-            if not self._shared.check([f"stuck/{rank}"]) or not self._shared.get(f"stuck/{rank}"):
-                return
-        self._end_lost(place)
-
-    def _departed_text(self) -> str:
-        verb = "has" if len(self._departed) == 1 else "have"
-        return f"{ranks_text(sorted(self._departed))} {verb} left the run"
-
-    def _end_lost(self, place: str) -> None:
-        if in_notebook():
-            return
-        _say(
-            f"trainwright: rank {self._rank} ends, because {self._departed_text()} and cannot make the call that it "
-            f"waits in. Every rank must make each collective call.\n  rank {self._rank}: {place}"
-        )
-        sys.stdout.flush()
-        os._exit(1)
-
     # A surviving rank
 
     def _is_time_to_end(self, now: float) -> bool:
@@ -347,19 +284,21 @@ class HangDetector:
         failure = self._failure
         assert failure is not None  # checked before
         rank = failure.rank
-        gone = failure.gone or self._shared.check([f"gone/{rank}"])
-        known = gone or self._shared.check([f"left/{rank}"])
-        if known and not self._out_of_the_way_at:
+        is_gone = failure.gone or self._shared.check([f"gone/{rank}"])
+        is_known = is_gone or self._shared.check([f"left/{rank}"])
+        if is_known and not self._out_of_the_way_at:
             self._out_of_the_way_at = now
         if self._out_of_the_way_at:
-            # A failed script has left, and still runs the interpreter's exit, which a launcher would cut short.
-            is_exiting = self._late_calls is not None and not gone
-            return now - self._out_of_the_way_at >= (_EXIT_S if is_exiting else _GRACE_S)
+            return now - self._out_of_the_way_at >= self._grace_s(is_gone)
         beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
         if beat != self._failed_beat[0]:
             self._failed_beat = beat, now
         saves = bool(beat) and json.loads(beat)[2] and now - self._failed_beat[1] < _PATIENCE_S
         return not saves and now - self._failure_seen_at >= _PATIENCE_S
+
+    def _grace_s(self, is_gone: bool) -> float:
+        """Return how long this process goes on after the failed rank has left the run, or after its process is gone."""
+        return _GRACE_S
 
     def _end(self) -> None:
         """End this process, whose main thread may be in a collective that will never complete."""
@@ -374,18 +313,13 @@ class HangDetector:
             if in_notebook() or now - self._interrupted_at < 2 * _GRACE_S:
                 return
         is_first = self._store is None or self._store.add("ended", 1) == 1
-        # In a user-written loop, the failed rank has printed its error itself.
-        text = f"\n{failure.text}" if is_first and self._late_calls is None else f" {failure.headline}"
-        _say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
+        text = f"\n{failure.text}" if is_first and self._repeats_tracebacks else f" {failure.headline}"
+        say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
         sys.stdout.flush()
         os._exit(1)
 
     def _go_on_without_store(self) -> None:
         """Handle the end of the process that serves the store: rank 0, or torchrun's agent on the node of rank 0."""
-        self._store = None
-        if self._late_calls is not None and 0 in self._departed:
-            self._wait_without_store(self._late_calls)
-            return
         if self._failure is None and self._store_dies_with_rank_0:
             self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
         lost_at = time.monotonic()
@@ -401,22 +335,8 @@ class HangDetector:
 
     def _waits_for_long(self, now: float, lost_at: float) -> bool:
         """Return whether the main thread has been in a collective since the store was lost."""
-        if self._late_calls is not None:
-            self._late_calls.note()
-            return bool(self._late_calls.place_of_wait(5 * _GRACE_S))
         quiet_s = now - max(lost_at, self._moved_at)
         return quiet_s >= 5 * _GRACE_S and bool(collective_of(frames_of(self._thread_id)))
-
-    def _wait_without_store(self, calls: LateCalls) -> None:
-        """End this process if it waits for others after rank 0, which served the store, has ended without an error."""
-        others_remain = len(self._departed) + 1 < self._world_size
-        while not self._stopping and self._error is None:
-            calls.note()
-            place = calls.place_of_wait(_LOST_WITHOUT_STORE_S if others_remain else _LOST_S)
-            if place:
-                self._end_lost(place)
-            self._wake.wait(self._beat_s)
-            self._wake.clear()
 
     # A rank that hangs
 
@@ -461,7 +381,7 @@ class HangDetector:
         if initiator in answers:
             assert self._hang_timeout_s is not None  # checked only then, and all ranks have the same settings
             limits = {"hang_timeout_s": self._hang_timeout_s, "timeout_s": self._timeout_s}
-            _say(hang_report(initiator, answers, silent, **limits))
+            say(hang_report(initiator, answers, silent, **limits))
 
     def _last_seen(self, rank: int) -> str:
         if self._shared.check([f"gone/{rank}"]):
@@ -475,38 +395,13 @@ class HangDetector:
         return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"
 
 
-def _ranks_in(store: Any, key: str) -> set[int]:
-    """Return the ranks that have appended themselves to a key of the store."""
-    if not store.check([key]):
-        return set()
-    return {int(rank) for rank in store.get(key).split()}
-
-
-def wait_until_known(store: Store, rank: int, world_size: int) -> None:
-    """Wait, for at most 1.5 s, until the other ranks know that rank 0 has ended without an error, or have ended.
-
-    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure.
-
-    Args:
-        store: connection of the calling thread, with the prefix of the detector.
-        rank, world_size: this rank, and the number of ranks.
-    """
-    deadline = time.monotonic() + _AWARE_S
-    while time.monotonic() < deadline:
-        known = {rank} | _ranks_in(store, "aware") | _ranks_in(store, "departed")
-        known |= {other for other in range(world_size) if store.check([f"gone/{other}"])}
-        known |= {other for other in range(world_size) if store.check([f"left/{other}"])}
-        if len(known) == world_size:
-            return
-        time.sleep(0.01)
-
-
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Return whether an error looks like that of a collective with a broken connection to another rank."""
     signs = ("onnection", "pair.cc", "roken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a message to the error output."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

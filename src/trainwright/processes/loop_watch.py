@@ -14,12 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import WorkerError
-from trainwright.core.process import in_notebook
-from trainwright.processes.hang_detector import HangDetector, wait_until_known
 from trainwright.processes.late_calls import LateCalls
-from trainwright.processes.rank_position import Position
-
-_NO_COUNTERS = Position(0, 0, 0, "user-written loop")
+from trainwright.processes.loop_detector import LoopDetector, departed_ranks, wait_until_known
 
 _watches: list[LoopWatch] = []  # those that are not closed
 
@@ -32,7 +28,8 @@ class LoopWatch:
 
     Args:
         store: store of the process group.
-        rank, world_size: this rank, and the number of ranks.
+        rank: this rank.
+        world_size: number of ranks.
         timeout_s: seconds after which a collective fails.
         store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
     """
@@ -47,16 +44,13 @@ class LoopWatch:
         self._has_failed = False
         connection = store.clone()
         self.late_calls = LateCalls(PrefixStore("late", connection), rank, world_size)
-        self._detector = HangDetector(
+        self._detector = LoopDetector(
             PrefixStore("watch", connection),
+            self.late_calls,
             rank=rank,
             world_size=world_size,
-            position=lambda: _NO_COUNTERS,
-            hang_timeout_s=None,  # a loop without counters may compute for any time
             timeout_s=timeout_s,
             store_dies_with_rank_0=store_dies_with_rank_0,
-            interrupt_only=in_notebook(),
-            late_calls=self.late_calls,
         )
         self._detector.start()
         self._hook_before = sys.excepthook
@@ -69,9 +63,7 @@ class LoopWatch:
 
     def departed_ranks(self) -> list[int]:
         """Return the other ranks that have left the run without a failure."""
-        if not self._store.check(["departed"]):
-            return []
-        return sorted({int(rank) for rank in self._store.get("departed").split()} - {self._rank})
+        return sorted(departed_ranks(self._store) - {self._rank})
 
     def report(self, error: BaseException) -> None:
         """Report the error that ends this process. Waits at most some seconds for the store.
