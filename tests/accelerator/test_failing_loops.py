@@ -1,7 +1,4 @@
-"""User-written loops in which one rank fails: every process ends within seconds, and the first error is named first.
-
-In the phase "alone" a rank ends without a failure, and the other one still works: that is not a failure.
-"""
+"""User-written loops in which one rank fails: every process ends within seconds, and the first error is named first."""
 
 from __future__ import annotations
 
@@ -9,138 +6,108 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _ROOT = Path(__file__).parents[2]
-_SCRIPT = Path(__file__).with_name("failing_loop.py")
-_LIMIT_S = 20.0
-_KINDS = ("raise", "SIGKILL", "sys.exit(0)", "os._exit(3)")
+_LIMIT_S = 40.0  # 20 on a quiet machine; without an exchange of failures it takes minutes
 _PHASES = (
     "prepare", "forward", "backward", "step", "save_state", "async save", "load_state", "get_state_dict",
     "wait_for_everyone", "exit",
 )  # fmt: skip
 _CODES = {"raise": 1, "SIGKILL": -9, "sys.exit(0)": 0, "os._exit(3)": 3}
-_FIRST = {
+_KILLED = "has ended without a traceback (killed, or crashed)"
+_MESSAGES = {
     "raise": "ValueError: the user's own",
-    "SIGKILL": "has ended without a traceback (killed, or crashed)",  # or its end is that of the store, see below
+    "SIGKILL": _KILLED,
     "sys.exit(0)": "has left the run",
-    "os._exit(3)": "has ended without a traceback (killed, or crashed)",
+    "os._exit(3)": _KILLED,
 }
 
-Case = tuple[str, str, str, int]  # kind, phase, strategy, failing rank
-_FEW: list[Case] = [
-    ("raise", "prepare", "ddp", 1),
-    ("raise", "forward", "fsdp", 1),
-    ("raise", "save_state", "fsdp", 0),
-    ("SIGKILL", "get_state_dict", "fsdp", 1),
-    ("SIGKILL", "async save", "fsdp", 0),
-    ("sys.exit(0)", "load_state", "ddp", 0),
-    ("sys.exit(0)", "save_state", "fsdp", 1),
-    ("sys.exit(0)", "wait_for_everyone", "ddp", 1),
-    ("os._exit(3)", "backward", "ddp", 1),
-    ("os._exit(3)", "load_state", "ddp", 1),
-    ("sys.exit(0)", "alone", "ddp", 0),
-    ("sys.exit(0)", "alone", "ddp", 1),
+
+class Case(NamedTuple):
+    """A loop in which rank `who` ends."""
+
+    kind: str
+    phase: str
+    strategy: str
+    who: int = 1
+    starter: str = "by hand"
+
+
+_FEW = [
+    Case("raise", "backward", "fsdp"),
+    Case("SIGKILL", "save_state", "fsdp"),
+    Case("sys.exit(0)", "wait_for_everyone", "ddp"),
+    Case("raise", "async save", "fsdp", who=0),
+    Case("raise", "step", "fsdp", starter="launch"),
+    Case("sys.exit(0)", "alone", "ddp"),  # rank 0 has more to do, which is not a failure
 ]
-_ALL: list[Case] = [
-    (kind, phase, strategy, 1)
-    for kind in _KINDS
-    for phase in _PHASES
-    for strategy in ("ddp", "fsdp", "deepspeed")
-    if not (phase == "async save" and strategy == "deepspeed")
+_PLAIN = {name: [Case(kind, phase, name) for phase in _PHASES for kind in _CODES] for name in ("ddp", "fsdp")}
+_OTHERS = [
+    Case(kind, phase, strategy, who)
+    for strategy in ("zero2", "pp")
+    for phase, who in (("step", 1), ("save_state", 0))
+    for kind in ("raise", "SIGKILL")
 ]
-_ALL += [
-    (kind, phase, "pp", who)
-    for kind in _KINDS
-    for phase, who in (("step", 1), ("save_state", 0), ("get_state_dict", 1), ("wait_for_everyone", 0))
-]
-
-
-def _variables() -> dict[str, str]:
-    linux = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    return {**os.environ, "PYTHONPATH": f"{_ROOT / 'src'}:{_ROOT}", "OMP_NUM_THREADS": "1", **linux}
-
-
-def _by_hand(cases: Sequence[Case], folder: Path) -> list[dict[str, Any]]:
-    """Run all cases at once, in processes that were started without a launcher."""
-    lines = ""
-    for number, (kind, phase, strategy, who) in enumerate(cases):
-        (folder / str(number)).mkdir()
-        options = {"kind": kind, "phase": phase, "strategy": strategy, "who": who, "folder": str(folder / str(number))}
-        lines += json.dumps(options) + "\n"
-    command = [sys.executable, str(_SCRIPT), "serve"]
-    done = subprocess.run(command, input=lines, env=_variables(), stdout=subprocess.PIPE, text=True, check=True)
-    return [dict(result) for result in json.loads(done.stdout)]
-
-
-def _check(case: Case, codes: list[int | None], taken_s: float, log: str) -> None:
-    kind, phase, _, who = case
-    print(f"{case}: {codes}, {taken_s:.1f} s")
-    assert None not in codes, log
-    if phase == "alone":  # not a failure, which has a time limit
-        assert codes == [0, 0], log
-        return
-    assert taken_s < _LIMIT_S, log
-    assert codes[who] == _CODES[kind], log
-    if phase == "exit":  # the other rank has done all its work
-        return
-    assert codes[1 - who] not in (0, None), log
-    is_store_lost = kind == "SIGKILL" and who == 0
-    assert ("its process, which served the store, has ended" if is_store_lost else _FIRST[kind]) in log, log
-    if kind == "raise":
-        assert log.index(_FIRST[kind]) < min(log.find(text) % 10**9 for text in ("ends after", "This followed")), log
+_OTHERS += [Case(kind, phase, "fsdp", starter="launch") for phase in ("step", "save_state") for kind in _CODES]
+_OTHERS += [Case("sys.exit(0)", "alone", "ddp", who=0), Case("raise", "save_state", "fsdp", who=0)]
 
 
 @pytest.mark.parametrize(
     "cases",
-    [_FEW, *(pytest.param(_ALL[i : i + 8], marks=pytest.mark.exhaustive) for i in range(0, len(_ALL), 8))],
-    ids=lambda cases: f"{cases[0][0]}-{cases[0][1]}-{cases[0][2]}-{len(cases)}",
-)
-def test_every_process_ends_after_a_failure(cases: list[Case], tmp_path: Path) -> None:
-    wrong = []
-    for number, (case, result) in enumerate(zip(cases, _by_hand(cases, tmp_path), strict=True)):
-        folder = tmp_path / str(number)
-        taken_s = result["ended_at"] - float((folder / "failed-at").read_text())
-        try:
-            _check(case, result["codes"], taken_s, (folder / "log").read_text())
-        except AssertionError as error:
-            wrong.append(f"{case}: {result['codes']}, {taken_s:.1f} s\n{error}")
-    assert not wrong, "\n\n".join(wrong)
-
-
-@pytest.mark.parametrize(
-    ("kind", "phase"),
     [
-        ("os._exit(3)", "save_state"),
+        pytest.param(_FEW, id="few"),
         *(
-            pytest.param(kind, phase, marks=pytest.mark.exhaustive)
-            for kind in _KINDS
-            for phase in ("prepare", "step", "save_state", "wait_for_everyone")
+            pytest.param(cases, id=name, marks=pytest.mark.exhaustive)
+            for name, cases in {**_PLAIN, "others": _OTHERS}.items()
         ),
     ],
 )
-def test_every_process_of_the_launcher_ends(kind: str, phase: str, tmp_path: Path) -> None:
-    options = json.dumps({"kind": kind, "phase": phase, "strategy": "fsdp", "reads_should_stop": True})
-    command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", str(_SCRIPT), options]
+def test_every_process_ends_after_a_failure(cases: list[Case], tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(len(cases))]
+    options = []
+    for case, folder in zip(cases, folders, strict=True):
+        folder.mkdir()
+        limits = {"lost_s": 2.0, "num_at_once": 6} if cases is _FEW else {"lost_s": 8.0, "num_at_once": 3}
+        options.append({**case._asdict(), **limits, "folder": str(folder)})
+    linux = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
     done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=_variables(),
+        [sys.executable, str(Path(__file__).with_name("failing_loop.py"))],
+        input=json.dumps(options),
+        env={**os.environ, "PYTHONPATH": f"{_ROOT / 'src'}:{_ROOT}", "OMP_NUM_THREADS": "1", **linux},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        check=True,
     )
-    taken_s = time.time() - float((tmp_path / "failed-at").read_text())
-    print(f"launch {kind} {phase}: {done.returncode}, {taken_s:.1f} s")
-    assert done.returncode != 0, done.stdout
-    assert taken_s < _LIMIT_S, done.stdout
-    if kind != "sys.exit(0)":
-        assert "rank 1 failed first" in done.stdout, done.stdout
+    wrong = []
+    for case, folder, result in zip(cases, folders, json.loads(done.stdout), strict=True):
+        log = (folder / "log").read_text()
+        taken_s = result["ended_at"] - float((folder / "failed-at").read_text())
+        found = f"{case}: exit codes {result['codes']}, {taken_s:.1f} s"
+        print(found)
+        if not _is_as_expected(case, result["codes"], taken_s, log):
+            wrong.append(f"{found}\n{log}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+def _is_as_expected(case: Case, codes: dict[str, Any], taken_s: float, log: str) -> bool:
+    if case.starter == "launch":
+        names_it = case.kind == "sys.exit(0)" or "rank 1 failed first" in log
+        return codes.get("0", 0) != 0 and taken_s < _LIMIT_S and names_it and _MESSAGES[case.kind] in log
+    if len(codes) < 2:  # a process had to be killed
+        return False
+    failed, other = codes[str(case.who)], codes[str(1 - case.who)]
+    if case.phase == "alone":
+        return bool(failed == other == 0)
+    if case.phase == "exit":  # the other rank has done its work
+        return bool(failed == _CODES[case.kind]) and taken_s < _LIMIT_S
+    is_store_lost = case.who == 0 and case.kind == "SIGKILL"
+    message = "its process, which served the store, has ended" if is_store_lost else _MESSAGES[case.kind]
+    consequences = [log.find(text) for text in ("ends after", "This followed") if text in log]
+    is_first = all(log.find(message) < place for place in consequences) or case.kind != "raise"
+    return failed == _CODES[case.kind] and other not in (0, None) and taken_s < _LIMIT_S and message in log and is_first
