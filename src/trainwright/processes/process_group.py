@@ -438,9 +438,9 @@ class ProcessGroup(Processes):
             )
             if is_over:
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")
-            places = (
-                [] if self._loop_watch is None else self._loop_watch.late_calls.ask(PrefixStore("late", self._store))
-            )
+            places = []
+            if self._loop_watch is not None:
+                places = self._loop_watch.late_calls.ask(PrefixStore("late", self._store))
             blocked = [place for place in places if is_in_collective(place)]
             if leads:
                 if (late and len(blocked) == len(late)) or waited_s >= _TOO_LATE_S:
@@ -463,19 +463,21 @@ class ProcessGroup(Processes):
         Raises:
             WorkerError: this rank waits for a rank that has left the run.
         """
-        left = [] if self._loop_watch is None else self._loop_watch.departed_ranks()
-        awaited = [rank for rank in left if not store.check([str(rank)])]
+        if self._loop_watch is None:
+            return False
+        awaited = [rank for rank in self._loop_watch.departed_ranks() if not store.check([str(rank)])]
+        if not awaited:
+            return False
         if leads:
             num_arrived = int(store.add("arrived", 0))
             return num_arrived + len(awaited) == self.world_size
         if key == "outcome" and 0 not in awaited:  # rank 0 can make the call alone
             return False
-        if awaited:
-            raise WorkerError(
-                f"rank {self.rank} waits in {call} for {ranks_text(awaited)}, but {ranks_text(awaited)} "
-                f"{'has' if len(awaited) == 1 else 'have'} left the run. Call it on every rank."
-            )
-        return False
+        names = ranks_text(awaited)
+        verb = "has" if len(awaited) == 1 else "have"
+        raise WorkerError(
+            f"rank {self.rank} waits in {call} for {names}, but {names} {verb} left the run. Call it on every rank."
+        )
 
     def watch_loop(self) -> None:
         if self._made_here and self._loop_watch is None:
