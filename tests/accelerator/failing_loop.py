@@ -43,7 +43,7 @@ def serve(cases: list[dict[str, Any]]) -> dict[str, Any]:
             results[number]["codes"][rank] = os.waitstatus_to_exitcode(status)
             results[number]["ended_at"] = time.time()
         for pid, (_, _, started_at) in running.items():
-            if time.monotonic() > started_at + 100.0:
+            if time.monotonic() > started_at + 200.0:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     print(json.dumps(results))

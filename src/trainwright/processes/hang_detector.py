@@ -132,7 +132,8 @@ class HangDetector:
             return
         if self._interrupted_at:
             raise WorkerError(f"another process of this run has failed:\n{found.text}") from None
-        cause = found.text if self._repeats_tracebacks else f"rank {found.rank}: {found.headline}"
+        is_whole = self._repeats_tracebacks or found.gone  # one line, which names the rank
+        cause = found.text if is_whole else f"rank {found.rank}: {found.headline}"
         error.add_note(f"This followed the failure of another rank:\n{cause}")
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.rank_position import Position
 
 _NO_COUNTERS = Position(0, 0, 0, "user-written loop")
-_EXIT_S = 8.0  # for a failed script that has left the run to end its process
+_EXIT_S = 12.0  # for a failed script that has left the run to end its process: seconds on a busy machine
 _LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
 _LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
 _WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
