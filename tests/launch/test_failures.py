@@ -24,6 +24,7 @@ _LOST = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: Connec
         ({0: (-15, 5, None), 1: (1, 5, _LOST)}, "1: RuntimeError: Connection closed by peer [127.0.0.1]:1"),
         ({0: (1, 5, None), 1: (1, 9, _OWN)}, "1: [rank1]: ValueError: bad luck"),
         ({1: (1, 5, "no traceback\n")}, "1: no traceback"),
+        ({0: (1, 5, "trainwright: rank 0 ends after the failure of rank 1. its end\n"), 1: (3, 9, "")}, "1: "),
     ],
 )
 def test_it_is_the_first_whose_error_another_one_did_not_cause(

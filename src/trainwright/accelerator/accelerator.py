@@ -208,7 +208,7 @@ class Accelerator:
         self.state = AcceleratorState(cpu=settings.cpu, **settings.group_options)
         if settings.argument == "deepspeed_plugin":
             self.state.share_deepspeed_plugins(cast("dict[str, DeepSpeedPlugin]", settings.plugins))
-        self.state.processes.watch_calls()
+        self.state.joined().watch_loop()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         if self.strategy.runs_on is not None:
@@ -882,7 +882,7 @@ class Accelerator:
         sets the signal handlers of this process. From then on, ranks exchange signals in `backward`: read the value in
         each step, on every rank. A read does not communicate. The user's signal handlers are called, too.
         `end_training` restores the earlier handlers. If the main thread waits in a collective for 30 seconds after
-        SIGTERM, the process ends with exit code 143.
+        SIGTERM, the process ends with exit code 143. It ends within seconds if another rank has failed.
 
         Warns:
             TrainwrightWarning: The first read is outside of the main thread, where Python cannot set handlers.

@@ -36,7 +36,9 @@ _ALL = "all"
 _MOST = 1_000_000  # processes, machines or restarts; a greater number is a mistake, and the agent would count to it
 _ELASTIC_RESTARTS = 100  # a machine that leaves costs one
 # Errors that follow from the end of another process.
-_CONSEQUENCE = re.compile(r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError")
+_CONSEQUENCE = re.compile(
+    r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError|ends after the failure of rank"
+)
 
 _AGENT_WAITS_S = 30  # between SIGTERM and SIGKILL
 

@@ -12,6 +12,8 @@ reads the Trainer's counters. The threads communicate through these keys of the 
     node/NODE           the processes of a node, which monitor each other
     gone/RANK           the rank's process was killed or crashed
     left/RANK           the rank has left the run; other ranks do not wait for it
+
+`loop_detector.py` has the monitor of user-written loops, which have no counters.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ class HangDetector:
         interrupt_only: after the failure of another rank, raise a WorkerError in the main thread instead of ending this
             process. A process that does not react is ended, except in a notebook.
     """
+
+    _repeats_tracebacks = True  # that of the failed rank, whose own output may be elsewhere
 
     def __init__(
         self,
@@ -128,7 +132,9 @@ class HangDetector:
             return
         if self._interrupted_at:
             raise WorkerError(f"another process of this run has failed:\n{found.text}") from None
-        error.add_note(f"This followed the failure of another rank:\n{found.text}")
+        is_whole = self._repeats_tracebacks or found.gone  # one line, which names the rank
+        cause = found.text if is_whole else f"rank {found.rank}: {found.headline}"
+        error.add_note(f"This followed the failure of another rank:\n{cause}")
 
     def close(self) -> None:
         """Stop monitoring. Waits at most some seconds for the store. A second call has no effect."""
@@ -150,7 +156,10 @@ class HangDetector:
             self._note_move(time.monotonic())
             if self._error is not None:
                 self._say_farewell()
+            else:
+                self._finish()
         except dist.DistError:
+            self._store = None
             self._go_on_without_store()
         finally:
             self._store = None
@@ -185,6 +194,9 @@ class HangDetector:
                 self._watch_for_stall(now)
                 self._report_when_due(now)
 
+    def _finish(self) -> None:
+        """Record that this rank ends without an error. Ranks end a stage together, so there is nothing to record."""
+
     def _note_move(self, now: float) -> None:
         position = self._position()
         if position == self._last or self._error is not None:
@@ -192,7 +204,7 @@ class HangDetector:
         if self._stall_of_mine is not None and self._stall_of_mine[0] != position:
             still_s = now - self._stall_of_mine[1]
             self._stall_of_mine = None
-            _say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
+            say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
         self._last, self._moved_at = position, now
 
     def _look(self, now: float) -> None:
@@ -209,7 +221,7 @@ class HangDetector:
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
         elif error is not None:
-            deadline = time.monotonic() + (_ECHO_S if _is_echo(error) else 0.0)
+            deadline = time.monotonic() + (_ECHO_S if is_echo(error) else 0.0)
             while True:
                 self._look(time.monotonic())
                 self._look_after_neighbours()
@@ -238,6 +250,8 @@ class HangDetector:
             self._tell()
         if not isinstance(self._error, (SystemExit, KeyboardInterrupt)):  # whose reason `_tell` has written
             self._shared.set(f"left/{self._rank}", "failed")
+        else:
+            self._finish()
         deadline = time.monotonic() + _ECHO_S
         if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
             while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
@@ -271,16 +285,21 @@ class HangDetector:
         failure = self._failure
         assert failure is not None  # checked before
         rank = failure.rank
-        known = failure.gone or self._shared.check([f"gone/{rank}"]) or self._shared.check([f"left/{rank}"])
-        if known and not self._out_of_the_way_at:
+        is_gone = failure.gone or self._shared.check([f"gone/{rank}"])
+        is_known = is_gone or self._shared.check([f"left/{rank}"])
+        if is_known and not self._out_of_the_way_at:
             self._out_of_the_way_at = now
         if self._out_of_the_way_at:
-            return now - self._out_of_the_way_at >= _GRACE_S
+            return now - self._out_of_the_way_at >= self._grace_s(is_gone)
         beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
         if beat != self._failed_beat[0]:
             self._failed_beat = beat, now
         saves = bool(beat) and json.loads(beat)[2] and now - self._failed_beat[1] < _PATIENCE_S
         return not saves and now - self._failure_seen_at >= _PATIENCE_S
+
+    def _grace_s(self, is_gone: bool) -> float:
+        """Return how long this process goes on after the failed rank has left the run, or after its process is gone."""
+        return _GRACE_S
 
     def _end(self) -> None:
         """End this process, whose main thread may be in a collective that will never complete."""
@@ -295,27 +314,30 @@ class HangDetector:
             if in_notebook() or now - self._interrupted_at < 2 * _GRACE_S:
                 return
         is_first = self._store is None or self._store.add("ended", 1) == 1
-        text = f"\n{failure.text}" if is_first else f" {failure.headline}"
-        _say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
+        text = f"\n{failure.text}" if is_first and self._repeats_tracebacks else f" {failure.headline}"
+        say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
         sys.stdout.flush()
         os._exit(1)
 
     def _go_on_without_store(self) -> None:
         """Handle the end of the process that serves the store: rank 0, or torchrun's agent on the node of rank 0."""
-        self._store = None
         if self._failure is None and self._store_dies_with_rank_0:
             self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
         lost_at = time.monotonic()
         while not self._stopping and self._error is None:
             now = time.monotonic()
             self._note_move(now)
-            quiet_s = now - max(lost_at, self._moved_at)
             if self._failure is not None and now - lost_at >= _GRACE_S:
                 self._end()
-            elif self._failure is None and quiet_s >= 5 * _GRACE_S and collective_of(frames_of(self._thread_id)):
+            elif self._failure is None and self._waits_for_long(now, lost_at):
                 self._failure = Failure(0, "the agent that started rank 0, and served the store, has ended.", gone=True)
             self._wake.wait(self._beat_s)
             self._wake.clear()
+
+    def _waits_for_long(self, now: float, lost_at: float) -> bool:
+        """Return whether the main thread has been in a collective since the store was lost."""
+        quiet_s = now - max(lost_at, self._moved_at)
+        return quiet_s >= 5 * _GRACE_S and bool(collective_of(frames_of(self._thread_id)))
 
     # A rank that hangs
 
@@ -360,7 +382,7 @@ class HangDetector:
         if initiator in answers:
             assert self._hang_timeout_s is not None  # checked only then, and all ranks have the same settings
             limits = {"hang_timeout_s": self._hang_timeout_s, "timeout_s": self._timeout_s}
-            _say(hang_report(initiator, answers, silent, **limits))
+            say(hang_report(initiator, answers, silent, **limits))
 
     def _last_seen(self, rank: int) -> str:
         if self._shared.check([f"gone/{rank}"]):
@@ -374,12 +396,13 @@ class HangDetector:
         return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"
 
 
-def _is_echo(error: BaseException) -> bool:
+def is_echo(error: BaseException) -> bool:
     """Return whether an error looks like that of a collective with a broken connection to another rank."""
     signs = ("onnection", "pair.cc", "roken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a message to the error output."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -2,66 +2,81 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
 import threading
 import time
 from types import FrameType
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.processes.rank_position import collective_of, frames_of
 
 _LOOK_S = 0.5
-_RANKS_PER_LOOK_S = 256  # more ranks look less often, so that the store is not overloaded
 _ANSWER_S = 3.0
 _STUCK_S = 30.0  # in one collective
+_MOST_IDLE_SHARE = 0.2  # of a core, that a process uses in which nothing but the wait for others happens
+_OWN_WAITS = {("trainwright.processes.partial_state", "_wait_for"): "main_process_first"}
 
 
 class LateCalls:
-    """Daemon thread that reports the position of this rank's main thread to other ranks that request it.
+    """Calls of a user-written loop in which this rank waits for others. The thread of the `HangDetector` reads them.
 
-    When the main thread has been in one collective for 30 s, the daemon thread requests the positions of all ranks. It
-    prints these positions, unless all ranks are in the same collective.
+    Other ranks that request the position of this rank's main thread receive it. When the main thread has been in one
+    collective for 30 s, the positions of all ranks are requested. They are printed, unless all ranks are in the same
+    collective.
 
     Args:
-        store: Separate connection to the store of the process group.
+        store: Connection of the detector's thread to the store of the process group.
         rank, world_size: this rank, and the number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
-        self._look_s = max(_LOOK_S, world_size / _RANKS_PER_LOOK_S)
-        self._thread_id, self._stop = threading.get_ident(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="trainwright-late-calls", daemon=True)
-        atexit.register(self.close)  # a thread that uses the store during interpreter shutdown would abort the process
-        self._thread.start()
+        self._thread_id = threading.get_ident()
+        self._num_answers = 0
+        self._request_sent: tuple[int, float] | None = None  # its number and time
+        # The collective that the main thread is in
+        self._collective = ""
+        self._since_s = time.monotonic()
+        self._cpu_s_before = time.process_time()
+        self._is_told = False
 
-    def close(self) -> None:
-        """Stop the thread. Not collective."""
-        atexit.unregister(self.close)
-        self._stop.set()
-        self._thread.join()
+    def note(self) -> None:
+        """Update the wait of the main thread. Does not communicate."""
+        frames = frames_of(self._thread_id)
+        if not _is_marked(frames):
+            self._collective = _wait_of(frames)
+            self._since_s = time.monotonic()
+            self._cpu_s_before = time.process_time()
+            self._is_told = False
 
-    def _run(self) -> None:
-        number, request = 0, None
-        waits_in, since_s, is_told = "", time.monotonic(), False
-        try:
-            while not self._stop.wait(self._look_s):
-                while self._store.check([f"ask/{number}"]):
-                    self._store.set(f"at/{number}/{self._rank}", _place_of(self._thread_id))
-                    number += 1
-                frames, now_s = frames_of(self._thread_id), time.monotonic()
-                if not _is_marked(frames):
-                    waits_in, since_s, is_told = collective_of(frames), now_s, False
-                elif now_s - since_s > _STUCK_S and not is_told:
-                    request, is_told = (self._request(self._store), now_s), True
-                elif request is not None and now_s - request[1] > _ANSWER_S:
-                    self._report(request[0], now_s - since_s, waits_in)
-                    request = None
-        except dist.DistError:
-            pass  # rank 0 has ended, and the store with it
+    def exchange(self) -> None:
+        """Answer requests of other ranks, and report a long wait. Call `note` first."""
+        while self._store.check([f"ask/{self._num_answers}"]):
+            self._store.set(f"at/{self._num_answers}/{self._rank}", _place_of(self._thread_id))
+            self._num_answers += 1
+        now_s = time.monotonic()
+        waited_s = now_s - self._since_s
+        if self._collective and waited_s > _STUCK_S and not self._is_told:
+            self._request_sent = self._request(self._store), now_s
+            self._is_told = True
+        elif self._collective and self._request_sent is not None and now_s - self._request_sent[1] > _ANSWER_S:
+            self._report(self._request_sent[0], waited_s, self._collective)
+            self._request_sent = None
+
+    def place_of_wait(self, at_least_s: float) -> str:
+        """Return the line in which the main thread has waited for others for some time. Empty if it does not wait.
+
+        A process that computes, for example in the backward pass of a model that only it trains, does not wait.
+        """
+        waited_s = time.monotonic() - self._since_s
+        if not self._collective or waited_s < at_least_s:
+            return ""
+        computed_s = time.process_time() - self._cpu_s_before
+        if computed_s > _MOST_IDLE_SHARE * waited_s:
+            return ""
+        place = _place_of(self._thread_id)
+        return place if is_in_collective(place) else ""
 
     def _report(self, number: int, waited_s: float, collective: str) -> None:
         """Print the positions of the ranks, unless all ranks are in the same collective."""
@@ -89,7 +104,7 @@ class LateCalls:
             store: The store, through the calling thread's connection.
         """
         number = self._request(store)
-        deadline = time.monotonic() + _ANSWER_S + self._look_s
+        deadline = time.monotonic() + _ANSWER_S + _LOOK_S
         while time.monotonic() < deadline and len(self._answers(store, number)) < self._world_size:
             time.sleep(0.05)
         return self._answers(store, number)
@@ -103,8 +118,16 @@ def _is_marked(frames: list[FrameType]) -> bool:
     """
     if not frames or not frames[0].f_trace_lines:
         return bool(frames)
-    frames[0].f_trace_lines = not collective_of(frames)
+    frames[0].f_trace_lines = not _wait_of(frames)
     return False
+
+
+def _wait_of(frames: list[FrameType]) -> str:
+    """Return the name of the collective, or of the wait for other ranks without one, that a thread is in."""
+    if not frames:
+        return ""
+    innermost = str(frames[0].f_globals.get("__name__", "")), frames[0].f_code.co_name
+    return _OWN_WAITS.get(innermost) or collective_of(frames)
 
 
 def _place_of(thread_id: int) -> str:
@@ -113,7 +136,7 @@ def _place_of(thread_id: int) -> str:
     if not frames:
         return "its main thread has ended"
     frame = next((one for one in frames if not _is_library(one)), frames[-1])
-    collective = collective_of(frames)
+    collective = _wait_of(frames)
     waits = f", waits in {collective}" if collective else ""
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}{waits}"
 

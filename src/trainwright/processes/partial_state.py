@@ -268,6 +268,8 @@ class PartialState:
         """
         if self.fork_launched and group is None:
             return
+        if group is None:
+            self.processes.end_watch()
         if dist.is_initialized():
             dist.destroy_process_group(group)
 

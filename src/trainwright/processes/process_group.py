@@ -23,8 +23,9 @@ from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address
 from trainwright.processes.devices import ONECCL, default_backend
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import ranks_text
-from trainwright.processes.late_calls import LateCalls, is_in_collective
+from trainwright.processes.late_calls import is_in_collective
 from trainwright.processes.launcher import failure_of_started
+from trainwright.processes.loop_watch import LoopWatch
 from trainwright.processes.rank_position import Position
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
@@ -33,6 +34,7 @@ _LONGEST_LOOK_S = 0.25
 _SLOW_START_S = 60.0
 _LATE_S = 10.0  # after which a rank that waits for others in a call names them
 _TOO_LATE_S = 60.0  # after which a main rank makes a call alone
+_ENDED_S = 1.0  # after which a rank that waits in a call looks for ranks that have ended
 _LATE_AGAIN_S = 1.0  # after which a main rank that has made a call alone asks whether the others wait for it
 
 _groups_made = 0
@@ -159,8 +161,15 @@ class Processes:
         """
         return "together"
 
-    def watch_calls(self) -> None:
-        """From now on, send the calling thread's position to ranks that wait in `meet`. Not collective."""
+    def watch_loop(self) -> None:
+        """Exchange failures of a user-written loop with other ranks, until `end_watch` or the process ends.
+
+        Ranks that wait in `meet` also receive the position of the calling thread. Not collective. A second call has no
+        effect.
+        """
+
+    def end_watch(self) -> None:
+        """End `watch_loop`. Other ranks no longer wait for this one. Not collective."""
 
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
         """Run `work`, such as writing a checkpoint, on rank 0. Return the result on every rank. Collective.
@@ -248,7 +257,7 @@ class ProcessGroup(Processes):
         self._meeting: Any = None
         self._num_joint_calls = 0
         self._has_led = False  # a call of `meet_or_lead` was made alone
-        self._late_calls: LateCalls | None = None
+        self._loop_watch: LoopWatch | None = None
 
     def open(self, device: torch.device) -> None:
         global _groups_made, _excepthook, _torch_excepthook
@@ -344,9 +353,7 @@ class ProcessGroup(Processes):
         self._detector.close()
 
     def close(self) -> None:
-        if self._late_calls is not None:
-            self._late_calls.close()
-            self._late_calls = None
+        self.end_watch()
         if self._made_here and dist.is_initialized():
             if self._failed:
                 _abandon_groups()
@@ -420,6 +427,8 @@ class ProcessGroup(Processes):
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
             waited_s = time.monotonic() - start_s
             is_over = waited_s >= self.timeout.total_seconds()
+            if waited_s >= _ENDED_S and self._cannot_complete(store, call, key, leads=leads):
+                return False
             if waited_s < next_report_s and not is_over:
                 continue
             late = [rank for rank in range(self.world_size) if not store.check([str(rank)])]
@@ -429,7 +438,9 @@ class ProcessGroup(Processes):
             )
             if is_over:
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")
-            places = [] if self._late_calls is None else self._late_calls.ask(PrefixStore("late", self._store))
+            places = []
+            if self._loop_watch is not None:
+                places = self._loop_watch.late_calls.ask(PrefixStore("late", self._store))
             blocked = [place for place in places if is_in_collective(place)]
             if leads:
                 if (late and len(blocked) == len(late)) or waited_s >= _TOO_LATE_S:
@@ -446,9 +457,42 @@ class ProcessGroup(Processes):
             next_report_s += _LATE_S
         return True
 
-    def watch_calls(self) -> None:
-        if self._made_here and self._late_calls is None:
-            self._late_calls = LateCalls(PrefixStore("late", self._store.clone()), self.rank, self.world_size)
+    def _cannot_complete(self, store: Any, call: str, key: str, *, leads: bool) -> bool:
+        """Return whether a rank that may lead must make the call alone, because all late ranks have left the run.
+
+        Raises:
+            WorkerError: this rank waits for a rank that has left the run.
+        """
+        if self._loop_watch is None:
+            return False
+        awaited = [rank for rank in self._loop_watch.departed_ranks() if not store.check([str(rank)])]
+        if not awaited:
+            return False
+        if leads:
+            num_arrived = int(store.add("arrived", 0))
+            return num_arrived + len(awaited) == self.world_size
+        if key == "outcome" and 0 not in awaited:  # rank 0 can make the call alone
+            return False
+        names = ranks_text(awaited)
+        verb = "has" if len(awaited) == 1 else "have"
+        raise WorkerError(
+            f"rank {self.rank} waits in {call} for {names}, but {names} {verb} left the run. Call it on every rank."
+        )
+
+    def watch_loop(self) -> None:
+        if self._made_here and self._loop_watch is None:
+            self._loop_watch = LoopWatch(
+                self._store,
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout_s=self.timeout.total_seconds(),
+                store_dies_with_rank_0=not _agent_serves(),
+            )
+
+    def end_watch(self) -> None:
+        if self._loop_watch is not None:
+            self._loop_watch.close()
+            self._loop_watch = None
 
     def own_store(self, corner: str) -> Any:
         # Torch has no public name for the store of a group that the user has created.

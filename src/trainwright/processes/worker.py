@@ -19,6 +19,7 @@ from typing import Any
 from trainwright.core import unraised
 from trainwright.core.errors import PREEMPTED, Preempted
 from trainwright.core.process import started_by_trainer, variable
+from trainwright.processes.loop_watch import report_error
 
 _LOOK_S = 0.2
 
@@ -98,7 +99,8 @@ def main(work_file: str) -> int:
             raise error
     except Preempted:  # agreed by all, including the parent
         return PREEMPTED
-    except BaseException:  # noqa: BLE001  # any error belongs in the parent's message
+    except BaseException as error:  # noqa: BLE001  # any error belongs in the parent's message
+        report_error(error)
         text = f"rank {variable('RANK')}:\n{traceback.format_exc()}"
         partial = error_file.with_suffix(".partial")
         partial.write_text(text)

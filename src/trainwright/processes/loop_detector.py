@@ -1,0 +1,197 @@
+"""Monitor of each rank in a user-written loop, which detects failed ranks, and ranks that wait for one that has ended.
+
+A user-written loop has no counters. Its monitor reports no hang, but the calls in which ranks are late (`LateCalls`). A
+rank that ends without an error does not end the others, which may still write files or evaluate. Only when all of them
+wait in collectives, which the rank that has ended can never call, they end. These keys of the store are added to those
+of the `HangDetector`:
+
+    departed            the ranks that have left without a failure
+    aware               the ranks that know that rank 0, which serves the store, has done so
+    stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not re-exported
+
+from trainwright.core.process import in_notebook
+from trainwright.processes.hang_detector import HangDetector, is_echo, say
+from trainwright.processes.hang_report import ranks_text
+from trainwright.processes.late_calls import LateCalls
+from trainwright.processes.rank_position import Position
+
+_NO_COUNTERS = Position(0, 0, 0, "user-written loop")
+_EXIT_S = 12.0  # for a failed script that has left the run to end its process: seconds on a busy machine
+_LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
+_LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
+_WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
+_AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
+
+
+class LoopDetector(HangDetector):
+    """Monitor thread of one rank during a user-written loop.
+
+    Args:
+        store: separate connection to the store of the process group, with a prefix for this loop.
+        late_calls: the calls of this rank, which use the same connection.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout_s: seconds after which a collective fails.
+        store_dies_with_rank_0: True if the process of rank 0 serves the store, False if torchrun's agent does.
+    """
+
+    _repeats_tracebacks = False  # Python prints the error of the failed script
+
+    def __init__(
+        self,
+        store: Store,
+        late_calls: LateCalls,
+        *,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        store_dies_with_rank_0: bool,
+    ) -> None:
+        super().__init__(
+            store,
+            rank=rank,
+            world_size=world_size,
+            position=lambda: _NO_COUNTERS,
+            hang_timeout_s=None,  # a loop without counters may compute for any time
+            timeout_s=timeout_s,
+            store_dies_with_rank_0=store_dies_with_rank_0,
+            interrupt_only=in_notebook(),
+        )
+        self._late_calls = late_calls
+        self._departed: set[int] = set()  # as of the last event
+        self._stuck_at = ""  # the value of this rank's key `stuck/RANK`
+
+    def leave(self, error: BaseException) -> None:
+        super().leave(error)
+        is_own = self._failure is None or self._failure.rank == self._rank
+        if is_own and self._departed and is_echo(error):
+            error.add_note(f"{self._departed_text()} before.")
+
+    # The thread
+
+    def _beat(self, now: float) -> None:
+        super()._beat(now)
+        self._late_calls.note()
+        self._late_calls.exchange()
+        if self._departed and self._error is None and self._failure is None:
+            self._end_if_lost()
+
+    def _look(self, now: float) -> None:
+        super()._look(now)
+        known = self._departed
+        self._departed = departed_ranks(self._shared)
+        if 0 in self._departed - known:
+            self._shared.append("aware", f"{self._rank} ")
+
+    def _finish(self) -> None:
+        reason = "its script has ended" if self._error is None else type(self._error).__name__
+        self._shared.set(f"left/{self._rank}", reason)
+        self._shared.append("departed", f"{self._rank} ")
+        self._shared.add("events", 1)
+
+    def _grace_s(self, is_gone: bool) -> float:
+        # A script that has failed still runs the exit of its interpreter, which a launcher would cut short if this
+        # process ended first. The launcher would then report this process as the first that failed.
+        return super()._grace_s(is_gone) if is_gone else _EXIT_S
+
+    # A rank that waits for one that has ended
+
+    def _end_if_lost(self) -> None:
+        """End this process if all remaining ranks wait for others, and so for a rank that has ended.
+
+        While one of them does not wait, the others may wait for that one in a collective of a part of the ranks.
+        """
+        place = self._late_calls.place_of_wait(_LOST_S)
+        if place != self._stuck_at:
+            self._shared.set(f"stuck/{self._rank}", place)
+            self._stuck_at = place
+        if place and all(self._is_stuck(rank) for rank in range(self._world_size) if rank not in self._departed):
+            self._end_lost(place)
+
+    def _is_stuck(self, rank: int) -> bool:
+        return bool(self._shared.check([f"stuck/{rank}"])) and bool(self._shared.get(f"stuck/{rank}"))
+
+    def _end_lost(self, place: str) -> None:
+        if in_notebook():
+            return
+        say(
+            f"trainwright: rank {self._rank} ends, because {self._departed_text()} and cannot make the call that it "
+            f"waits in. Every rank must make each collective call.\n  rank {self._rank}: {place}"
+        )
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _departed_text(self) -> str:
+        verb = "has" if len(self._departed) == 1 else "have"
+        return f"{ranks_text(sorted(self._departed))} {verb} left the run"
+
+    # The end of the store
+
+    def _go_on_without_store(self) -> None:
+        if 0 in self._departed:
+            self._wait_without_store()
+        else:
+            super()._go_on_without_store()
+
+    def _wait_without_store(self) -> None:
+        """End this process if it waits for others after rank 0, which served the store, has ended without an error."""
+        others_remain = len(self._departed) + 1 < self._world_size
+        limit_s = _LOST_WITHOUT_STORE_S if others_remain else _LOST_S
+        while not self._stopping and self._error is None:
+            self._late_calls.note()
+            place = self._late_calls.place_of_wait(limit_s)
+            if place:
+                self._end_lost(place)
+            self._wake.wait(self._beat_s)
+            self._wake.clear()
+
+    def _waits_for_long(self, now: float, lost_at: float) -> bool:
+        self._late_calls.note()
+        return bool(self._late_calls.place_of_wait(_WITHOUT_AGENT_S))
+
+
+def departed_ranks(store: Any) -> set[int]:
+    """Return the ranks that have left the run without a failure.
+
+    Args:
+        store: connection of the calling thread, with the prefix of the detector.
+    """
+    return _ranks_in(store, "departed")
+
+
+def wait_until_known(store: Any, rank: int, world_size: int) -> None:
+    """Wait, for at most 1.5 s, until the other ranks know that rank 0 has ended without an error, or have ended.
+
+    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure.
+
+    Args:
+        store: connection of the calling thread, with the prefix of the detector.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+    deadline = time.monotonic() + _AWARE_S
+    while time.monotonic() < deadline:
+        known = {rank} | _ranks_in(store, "aware") | departed_ranks(store)
+        for other in range(world_size):
+            if store.check([f"gone/{other}"]) or store.check([f"left/{other}"]):
+                known.add(other)
+        if len(known) == world_size:
+            return
+        time.sleep(0.01)
+
+
+def _ranks_in(store: Any, key: str) -> set[int]:
+    """Return the ranks that have appended themselves to a key of the store."""
+    if not store.check([key]):
+        return set()
+    return {int(rank) for rank in store.get(key).split()}
