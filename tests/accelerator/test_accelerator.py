@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.accelerator.test_accelerator_distributed import _data, _net
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, weights_of
 from trainwright.accelerator.accelerator import Accelerator
@@ -23,6 +22,16 @@ from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWa
 from trainwright.processes.partial_state import PartialState
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _data(num: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(num, 4, generator=generator), torch.randn(num, 2, generator=generator))
 
 
 def _train(accelerator: Accelerator, net: Any, data: TensorDataset, *, num_epochs: int = 2) -> tuple[Any, ...]:

@@ -13,17 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.accelerator.test_accelerator import _net
 from tests.helpers.calls import Operators
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
-
-
-def _net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def _weights(net: nn.Module) -> torch.Tensor:

@@ -16,7 +16,7 @@ from tests.helpers.runs import weights_of
 from trainwright import LocalSGD
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies import FSDPStrategy, LocalSGDStrategy, Strategy
+from trainwright.strategies import LocalSGDStrategy, Strategy
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 _ACCUMULATE, _PERIOD = 2, 2
@@ -124,23 +124,3 @@ def test_parameters_are_averaged_as_by_hand() -> None:
     refusals = ("averaged already", "FSDPStrategy", "static_graph", "prepare")
     for text, words in zip(first["refusals"], refusals, strict=True):
         assert words in text
-
-
-def test_on_one_process_it_has_no_effect() -> None:
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(_net())
-    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=True) as local:
-        local.step()
-    assert local.num_steps == 1
-    accumulating = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    local = LocalSGD(accumulating, model)
-    for _ in range(4):
-        with accumulating.accumulate(model):
-            local.step()
-    assert local.num_steps == 4  # every call, as in Accelerate
-    with pytest.raises(ConfigurationError, match="local_sgd_steps=0"):
-        LocalSGD(accelerator, model, 0)
-    with LocalSGD(accelerator, model, 0, enabled=False) as local:
-        local.step()
-    with pytest.raises(ConfigurationError, match="full replicas"):
-        LocalSGD(Accelerator(cpu=True, strategy=FSDPStrategy()), model)

@@ -106,27 +106,6 @@ def _count(net: nn.Module) -> list[int]:
     return [sum(isinstance(hook, AlignDevicesHook) for hook in hooks_of(module)) for module in net.modules()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("new", PLACES)
-@pytest.mark.parametrize("former", FORMER)
-@torch.no_grad()
-def test_a_model_is_placed_anew_as_if_it_had_not_been_before(former: str, new: str, tmp_path: Path) -> None:
-    net = FORMER[former](tmp_path)
-    net(TOKENS)
-    PLACES[new](net, tmp_path)
-    for _ in range(3):
-        assert torch.equal(net(TOKENS), OLD_SCORES)
-    fresh = PLACES[new](make_net(), tmp_path / "fresh")
-    assert _count(net) == _count(fresh)
-    if "disk" not in new and new != "other":
-        fresh_places = {name: tensor.device for name, tensor in fresh.state_dict().items()}
-        assert {name: tensor.device for name, tensor in net.state_dict().items()} == fresh_places
-    PLACES["the cpu"](net, tmp_path)
-    assert _count(net) == [0] * len(list(net.modules()))
-    assert net.head.weight is net.embed.weight
-    assert torch.equal(net.to("cpu")(TOKENS), OLD_SCORES)
-
-
 @pytest.mark.parametrize("former", FORMER)
 @torch.no_grad()
 def test_a_placement_that_fails_leaves_the_former_one(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,6 @@ from torch import nn
 
 from tests.bigmodels.nets import TOKENS, empty_net, make_net, plain_state
 from trainwright import CheckpointError, ConfigurationError, load_state_dict, set_module_tensor_to_device
-from trainwright.bigmodels.weights import stored_weights
-from trainwright.bigmodels.weights.stored_weights import MappedFile
 
 STATE = plain_state(make_net())
 
@@ -58,22 +55,3 @@ def test_a_file_is_read_onto_the_devices_of_a_map(suffix: str, tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:-50])
     with pytest.raises(CheckpointError, match=path.name):
         load_state_dict(path)
-
-
-def test_what_is_in_memory_is_asked_for_once_and_what_was_dropped_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(os.urandom(4 * 2**20))
-    calls: list[int] = []
-    populate = stored_weights.populate
-    monkeypatch.setattr(stored_weights, "populate", lambda *args: calls.append(args[1]) or populate(*args))
-    file = MappedFile(path)
-    for _ in range(3):
-        file.load(100, 3 * 2**20)
-    assert len(calls) == 1
-    file.load(0, 2**20)  # another part
-    assert len(calls) == 2
-    monkeypatch.setattr(MappedFile, "_is_in_memory", lambda *_: False)  # as when the system has needed the memory
-    file.load(100, 3 * 2**20)
-    assert len(calls) == 3

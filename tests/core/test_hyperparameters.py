@@ -64,12 +64,6 @@ class Keeping(RegressionTask):
         self.save_hyperparameters()
 
 
-class Needing(RegressionTask):
-    def __init__(self, width: int, loss_fn: nn.Module, make: Any = None) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
 def _saved(made: TaskModule, folder: Path, **arguments: Any) -> Path:
     trainer = quiet_trainer(max_steps=1, **arguments)
     trainer.fit(made, regression_loader(4))
@@ -89,24 +83,6 @@ def test_hyperparameters_of_supported_types_are_loaded_unchanged(tmp_path: Path)
     assert found == KINDS
     assert {name: type(value) for name, value in found.items()} == {name: type(value) for name, value in KINDS.items()}
     assert found["nested"]["list"][0] is Colour.BLUE
-
-
-def test_unsupported_hyperparameters_are_skipped_with_a_warning(tmp_path: Path) -> None:
-    loss_fn = nn.MSELoss()
-    with pytest.warns(
-        TrainwrightWarning, match=r"loss_fn is a MSELoss; make is a .*function.*ignore=\['loss_fn', 'make'\]"
-    ):
-        task = Needing(3, loss_fn, make=print)
-    assert task.hparams.loss_fn is loss_fn
-    assert task.hparams_initial == {"width": 3, "loss_fn": loss_fn, "make": print}
-    logger = CSVLogger(tmp_path)
-    path = _saved(task, tmp_path, logger=logger)
-    assert logger.log_dir is not None
-    assert Path(logger.log_dir, "hparams.yaml").read_text() == "width: 3\n"
-    with pytest.raises(CheckpointError, match=r"loss_fn.*save_hyperparameters could not save: loss_fn is a MSELoss"):
-        Needing.load_from_checkpoint(path)
-    with pytest.warns(TrainwrightWarning, match="loss_fn is a L1Loss"):
-        assert Needing.load_from_checkpoint(path, loss_fn=nn.L1Loss(), make=None).hparams.width == 3
 
 
 class Numbers(DataModule):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.callbacks import LambdaCallback, ModelCheckpoint
-from trainwright.core.errors import Preempted, TrainwrightWarning
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
 from trainwright.loggers.run_record import RunRecord
 
@@ -71,24 +70,6 @@ def test_a_resumed_run_continues_the_record(tmp_path: Path) -> None:
     assert starts[0]["resumed_from"] is None
     assert Path(starts[1]["resumed_from"]).parent.name == "checkpoints"
     assert starts[0]["run_id"] == starts[1]["run_id"]
-
-
-def test_errors_and_signals_are_events(tmp_path: Path) -> None:
-    def fails(trainer: Any, *_: Any) -> None:
-        raise ValueError("no more")
-
-    with pytest.raises(ValueError, match="no more"):
-        _trainer(tmp_path / "a", callbacks=LambdaCallback(on_train_batch_end=fails)).fit(
-            RegressionTask(), regression_loader(2)
-        )
-    (error,) = [event for event in _events(tmp_path / "a") if event["event"] == "error"]
-    assert (error["type"], error["text"]) == ("ValueError", "no more")
-    stops = LambdaCallback(on_train_batch_end=lambda *_: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Preempted):
-        _trainer(tmp_path / "b", callbacks=stops).fit(RegressionTask(), regression_loader(2))
-    (signalled,) = [event for event in _events(tmp_path / "b") if event["event"] == "preemption"]
-    assert signalled["signal"] == "SIGTERM"
-    assert "checkpoint" in signalled["text"]
 
 
 def test_an_error_of_the_disk_is_a_warning(tmp_path: Path) -> None:

@@ -110,23 +110,6 @@ def test_a_resumed_fit_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert_equal_weights(weights_of(resumed), weights_of(straight))
 
 
-def test_a_schedule_reaches_a_rate_that_is_a_tensor(tmp_path: Path) -> None:
-    class Scheduled(Autoencoder):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
-
-    straight, resumed = Scheduled("adamw_8bit"), Scheduled("adamw_8bit")
-    quiet_trainer(max_epochs=3).fit(straight, batches())
-    trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(Scheduled("adamw_8bit"), batches())
-    trainer.save_checkpoint(tmp_path / "saved")
-    later = quiet_trainer(max_epochs=3)
-    later.fit(resumed, batches(), ckpt_path=tmp_path / "saved")
-    assert float(later.optimizers[0].param_groups[0]["lr"]) == pytest.approx(0.00125)
-    assert_equal_weights(weights_of(resumed), weights_of(straight))
-
-
 def test_full_rank_states_are_those_of_adamw() -> None:
     first, second = Autoencoder("adamw", foreach=False), Autoencoder("adamw_low_rank", rank=64)
     second.options = {"lr": 0.01, "rank": 64}

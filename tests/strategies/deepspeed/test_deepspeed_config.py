@@ -96,26 +96,6 @@ def test_what_this_machine_or_engine_cannot_do_is_refused_by_the_trainer(
         quiet_trainer(strategy=DeepSpeedStrategy(config or None), **arguments)
 
 
-def test_accelerates_names_are_understood() -> None:
-    strategy = DeepSpeedStrategy.from_config(
-        {
-            "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "none",
-            "gradient_accumulation_steps": 2, "gradient_clipping": 1.0, "zero3_init_flag": True,
-            "zero3_save_16bit_model": True, "deepspeed_moe_layer_cls_names": "Experts, Router",
-        }
-    )  # fmt: skip
-    assert strategy.stage == 3
-    assert strategy.config.offload("offload_optimizer") == "cpu"
-    assert strategy.config.clipping == 1.0
-    auto = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    assert [strategy.config.content[name] for name in auto] == ["auto", "auto"]
-    assert strategy.config.content["zero_allow_untested_optimizer"] is True
-    assert strategy.options.moe_leaf_modules == ("Experts", "Router")
-    quiet_trainer(strategy=strategy, accumulate_grad_batches=2, gradient_clip_val=1.0)
-    with pytest.raises(ConfigurationError, match="gradient_accumulation_steps=2"):
-        quiet_trainer(strategy=strategy)
-
-
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [

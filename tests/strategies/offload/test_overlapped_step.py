@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.helpers.runs import assert_equal_weights
 from tests.strategies.offload.overlapped import LateStream, assert_same, train, writer, writes
@@ -25,7 +24,6 @@ from trainwright.callbacks import (
 )
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.offload import prefetch, streaming
-from trainwright.strategies.offload.step import can_be_split
 
 
 @pytest.fixture
@@ -77,27 +75,6 @@ def test_an_optimizer_that_joins_its_parameters_steps_once(state: Any) -> None:
         return made
 
     assert_same(train(OffloadStrategy("device", state, stream=True), task=task()), train(task=task()))
-
-
-def test_torchs_optimizers_are_split_unless_somebody_would_notice() -> None:
-    def parameters() -> list[torch.Tensor]:
-        return [torch.nn.Parameter(torch.zeros(2, 2))]
-
-    class Renamed(torch.optim.AdamW):
-        pass
-
-    for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD, Renamed):
-        assert can_be_split(kind(parameters()))
-    for other in (torch.optim.LBFGS, SharedNorm):
-        assert not can_be_split(other(parameters()))
-    heard = torch.optim.SGD(parameters())
-    heard.register_step_post_hook(lambda *_: None)
-    assert not can_be_split(heard)
-    handle = register_optimizer_step_pre_hook(lambda *_: None)
-    try:
-        assert not can_be_split(torch.optim.SGD(parameters()))
-    finally:
-        handle.remove()
 
 
 EVENTS = ("on_train_step_end", "on_validation_epoch_start")

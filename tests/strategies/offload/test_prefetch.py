@@ -110,31 +110,6 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
     _idle(prefetcher, in_use=2)
 
 
-def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and_back() -> None:
-    prefetcher = Prefetcher(num_units=2)
-    parts, numbers = _parts(prefetcher, 4)
-    brought: list[list[int]] = []
-
-    def use(order: Sequence[int], *, backward: bool = False) -> None:
-        for index in order:
-            prefetcher.acquire(numbers[index])
-            prefetcher.follow(numbers[index], backward=backward)
-            brought.append([number for number in numbers if number in prefetcher._jobs])
-            prefetcher.release()
-
-    prefetcher.begin()
-    use([0, 1, 2, 3])
-    assert brought == [[]] * 4  # nothing is known
-    use([3, 2, 1, 0], backward=True)
-    assert brought[4:] == [[1, 2], [0, 1], [0], []]
-    prefetcher.begin()
-    assert list(prefetcher._jobs) == prefetcher.first() == [0, 1]
-    use([0, 1, 2, 3])
-    assert brought[8:] == [[1, 2], [2, 3], [3], []]
-    assert [len(part.fetched_by) for part in parts] == [3, 3, 3, 3]
-    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
-
-
 def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
     with torch.device("meta"):
         assert HostStorage("cpu").empty(4, torch.float32).device.type == "cpu"
