@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -64,11 +64,49 @@ class TrainingPlan(Protocol):
         """Number of optimizer steps of the training, or infinity."""
 
 
+RunGroup = Callable[[Callable[[Any], torch.Tensor], Sequence[Any]], torch.Tensor]
+"""`run_group(step, batches)` runs all micro-batches of an optimizer step forward and backward. It returns the mean loss
+over all ranks (0-dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopModel:
+    """What a user-written loop uses instead of a model.
+
+    Attributes:
+        call: What the loop calls: the model, a wrapper of it, or a function.
+        attributes: Object whose attributes a user reads: the model, or a library's wrapper of it.
+        run_group: Runs the micro-batches of an optimizer step together. None: they run separately.
+    """
+
+    call: Callable[..., Any]
+    attributes: object
+    run_group: RunGroup | None = None
+
+    @classmethod
+    def unchanged(cls, model: nn.Module) -> LoopModel:
+        """Return what a loop uses instead of a model that no engine wraps: the model itself."""
+        return cls(call=model, attributes=model)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedLoop:
+    """What a user-written loop uses instead of its models and optimizers.
+
+    Attributes:
+        models: One entry for each model.
+        optimizers: For each optimizer, the optimizer that the loop steps.
+    """
+
+    models: list[LoopModel]
+    optimizers: list[Optimizer]
+
+
 class Engine(LightningMembers):
     """Engine that trains models on one kind of hardware.
 
     Order of calls in a Trainer: constructor → `start` (device, processes) → `prepare` (model, optimizers) → `attach` →
-    steps → `close`. In a user-written loop, without a task: `start` → `prepare_models` → `close`.
+    steps → `close`. In a user-written loop, without a task: `start` → `prepare_loop` → `close`.
 
     Args:
         strategy: Description of the engine.
@@ -89,9 +127,6 @@ class Engine(LightningMembers):
         step: Runs the optimizer steps. Set by `attach`.
         conversions: Callbacks that `close` calls to undo converted layers and compiled blocks.
         sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
-        run_group: For user-written loops, `run_group(step, batches)` runs all micro-batches of an optimizer step
-            forward and backward, and returns the mean loss over all ranks (0-dim). None means that micro-batches run
-            separately.
         when_configured: Called in `prepare` after the task's `configure_model`, before weights are moved or sharded.
         when_built: Called in `prepare` directly after the task is built.
     """
@@ -113,7 +148,6 @@ class Engine(LightningMembers):
         self.sequences: SplitSequences | None = None
         self.when_configured: Callable[[], None] | None = None
         self.when_built: Callable[[], None] | None = None
-        self.run_group: Callable[[Callable[[Any], torch.Tensor], Sequence[Any]], torch.Tensor] | None = None
         # The engine's way to run a step, `call(name, *args)`; None: the task's own method is called.
         self._training_call: Callable[..., Any] | None = None
         self._eval_call: Callable[..., Any] | None = None
@@ -350,13 +384,15 @@ class Engine(LightningMembers):
         """Use another strategy, of the same class, for models that are prepared later. Not collective."""
         self.strategy = strategy
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
-        """Prepare models, and return the callables that a user-written loop calls instead of the models. Collective.
+    ) -> PreparedLoop:
+        """Prepare models and optimizers, and return what a user-written loop uses instead of them. Collective.
+
+        A loop may prepare its models and optimizers in several calls.
 
         Args:
-            models: The models, which are changed in place and moved to the device.
+            models: Models that were not prepared before. They are changed in place and moved to the device.
             optimizers: All optimizers of the loop so far. If a parameter is replaced, the optimizers and their states
                 refer to the new parameter.
             plan: Properties of the training, as far as they are known.
@@ -364,19 +400,16 @@ class Engine(LightningMembers):
         Raises:
             ConfigurationError: The engine cannot train these models with these optimizers.
         """
-        return [move_module(model, self.device) for model in models]
-
-    def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
-        """Return the object whose attributes a prepared model offers to users: the model, or a library's wrapper."""
-        del prepared
-        return model
+        return PreparedLoop(
+            [LoopModel.unchanged(move_module(model, self.device)) for model in models], list(optimizers)
+        )
 
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a prepared model if the settings request it, and return the callable. Not collective.
 
         Args:
             model: The user's model. A compiled module is not compiled again.
-            prepared: The result of `prepare_models` for the model, or the model itself.
+            prepared: `LoopModel.call` of the model.
         """
         options = self.settings.compile_options
         if options is None or is_compiled_module(model) or not isinstance(prepared, nn.Module):
@@ -387,16 +420,6 @@ class Engine(LightningMembers):
             return prepared
         compiled: Callable[..., Any] = torch.compile(prepared, **options)
         return compiled
-
-    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepare an optimizer of a user-written loop. Return the optimizer that the loop must step. Not collective.
-
-        If `prepare_models` has replaced parameters of the optimizer, the optimizer receives the new parameters.
-
-        Raises:
-            ConfigurationError: The engine does not support the optimizer.
-        """
-        return optimizer
 
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
@@ -417,7 +440,7 @@ class Engine(LightningMembers):
         backward passes in the context.
 
         Args:
-            prepared: A result of `prepare_models`.
+            prepared: `LoopModel.call` of a model.
         """
         return nullcontext()
 
@@ -434,7 +457,7 @@ class Engine(LightningMembers):
         collective.
 
         Args:
-            prepared: A result of `prepare_models`.
+            prepared: `LoopModel.call` of a model.
 
         Raises:
             ConfigurationError: The engine determines in the forward whether the backward averages gradients.
@@ -447,7 +470,7 @@ class Engine(LightningMembers):
         Return None if there is nothing to join or the engine does not support it.
 
         Args:
-            prepared: Results of `prepare_models`, or torch's `Joinable` objects.
+            prepared: `LoopModel.call` of models, or torch's `Joinable` objects.
         """
         return None
 

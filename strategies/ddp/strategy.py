@@ -38,7 +38,7 @@ from trainwright.strategies.ddp.replicas import (
     frozen_parameters,
     unused_parameters,
 )
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
@@ -180,14 +180,15 @@ class DDPEngine(ParallelEngine):
             self._wrap()
         return self._wrapped_step(*args)
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
+    ) -> PreparedLoop:
         """Wrap each model in DistributedDataParallel if any parameter requires gradients. Collective.
 
         All ranks start with the weights and buffers of rank 0.
         """
-        return [self._replicate(model) for model in models]
+        found = [LoopModel(call=self._replicate(model), attributes=model) for model in models]
+        return PreparedLoop(found, list(optimizers))
 
     def _replicate(self, model: nn.Module) -> nn.Module:
         move_module(model, self.device)

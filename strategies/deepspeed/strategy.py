@@ -42,7 +42,7 @@ from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroGradients, ZeroOptimizer
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.engine import Description, Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Description, Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, JointState, state_dict_type_name
@@ -313,18 +313,19 @@ class DeepSpeedEngine(ParallelEngine):
         if self.stage > 0:
             self.capabilities = strategy.capabilities  # some gradients or weights are now sharded
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
+    ) -> PreparedLoop:
         """Create an engine for each model that is trained or sharded. Collective."""
         owned = [self._optimizer_of(model, models, optimizers) for model in models]
         for model, optimizer in zip(models, owned, strict=True):
             check_full(model, built_in_shards=self.stage == 3)
             if optimizer is not None:
                 check_optimizers([optimizer], model, self.config, self.precision, source="prepare() received")
-        return [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
+        found = [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
+        return PreparedLoop(found, [self._stepped(optimizer) for optimizer in optimizers])
 
-    def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> Callable[..., Any]:
+    def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> LoopModel:
         if self.stage < 3:
             move_module(model, self.device)
         self._place_tensors(model)
@@ -332,13 +333,13 @@ class DeepSpeedEngine(ParallelEngine):
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             self._untrained.append(model)
-            return model
+            return LoopModel.unchanged(model)
         found = self._zero_model(model, model, optimizer, plan)
         if optimizer is not None:
             self.gradients.models.append(found)
             self._steps[optimizer] = ZeroOptimizer(found, self.gradients, self.config.clipping)
         found.input_dtype = self.precision.autocast_dtype if self._casts else None
-        return found
+        return LoopModel(call=found, attributes=found.engine)
 
     def _optimizer_of(
         self, model: nn.Module, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
@@ -362,7 +363,7 @@ class DeepSpeedEngine(ParallelEngine):
             )
         return found[0] if found else None
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def _stepped(self, optimizer: Optimizer) -> Optimizer:
         """Return a `ZeroOptimizer` for an optimizer that an engine steps. Return any other optimizer unchanged."""
         if optimizer not in self._steps:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -390,9 +391,6 @@ class DeepSpeedEngine(ParallelEngine):
             yield
         finally:
             prepared.engine.set_gradient_accumulation_boundary(True)
-
-    def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
-        return prepared.engine if isinstance(prepared, ZeroModel) else model
 
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]

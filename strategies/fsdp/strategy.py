@@ -41,7 +41,7 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.context.attention import Kind
 from trainwright.strategies.context.sequences import SplitSequences, check_heads
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
 from trainwright.strategies.fsdp.build import MetaBuilding, check_full, unshard_task, widen
@@ -402,10 +402,10 @@ class FSDPEngine(ParallelEngine):
 
     # User-written loops
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
-        """Shard models. Collective.
+    ) -> PreparedLoop:
+        """Shard models, and let the optimizers step the shards. Collective.
 
         With mixed precision, trained parameters in bfloat16 or float16 are first converted to float32.
         """
@@ -413,32 +413,32 @@ class FSDPEngine(ParallelEngine):
         for model in models:
             check_full(model)
             check_can_be_sharded(model)
-        found: list[Callable[..., Any]] = []
+        found: list[LoopModel] = []
         for model in models:
             before = list(model.parameters())
             if self.precision.autocast_dtype is not None:
                 widen(before)
-            found.append(self._parallelize(model, [model], MetaBuilding(everywhere=False, others=False)))
+            sharded = self._parallelize(model, [model], MetaBuilding(everywhere=False, others=False))
+            found.append(LoopModel(call=sharded, attributes=model))
             for old, new in zip(before, model.parameters(), strict=True):
                 self._replaced[old] = new
         for optimizer in optimizers:
-            self.adopt_optimizer(optimizer)
-        return found
+            self._refer_to_shards(optimizer)
+        return PreparedLoop(found, list(optimizers))
 
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(prepared, ParallelModel):
             return prepared  # its units are compiled
         return super().compile_model(model, prepared)
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        check_optimizers([optimizer], self.precision)
+    def _refer_to_shards(self, optimizer: Optimizer) -> None:
+        """Let an optimizer and its state refer to the shards of the parameters that it was created with."""
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(p, p) for p in group["params"]]
         for old in [p for p in optimizer.state if p in self._replaced]:
             new, state = self._replaced[old], optimizer.state.pop(old)
             optimizer.state[new] = {key: shard_like(value, new) for key, value in state.items()}
         disable_foreach([optimizer])
-        return optimizer
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:

@@ -16,7 +16,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, TaskErr
 from trainwright.core.process import Topology
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.strategies.engine import MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.megatron.core_model import (
     WeightMap,
@@ -117,9 +117,9 @@ class MegatronCoreEngine(ParallelEngine):
     def make_step(self, parts: StepParts) -> Step:
         return AutomaticStep(parts) if self.trained is None else CoreStep(parts)
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
+    ) -> PreparedLoop:
         raise ConfigurationError(
             "engine='megatron-core' works only with a Trainer. Use engine='torch' in user-written training loops."
         )

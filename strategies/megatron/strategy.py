@@ -29,7 +29,7 @@ from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import check_full, discard_weights, materialize, widen
 from trainwright.strategies.fsdp.layers.known_models import sequence_parallel_plan
@@ -312,9 +312,9 @@ class PipelineEngine(FSDPEngine):
 
     # User-written loops
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
+    ) -> PreparedLoop:
         """Divide a model into stages. Collective."""
         if len(models) + len(self.gradients.models) > 1 or plan.accumulate_grad_batches > 1 or self.precision.scaled:
             raise ConfigurationError(
@@ -323,7 +323,7 @@ class PipelineEngine(FSDPEngine):
                 "gradient accumulation, and 'bf16'."
             )
         check_optimizers(optimizers, self.precision)
-        found: list[Callable[..., Any]] = []
+        found: list[LoopModel] = []
         for model in models:
             check_full(model)
             before = {plain_name(name): p for name, p in model.named_parameters()}
@@ -335,11 +335,10 @@ class PipelineEngine(FSDPEngine):
                 self._replaced[old] = after[name]
             num_parts = self.strategy.num_micro_batches
             loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, num_parts)
-            found.append(loop)
-            self.run_group = loop.forward_backward
+            found.append(LoopModel(call=loop, attributes=model, run_group=loop.forward_backward))
         for optimizer in optimizers:
-            self.adopt_optimizer(optimizer)
-        return found
+            self._refer_to_shards(optimizer)
+        return PreparedLoop(found, list(optimizers))
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:

@@ -20,7 +20,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
@@ -194,16 +194,23 @@ class OffloadEngine(Engine):
 
     # User-written loops
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
-        """Move models to host or disk, and stream their units to the device."""
+    ) -> PreparedLoop:
+        """Move models to host or disk, and stream their units to the device.
+
+        Optimizers with state on disk step unit by unit. Only one unit's state is in memory at a time.
+        """
         for model in models:
             stream = self._offload(model)
             if stream is not None:
                 stream.follow(model)
                 self._streams.add(stream)
-        return list(models)
+        if self._state_storage is not None:
+            for optimizer in optimizers:
+                if optimizer not in self._own_steps:
+                    self._step_unit_by_unit(optimizer, self._state_storage)
+        return PreparedLoop([LoopModel.unchanged(model) for model in models], list(optimizers))
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         try:
@@ -213,11 +220,8 @@ class OffloadEngine(Engine):
                 stream.end_and_wait()
             raise
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer with state on disk step unit by unit. Only one unit's state is in memory at a time."""
-        storage, own = self._state_storage, optimizer.step
-        if storage is None or optimizer in self._own_steps:
-            return optimizer
+    def _step_unit_by_unit(self, optimizer: Optimizer, storage: HostStorage) -> None:
+        own = optimizer.step
         self._check_state(optimizer)
         storage.store_state(optimizer)
 
@@ -238,7 +242,6 @@ class OffloadEngine(Engine):
 
         self._own_steps[optimizer] = vars(optimizer).get("step")
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # as schedulers do
-        return optimizer
 
     def _check_state(self, optimizer: Optimizer) -> None:
         """Check that the optimizer's state can be stored on disk, if the strategy stores it there."""

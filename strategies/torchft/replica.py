@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import local_part, map_tensors
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import stack_counts, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
@@ -221,9 +221,9 @@ class TorchFTEngine(Engine):
         if make_optimizers is not None:  # other stages read all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
+    ) -> PreparedLoop:
         raise no_own_loops()
 
     def make_step(self, parts: StepParts) -> Step:

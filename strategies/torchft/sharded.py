@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.task import TaskModule
-from trainwright.strategies.engine import MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.steps.step import Step, StepParts
@@ -37,9 +37,9 @@ class ShardedReplicaEngine(FSDPEngine):
         if make_optimizers is not None:  # other stages read all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
+    ) -> PreparedLoop:
         raise no_own_loops()
 
     def make_step(self, parts: StepParts) -> Step:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from trainwright.processes.launcher import set_variable
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.ddp.replicas import broadcast_from_main
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Engine, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import Gradients
@@ -116,6 +117,7 @@ class XLAEngine(ParallelEngine):
         if size > 1:
             self.gradients = AveragedGradients(self.device, self.processes, self.library)
         self._models: list[nn.Module] = []
+        self._synced: WeakSet[Optimizer] = WeakSet()  # after whose steps the device is told to compute
         self._shapes: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches of the current step
         self._seen: dict[bool, list[Any]] = {True: [], False: []}  # shapes of training and of evaluation steps so far
         self._num_repeated = self._num_warnings = 0
@@ -188,19 +190,19 @@ class XLAEngine(ParallelEngine):
 
     # For user-written training loops
 
-    def prepare_models(
+    def prepare_loop(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> list[Callable[..., Any]]:
-        found = super().prepare_models(models, optimizers, plan)
+    ) -> PreparedLoop:
+        found = super().prepare_loop(models, optimizers, plan)
         for model in models:
             self._divide_parameters(model)
             self._equalize(model)
         self._models += models
+        for optimizer in optimizers:
+            if optimizer not in self._synced:
+                self._synced.add(optimizer)
+                optimizer.register_step_post_hook(lambda *_: self.library.sync())
         return found
-
-    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        optimizer.register_step_post_hook(lambda *_: self.library.sync())
-        return optimizer
 
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]

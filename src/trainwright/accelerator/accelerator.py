@@ -644,8 +644,8 @@ class Accelerator:
         """
         if self._prepared.megatron is not None:
             step = self._prepared.megatron.direct(step)
-        if self.engine.run_group is not None:
-            found = self.engine.run_group(step, batches).detach()
+        if self._prepared.run_group is not None:
+            found = self._prepared.run_group(step, batches).detach()
             self.engine.gradients.complete()
             return found
         losses: list[torch.Tensor] = []

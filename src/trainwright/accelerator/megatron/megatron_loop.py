@@ -138,8 +138,7 @@ class MegatronLoop:
             return loss * part[1] * len(parts)
 
         loss = self._forward_backward(step, parts)
-        if self._engine.run_group is None:
-            loss = ranks.all_gather(full_output(loss)).mean()
+        loss = ranks.all_gather(full_output(loss)).mean()  # in a pipeline, all ranks have this mean already
         found = PipelineOutput(loss=loss.detach().requires_grad_())
         if self.plugin.return_logits:
             found["logits"] = torch.cat(seen) if seen else None

@@ -14,6 +14,7 @@ from torch import nn
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.generation.continuations import generate
+from trainwright.strategies.engine import LoopModel
 from trainwright.strategies.units import is_compiled_module
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -22,36 +23,35 @@ _NARROW = (torch.float16, torch.bfloat16)
 class AcceleratedModel(nn.Module):
     """Wrapper of a model that connects the processes, or computes in mixed precision.
 
-    The state dict has the names of the user's model. Missing attributes are read from `owner`.
+    The state dict has the names of the user's model. Missing attributes are read from `prepared.attributes`.
 
     Args:
         module: The user's model.
-        engine: Callable that trains the model: the model itself, a wrapper such as DDP, or a function.
-        call: Function to call instead of the model: `engine`, or the compiled `engine`.
+        prepared: What the engine has made of the model.
+        call: What a forward calls: `prepared.call`, or a compiled form of it.
         make_context: Function that creates the context of a forward. Outputs are cast to float32. None: no context.
         explain: See `Engine.explain_error`.
         no_sync: See `Engine.no_sync`.
-        owner: See `Engine.owner_of_attributes`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        engine: Callable[..., Any],
+        prepared: LoopModel,
         call: Callable[..., Any],
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         explain: Callable[[BaseException, nn.Module], Exception | None],
         no_sync: Callable[[Callable[..., Any]], AbstractContextManager[Any]],
-        owner: object,
     ) -> None:
         super().__init__()
         self.module = module
         self.make_context = make_context
         self._explain, self._no_sync = explain, no_sync
-        vars(self).update(engine=engine, call=call, owner=owner)  # not children: their parameters are the module's
+        self.prepared = prepared
+        vars(self).update(call=call)  # not a child: its parameters are the module's
         self._num_forwards = 0  # that run now
         self._guard: Any = None
-        if isinstance(engine, nn.Module) and engine is not module:
+        if isinstance(prepared.call, nn.Module) and prepared.call is not module:
             self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
 
     def forward(self, *args: object, **kwargs: object) -> Any:
@@ -83,13 +83,13 @@ class AcceleratedModel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves gradients on this rank; see `Accelerator.no_sync`."""
-        return self._no_sync(self.engine)
+        return self._no_sync(self.prepared.call)
 
     def train(self, mode: bool = True) -> AcceleratedModel:
         """Set training or evaluation mode. Return this object."""
         super().train(mode)
-        if isinstance(self.engine, nn.Module):
-            self.engine.training = mode
+        if isinstance(self.prepared.call, nn.Module):
+            self.prepared.call.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,9 @@ class AcceleratedModel(nn.Module):
             top_p_decay: See `trainwright.generation.generate`. 0 means no decay.
             add_BOS: Insert the BOS token of the model's configuration before each prompt.
         """
-        bos_token = getattr(getattr(self.owner, "config", None), "bos_token_id", None) if add_BOS else None
+        bos_token = (
+            getattr(getattr(self.prepared.attributes, "config", None), "bos_token_id", None) if add_BOS else None
+        )
         if add_BOS and bos_token is None:
             raise ConfigurationError("add_BOS=True needs bos_token_id in the model's configuration.")
         new = (max_length or 128) - inputs.shape[1] if max_new_tokens is None else max_new_tokens
@@ -147,9 +149,9 @@ class AcceleratedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("module", "owner"):
+            if name in ("module", "prepared"):
                 raise
-            return getattr(self.owner, name)
+            return getattr(self.prepared.attributes, name)
 
 
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
@@ -161,7 +163,7 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
     compiled: Any = None
     while True:
         if isinstance(inner, AcceleratedModel):
-            compiled = inner.call if compiled is None and inner.call is not inner.engine else compiled
+            compiled = inner.call if compiled is None and inner.call is not inner.prepared.call else compiled
             inner = inner.module
         elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = inner.module

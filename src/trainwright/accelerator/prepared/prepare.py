@@ -39,7 +39,7 @@ from trainwright.data.iterable import is_divided
 from trainwright.data.loader import copy_loader
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.engine import Engine
+from trainwright.strategies.engine import Engine, LoopModel, PreparedLoop, RunGroup
 from trainwright.strategies.steps.gradients import parameters_of
 from trainwright.strategies.steps.loss_scale import LossScale
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LoopPlan:
-    """Settings of a user-written loop that `Engine.prepare_models` reads. The fields are those of `TrainingPlan`."""
+    """Settings of a user-written loop that `Engine.prepare_loop` reads. The fields are those of `TrainingPlan`."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
@@ -72,6 +72,7 @@ class PreparedObjects:
 
     Attributes:
         models, optimizers, schedulers, dataloaders: The results of `prepare`, in the order of preparation.
+        run_group: See `LoopModel.run_group`.
         seed: The seed of all processes, once a loader has been prepared.
     """
 
@@ -91,6 +92,7 @@ class PreparedObjects:
         self._scale, self._make_context = scale, make_context
         self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
         self._schedule_steps, self.megatron = schedule_steps, megatron
+        self.run_group: RunGroup | None = None
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -151,9 +153,7 @@ class PreparedObjects:
         for i, model in zip(models, found_models, strict=True):
             found[i] = model
         for i, value in enumerate(found):
-            if isinstance(value, AcceleratedOptimizer):
-                self._adopt(value)
-            elif isinstance(value, AcceleratedScheduler) or is_scheduler(value):
+            if isinstance(value, AcceleratedScheduler) or is_scheduler(value):
                 found[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
         if models:
             _warn_of_other_parameters(found, self.models, self.optimizers)
@@ -182,9 +182,11 @@ class PreparedObjects:
                     f"{type(own).__name__} was sharded by another Accelerator. Prepare and train it with that one, or "
                     "create the model again."
                 )
-            elif isinstance(model, AcceleratedModel) and model.engine is not own:  # joined once, by another Accelerator
+            elif (
+                isinstance(model, AcceleratedModel) and model.prepared.call is not own
+            ):  # joined once, by another Accelerator
                 model.release()
-                found[i] = self._once(own, self.models, partial(self._around, own, model.engine))
+                found[i] = self._once(own, self.models, partial(self._around, own, model.prepared))
             else:
                 new.append((i, own, placed and not self._check_placement(own, placed, evaluation_mode)))
         trained = [model for _, model, placed in new if placed and not evaluation_mode]
@@ -192,18 +194,27 @@ class PreparedObjects:
             self._compare(trained)
         if trained:
             self._engine.precision.convert(trained, self._engine.device, self._engine.conversions)
-        optimizers = [optimizer.given for optimizer in self.optimizers]
+        from_engine = iter(self._prepare_loop(trained, schedules).models)
+        for i, model, placed in new:
+            if placed and not evaluation_mode:
+                prepared = next(from_engine)
+            else:
+                prepared = LoopModel.unchanged(move_module(model, self._state.device) if placed else model)
+            self.run_group = self.run_group or prepared.run_group
+            found[i] = self._once(model, self.models, partial(self._around, model, prepared))
+        return found
+
+    def _prepare_loop(self, models: Sequence[nn.Module], schedules: Sequence[Any] = ()) -> PreparedLoop:
+        """Let the engine prepare new models, and all optimizers so far. Collective."""
         configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
         # The first loader is the training data.
         size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
         plan = LoopPlan(configs, self._groups.num_steps, size)
-        engines = iter(self._engine.prepare_models(trained, optimizers, plan))
-        for i, model, placed in new:
-            if placed and not evaluation_mode:
-                engine = next(engines)
-            else:
-                engine = move_module(model, self._state.device) if placed else model
-            found[i] = self._once(model, self.models, partial(self._around, model, engine))
+        found = self._engine.prepare_loop(models, [optimizer.given for optimizer in self.optimizers], plan)
+        for optimizer, stepped in zip(self.optimizers, found.optimizers, strict=True):
+            optimizer.optimizer = stepped
+            if self.megatron is not None:
+                self.megatron.clip(stepped)
         return found
 
     def _compare(self, models: Sequence[nn.Module]) -> None:
@@ -236,33 +247,27 @@ class PreparedObjects:
             )
         return dispatched
 
-    def _around(self, model: nn.Module, engine: Callable[..., Any]) -> nn.Module:
-        call = self._engine.compile_model(model, engine)
+    def _around(self, model: nn.Module, prepared: LoopModel) -> nn.Module:
+        call = self._engine.compile_model(model, prepared.call)
         if self.megatron is not None:
             call = partial(self.megatron.run, model, call)
         if call is model and self._make_context is None:
             return model
-        own = self._engine
-        owner = own.owner_of_attributes(model, engine)
-        return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
+        engine = self._engine
+        return AcceleratedModel(model, prepared, call, self._make_context, engine.explain_error, engine.no_sync)
 
     def engine_of(self, model: object) -> Any:
         """Return the module that trains a model, or the optimizer that a prepared optimizer steps."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
-        return prepared.engine if isinstance(prepared, AcceleratedModel) else model
+        return prepared.prepared.call if isinstance(prepared, AcceleratedModel) else model
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare an optimizer; see `Accelerator.prepare_optimizer`."""
         found = self._wrapped_optimizer(optimizer)
-        self._adopt(found)
+        self._prepare_loop([])
         return found
-
-    def _adopt(self, optimizer: AcceleratedOptimizer) -> None:
-        optimizer.optimizer = self._engine.adopt_optimizer(optimizer.given)
-        if self.megatron is not None:
-            self.megatron.clip(optimizer.optimizer)
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         own = self._own(optimizer)
