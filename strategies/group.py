@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -106,7 +105,7 @@ class StepGroup:
         self.is_complete, self.has_failed, self.is_short = True, False, False
         self._num_steps, self._is_mean = 1, False
         self._divisor: float = 1  # of losses before the last micro-batch
-        self._num_real = 0  # real micro-batches of all ranks in the group
+        self._num_missing = 0  # micro-batches of padding in the group, over all ranks
         self.micro_batch = FULL
         self._is_corrected = False
         self._num_items: Any = None  # of this rank's earlier micro-batches; None: they have no counts
@@ -141,9 +140,12 @@ class StepGroup:
             has_padding = self.micro_batch.is_padding or reading.batch().is_padding
             if has_padding and self.habit.is_ambiguous:
                 _warn_of_ambiguous_padding()
+            if self.micro_batch is not FULL:
+                self._count_missing(self.micro_batch)
         if self.position == 1:
-            self._divisor = self._foreseen_divisor(reading if ends_with_data else None)
-        self._count_real(self.micro_batch)
+            self._divisor = num_steps
+            if is_mean and ends_with_data and reading is not None:
+                self._divisor = self._foreseen_divisor(reading)
         is_full = self.position >= num_steps
         self.is_complete, self.is_short = is_last or is_full, not is_full and is_last
 
@@ -153,25 +155,21 @@ class StepGroup:
         self.position = 1
         self._num_steps, self._is_mean, self._divisor = num_steps, False, num_steps
         self.micro_batch = micro_batch
-        self._count_real(micro_batch)
+        self._count_missing(micro_batch)
 
     def reset(self) -> None:
         """Forget the micro-batches of the group."""
-        self.position = self._num_real = self._counted_at = 0
+        self.position = self._num_missing = self._counted_at = 0
         self.is_complete, self.has_failed, self.is_short, self._is_corrected = True, False, False, False
         self._num_items = self._due = None
 
-    def _count_real(self, micro_batch: MicroBatch) -> None:
+    def _count_missing(self, micro_batch: MicroBatch) -> None:
         if not self._engine.gradients.averaged:
-            self._num_real += not micro_batch.is_padding
-        elif micro_batch.num_real is None:
-            self._num_real += self._engine.num_readers
-        else:
-            self._num_real += micro_batch.num_real
+            self._num_missing += micro_batch.is_padding
+        elif micro_batch.num_real is not None:
+            self._num_missing += self._engine.num_readers - micro_batch.num_real
 
-    def _foreseen_divisor(self, reading: Pass | None) -> float:
-        if not self._is_mean or reading is None:
-            return self._num_steps
+    def _foreseen_divisor(self, reading: Pass) -> float:
         num_left = self.habit.num_left(reading, self._num_steps)
         return self._num_steps if num_left is None else min(self._num_steps, 1 + num_left)
 
@@ -179,8 +177,10 @@ class StepGroup:
     def _final_divisor(self) -> float:
         """Divisor of the losses of a complete group: the gradient is the mean over the real micro-batches."""
         divisor = self.position if self._is_mean else self._num_steps
+        if not self._num_missing:
+            return divisor
         num_all = self._engine.num_readers * self.position
-        return divisor if self._num_real == num_all else divisor * max(self._num_real, 1) / num_all
+        return divisor * max(num_all - self._num_missing, 1) / num_all
 
     # Weights
 
@@ -190,7 +190,8 @@ class StepGroup:
         Raises:
             TaskError: Earlier micro-batches of the group have counts of items.
         """
-        self.refuse_plain()
+        if self._num_items is not None:
+            self.refuse_plain()
         divisor = self._divisor
         if self.is_complete:
             final = self._final_divisor
@@ -303,6 +304,7 @@ class StepGroups:
         self._groups: dict[tuple[int, ...], StepGroup] = {}  # by the ids of their models
         self._current: StepGroup | None = None  # of the newest block
         self._is_inside = False  # a block
+        self._outer: list[StepGroup | None] = []  # groups of the blocks around the newest one
         self._delivered_at_block: tuple[Pass | None, int] = (None, 0)
         self._alone = StepGroup((), engine)  # of backwards in a loop without blocks
         self._weighing = self._alone  # the group of the newest loss
@@ -347,16 +349,16 @@ class StepGroups:
 
     # Micro-batches
 
-    @contextmanager
-    def block(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Return a context for one micro-batch, which trains `models` (empty: all models).
+    def begin(self, models: Sequence[nn.Module]) -> None:
+        """Begin the block of a micro-batch, which trains `models` (empty: all models). `end` must follow.
 
         If the last micro-batch of a group raised an error, the gradients of its group are freed with a warning when the
         next group begins.
         """
-        outer = self._current, self._is_inside
-        self._current, self._is_inside = self._group_of(models), True
-        group = self._current
+        if self._is_inside:
+            self._outer.append(self._current)
+        group = self._group_of(models)
+        self._current, self._is_inside = group, True
         if group.has_failed:
             self._free(group)
         group.begin(
@@ -366,30 +368,33 @@ class StepGroups:
             is_mean=self.short_group == "mean",
         )
         self.sync_gradients = group.is_complete
-        if self.reading is not None:
-            self._delivered_at_block = self.reading, self.reading.num_delivered
-        try:
-            yield
-        except BaseException:
-            group.has_failed = group.is_complete
-            raise
-        finally:
-            if outer[1]:
-                self._current = outer[0]
-            self._is_inside = outer[1]
+        if self._passes:
+            self._delivered_at_block = self._passes[-1], self._passes[-1].num_delivered
+
+    def end(self, *, has_failed: bool) -> None:
+        """End the block of a micro-batch. `has_failed`: it has raised an error."""
+        if has_failed and self._current is not None:
+            self._current.has_failed = self._current.is_complete
+        if self._outer:
+            self._current = self._outer.pop()
+        else:
+            self._is_inside = False
 
     def _group_of(self, models: Sequence[nn.Module]) -> StepGroup:
         key = tuple(map(id, models))
-        if key not in self._groups:
-            self._groups[key] = StepGroup(models, self._engine)
-        return self._groups[key]
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = StepGroup(models, self._engine)
+        return group
 
     def _pass_for(self, group: StepGroup) -> Pass | None:
         """Return the pass to which the next micro-batch of a group belongs."""
+        if self._passes:
+            return self._passes[-1]
         ended = self._ended
-        if self.reading is None and ended is not None and group.habit.holds_batches_of(ended, self.num_steps):
+        if ended is not None and group.habit.holds_batches_of(ended, self.num_steps):
             return ended
-        return self.reading
+        return None
 
     def _free(self, group: StepGroup) -> None:
         num_micro_batches = group.position
@@ -407,8 +412,11 @@ class StepGroups:
         if self._passes:
             return
         self._engine.gradients.free(parameters())
+        open_groups = [group for group in self._groups.values() if group.is_open]
+        if not open_groups:
+            return
         freed = set(map(id, parameters()))
-        for group in self._groups.values():
+        for group in open_groups:
             if not freed.isdisjoint(map(id, self._engine.parameters(group.models))):
                 group.reset()
 
@@ -458,7 +466,13 @@ class StepGroups:
 
     def weigh(self, loss: torch.Tensor, num_items: object = None) -> torch.Tensor:
         """Return a loss with its weight in the group; see `StepGroup.divide`, and with items `StepGroup.weigh`."""
-        self._weighing = group = self._group_of_backward()
+        group = self._current if self._is_inside else None
+        if group is None:
+            if num_items is None and self._is_plain:
+                self._weighing = self._alone
+                return loss
+            group = self._group_after_block()
+        self._weighing = group
         if num_items is not None:
             return group.weigh(loss, num_items)
         if self.has_set_sync:
@@ -468,13 +482,18 @@ class StepGroups:
             self._warn_of_short_group(group.position)
         return group.divide(loss)
 
-    def _group_of_backward(self) -> StepGroup:
-        """Return the group of the block, or of the block that has just ended, or else a group of one micro-batch."""
-        current = self._current
-        if not self._is_inside:
-            self._current = None
-        if current is not None:
-            return current
+    @property
+    def _is_plain(self) -> bool:
+        """True if each batch is a group, and the present one is not padding: the usual loop, which must be fast."""
+        if self.num_steps > 1 or self._current is not None or self._set_before is not None:
+            return False
+        return not self._passes or self._passes[-1].batch() is FULL
+
+    def _group_after_block(self) -> StepGroup:
+        """Return the group of the block that has just ended, or else a group of one micro-batch."""
+        if self._current is not None:
+            group, self._current = self._current, None
+            return group
         if self._set_before in (None, True):  # otherwise, the loop continues its own group
             self._alone.begin_alone(self.micro_batch, self.num_steps)
         self._alone.is_complete = self.sync_gradients
@@ -483,7 +502,7 @@ class StepGroups:
     @property
     def starts_group(self) -> bool:
         """True if the newest loss is of the first micro-batch of its optimizer step."""
-        return self._weighing.position == 1 if self._set_before is None else self._set_before
+        return self._weighing.position <= 1 if self._set_before is None else self._set_before
 
     def complete(self) -> None:
         """Finish the gradients after the last backward of a group."""

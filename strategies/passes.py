@@ -56,11 +56,13 @@ class Pass:
         self.num_left = num_left
         self.position += 1
         self.num_delivered += 1
-        if batch != FULL:
+        if batch is not FULL:
             self._unusual[self.num_delivered] = batch
 
     def batch(self, number: int | None = None) -> MicroBatch:
         """Return the `number`-th batch of this pass (1-based). Default: None, the newest one."""
+        if not self._unusual:
+            return FULL
         return self._unusual.get(self.num_delivered if number is None else number, FULL)
 
 

@@ -47,6 +47,8 @@ FILES = (
     "strategies/precision.py",
     "strategies/mesh.py",
     "strategies/units.py",
+    "strategies/group.py",
+    "strategies/passes.py",
     "strategies/steps/*.py",
     "strategies/ddp/*.py",
     "strategies/fsdp/*.py",

@@ -667,11 +667,20 @@ class Accelerator:
         Args:
             models: Models that are trained in the context, each with one forward and backward.
         """
-        with self._groups.block(models), ExitStack() as stack:
-            if not (self._groups.sync_gradients or self._syncs_each_batch):
-                for model in models:
-                    stack.enter_context(self.no_sync(model))
-            yield
+        groups = self._groups
+        groups.begin(models)
+        has_failed = True
+        try:
+            if groups.sync_gradients or self._syncs_each_batch:
+                yield
+            else:
+                with ExitStack() as stack:
+                    for model in models:
+                        stack.enter_context(self.no_sync(model))
+                    yield
+            has_failed = False
+        finally:
+            groups.end(has_failed=has_failed)
 
     def _accumulated_parameters(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
         """Return the parameters of models, and of the optimizers of these models. Without models, of all."""

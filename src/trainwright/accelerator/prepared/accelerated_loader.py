@@ -218,11 +218,17 @@ class AcceleratedLoader(SkippableLoader):
         outer, reading = self._reading, Pass(self, first, trains)
         self._reading = self._newest = reading
         self._groups.begin_pass(reading)
+        prepared = self.prepared
+        rounds = prepared.num_batches if self.even_batches else self._own_batches
+        # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
+        full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
         try:
             own: dict[str, Any] = {} if self.even_batches else {"limit": self._own_batches, "world": 1}
-            for group in iterate_groups(self.prepared, start_batch=first, **own):
-                batch = group.batches.pop()  # only the loop holds it, and may free it
-                reading.deliver(self._described(group, batch), self._num_left(group))
+            for group in iterate_groups(prepared, start_batch=first, **own):
+                batch, index = group.batches.pop(), group.first_idx  # only the loop holds it, and may free it
+                num_left = 0 if group.is_last else None if rounds is None else rounds - index - 1
+                is_full = index < full and group.weights is None
+                reading.deliver(FULL if is_full else self._described(group, batch), num_left)
                 if self._mover is not None:
                     batch = self._mover(batch)
                 yield batch
@@ -233,25 +239,15 @@ class AcceleratedLoader(SkippableLoader):
             if self._reading is reading:
                 self._reading = outer
 
-    def _num_left(self, group: Group) -> int | None:
-        """Return the number of batches of this pass after a group of one batch. None if it is unknown, but not 0."""
-        if group.is_last:
-            return 0
-        rounds = self.prepared.num_batches if self.even_batches else self._own_batches
-        return None if rounds is None else rounds - group.first_idx - 1
-
     def _described(self, group: Group, batch: object) -> MicroBatch:
         """Return what is known about the batch of a group of one batch."""
-        counts = self.prepared.counts
-        # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
-        may_be_short = counts is None or group.first_idx >= counts[self.prepared.options.rank] - 1
-        num_rows = self._num_rows(batch, group.first_idx) if may_be_short else None
+        num_rows = self._num_rows(batch, group.first_idx)
         is_repeated = group.weights == [0.0]
         if self.prepared.options.completes_rounds:  # repeated samples have the weight of other samples
             num_rows, is_padding, num_real = 0 if is_repeated else num_rows, False, None
         else:
             is_padding, num_real = is_repeated, group.num_real
-        if (is_padding, num_real, num_rows) == (False, None, None):
+        if not is_padding and num_real is None and num_rows is None:
             return FULL
         return MicroBatch(is_padding, num_real, num_rows)
 
