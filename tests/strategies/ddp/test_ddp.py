@@ -20,6 +20,7 @@ from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches,
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
 from trainwright.strategies import DDPStrategy, EngineSettings
+from trainwright.strategies.ddp.replicas import unused_parameters
 from trainwright.strategies.precision import Precision
 from trainwright.trainer.trainer import Trainer
 
@@ -244,3 +245,11 @@ def test_replicas_average_what_is_unfrozen_during_a_fit(name: str, trained: list
 def test_parameters_that_a_step_does_not_use_are_named_by_the_error_otherwise() -> None:
     with pytest.raises(RankError, match=r"some of its parameters: heads\.1\.weight.*find_unused_parameters=True"):
         run_distributed(lambda: fit(DDPStrategy(), PartlyUsedTask()), 2, timeout=40)
+
+
+@pytest.mark.parametrize(("number", "end"), [(10, "9.weight. "), (12, "9.weight and 2 more. ")])
+def test_ten_unused_parameters_are_named_and_further_ones_are_counted(number: int, end: str) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(number)))
+    text = "Expected to have finished reduction in the prior iteration. "
+    text += f"Parameter indices which did not receive grad for rank 0: {' '.join(map(str, range(number)))}"
+    assert end in str(unused_parameters(RuntimeError(text), model))
