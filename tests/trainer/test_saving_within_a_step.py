@@ -157,10 +157,6 @@ def at_13(act: Callable[[Any], object]) -> Callback:
     return LambdaCallback(on_train_step_end=lambda trainer, task, result: trainer.global_step == 13 and act(trainer))
 
 
-def stop_at_the_end(trainer: Any) -> None:
-    trainer.at_step_end(lambda: setattr(trainer, "should_stop", True))
-
-
 def fail(trainer: Any) -> None:
     raise OSError("the data is gone")
 
@@ -170,7 +166,7 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
     "max_steps at an epoch's end": ({"max_steps": 18}, [], 18),
     "max_epochs": ({"max_epochs": 2}, [], 18),
     "a stop request": ({"max_epochs": 3}, [at_13(lambda trainer: setattr(trainer, "should_stop", True))], 13),
-    "a stop request at the end of a step": ({"max_epochs": 3}, [at_13(stop_at_the_end)], 13),
+    "a late stop": ({"max_epochs": 3}, [at_13(lambda t: t.at_step_end(lambda: setattr(t, "should_stop", True)))], 13),
     "max_time": ({"max_epochs": 3}, [at_13(lambda trainer: trainer.request_stop("time", closes_epoch=False))], 13),
     "a signal": ({"max_epochs": 3}, [at_13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
     "an error": ({"max_epochs": 3}, [at_13(fail)], 13),

@@ -66,11 +66,10 @@ class OpsInBackward(Operators, Callback):
 class Counted(Blocks):
     """Knows how often each of its blocks was called while it trained, and whether with a cache of transformers."""
 
-    config = SimpleNamespace(use_cache=True)
-
     def __init__(self) -> None:
         super().__init__()
         self.calls = [0, 0, 0]
+        self.config = SimpleNamespace(use_cache=True)
         for i, block in enumerate(self.blocks):
             block.mix.register_forward_pre_hook(lambda *_, i=i: self._count(i))
 
