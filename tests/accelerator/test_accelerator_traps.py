@@ -27,6 +27,8 @@ def _loader(num: int = 8, **options: Any) -> Any:
 class Scores(nn.Module):
     """A model with a loss of its own."""
 
+    hf_device_map = {"": "cpu"}  # noqa: RUF012  # transformers sets it also where all is in one place
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = _net()

@@ -122,3 +122,5 @@ def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Pat
     clean_stale(tmp_path)
     assert os.listdir(tmp_path) == ["last"]
     assert verify(path) == []
+    with pytest.raises(FileNotFoundError, match=r"Checkpoints in .*: last\."):
+        read_checkpoint(tmp_path / "first")

@@ -92,6 +92,14 @@ def test_nothing_is_saved_behind_a_step_that_was_not_finite(
     assert sorted(read_manifest(path.parent).step for path in tmp_path.glob("*/manifest.json")) == saved
 
 
+@pytest.mark.usefixtures("_behind")
+def test_each_step_is_looked_at_where_its_own_gradients_are() -> None:
+    task = StepTask(lambda task, batch, batch_idx: task.net[-batch_idx].weight.sum() * (1.0, NAN)[batch_idx])
+    with pytest.raises(NonFiniteError) as caught:
+        fitted(task, batches(2), max_epochs=1, on_nonfinite="raise")
+    assert caught.value.parameters == ("net.3.weight",)
+
+
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # the first scaled step overflows
 def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule(precision: str) -> None:

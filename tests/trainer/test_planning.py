@@ -12,6 +12,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright import DataModule, Trainer
 from trainwright.callbacks.callback import Callback
+from trainwright.strategies import FSDPStrategy
 from trainwright.trainer.planning.run_plan import Plan
 
 
@@ -39,6 +40,9 @@ def test_a_plan_of_one_process() -> None:
     assert plan.precision["reduction"] == "none"
     assert plan.memory["forecast_bytes"] == 4 * (49 + 2 * 49 + 49 + 2 * 32)  # two temporary copies of the largest
     assert "peak_bytes" not in plan.memory
+    unsharded = FSDPStrategy(reshard_after_forward=False)
+    plan = quiet_trainer(devices=2, strategy=unsharded).plan(RegressionTask(), regression_loader())
+    assert plan.memory["forecast_bytes"] is None
 
 
 def test_settings_name_their_sources(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,7 @@ BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
     "max_steps at an epoch's end": ({"max_steps": 18}, [], 18),
     "max_epochs": ({"max_epochs": 2}, [], 18),
     "a stop request": ({"max_epochs": 3}, [at_13(lambda trainer: setattr(trainer, "should_stop", True))], 13),
+    "a late stop": ({"max_epochs": 3}, [at_13(lambda t: t.at_step_end(lambda: setattr(t, "should_stop", True)))], 13),
     "max_time": ({"max_epochs": 3}, [at_13(lambda trainer: trainer.request_stop("time", closes_epoch=False))], 13),
     "a signal": ({"max_epochs": 3}, [at_13(lambda trainer: os.kill(os.getpid(), signal.SIGTERM))], 13),
     "an error": ({"max_epochs": 3}, [at_13(fail)], 13),

@@ -58,7 +58,8 @@ class PartlyUsedTask(RegressionTask):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(9)
-            self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+            sizes = (4, 4, 4, 4, 1)
+            self.heads = nn.ModuleList(nn.Sequential(*(nn.Linear(4, size) for size in sizes)) for _ in range(2))
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         output = self(batch[0]) + self.heads[batch_idx % 2](batch[0])
@@ -69,7 +70,7 @@ class PartlyUsedTask(RegressionTask):
 def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
     first, second = run_distributed(lambda: fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1], 2)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
-    assert not torch.equal(first["heads.1.weight"], weights_of(PartlyUsedTask())["heads.1.weight"])
+    assert not torch.equal(first["heads.1.0.weight"], weights_of(PartlyUsedTask())["heads.1.0.weight"])
 
 
 class DifferentTask(RegressionTask):
@@ -242,5 +243,6 @@ def test_replicas_average_what_is_unfrozen_during_a_fit(name: str, trained: list
 
 @pytest.mark.distributed
 def test_parameters_that_a_step_does_not_use_are_named_by_the_error_otherwise() -> None:
-    with pytest.raises(RankError, match=r"some of its parameters: heads\.1\.weight.*find_unused_parameters=True"):
+    named = r"some of its parameters: heads\.1\.0\.weight, .*, heads\.1\.4\.bias\. .*find_unused_parameters=True"
+    with pytest.raises(RankError, match=named):  # all ten
         run_distributed(lambda: fit(DDPStrategy(), PartlyUsedTask()), 2, timeout=40)

@@ -104,8 +104,8 @@ class _Switching(torch.optim.SGD):
         self.eval(-1.0)
 
 
-def _switched(stage: int) -> list[dict[str, torch.Tensor]]:
-    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage))
+def _switched(stage: int, **options: Any) -> list[dict[str, torch.Tensor]]:
+    accelerator = Accelerator(strategy=DeepSpeedStrategy(stage=stage), **options)
     net, found = _net(1), []
     model, optimizer = accelerator.prepare(net, _Switching(net.parameters(), lr=0.5))
     for switch in (optimizer.eval, optimizer.train):
@@ -118,6 +118,7 @@ def _switched(stage: int) -> list[dict[str, torch.Tensor]]:
 def _train_all() -> dict[Any, Any]:
     found: dict[Any, Any] = {("dropped", stage): _dropped(stage) for stage in (0, 3)}
     found |= {("switched", stage): _switched(stage) for stage in (0, 2)}
+    found["in bf16"] = _switched(2, mixed_precision="bf16")
     return found | {("clipped", stage): _clipped_by_config(stage) for stage in (0, 3)}
 
 
@@ -142,6 +143,8 @@ def test_an_optimizer_switches_the_weights_of_the_model(stage: int, trained: lis
     weights = dict(_net(1).state_dict())
     wanted = [{name: value + 1.0 for name, value in weights.items()}, weights]
     torch.testing.assert_close(trained[1]["switched", stage], wanted)
+    # An engine of 16 bits rounds the weights at its start, and then keeps them in float32.
+    torch.testing.assert_close(trained[0]["in bf16"][1], {name: w.bfloat16().float() for name, w in weights.items()})
 
 
 def _grouped(net: nn.Module) -> tuple[torch.optim.Optimizer, Any]:

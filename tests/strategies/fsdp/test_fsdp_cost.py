@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,16 +64,21 @@ class OpsInBackward(Operators, Callback):
 
 
 class Counted(Blocks):
-    """Knows how often each of its blocks was called while it trained."""
+    """Knows how often each of its blocks was called while it trained, and whether with a cache of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = [0, 0, 0]
+        self.config = SimpleNamespace(use_cache=True)
         for i, block in enumerate(self.blocks):
             block.mix.register_forward_pre_hook(lambda *_, i=i: self._count(i))
 
     def _count(self, i: int) -> None:
         self.calls[i] += 1
+
+    def forward(self, inputs: torch.Tensor, use_cache: bool = True) -> torch.Tensor:
+        self.uses_cache = use_cache
+        return super().forward(inputs)
 
 
 def keep_affine_maps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -95,7 +101,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], list[int], tuple[int, int]]] = {
 }
 
 
-def _train_in_all_variants() -> dict[str, tuple[list[int], Counter[str], dict[str, torch.Tensor]]]:
+def _train_in_all_variants() -> dict[str, tuple[list[int], Counter[str], dict[str, torch.Tensor], bool]]:
     found = {}
     for name, (options, _, _) in _VARIANTS.items():
         task, ops = Counted(), OpsInBackward()
@@ -103,7 +109,7 @@ def _train_in_all_variants() -> dict[str, tuple[list[int], Counter[str], dict[st
             devices="auto", strategy=FSDPStrategy(**options), max_steps=1, callbacks=[ops], num_sanity_val_steps=0
         )
         trainer.fit(task, batches(2))
-        found[name] = (task.calls, ops.counts, weights_of(task))
+        found[name] = (task.calls, ops.counts, weights_of(task), task.uses_cache)
     return found
 
 
@@ -119,7 +125,8 @@ def variants() -> dict[str, Any]:
 def test_what_is_computed_anew_is_what_was_asked_for_and_trains_to_the_same_bits(
     name: str, variants: dict[str, Any]
 ) -> None:
-    (_, expected_calls, in_backward), (calls, counts, weights) = _VARIANTS[name], variants[name]
+    (_, expected_calls, in_backward), (calls, counts, weights, uses_cache) = _VARIANTS[name], variants[name]
     assert calls == expected_calls
+    assert uses_cache == (name == "kept")  # what runs again would append to it again
     assert (counts["aten.addmm.default"], counts["aten.tanh.default"]) == in_backward
     torch.testing.assert_close(weights, variants["kept"][2], rtol=0, atol=0)

@@ -94,7 +94,9 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
     assert prefetcher._held_bytes <= 25
-    _idle(prefetcher, in_use=1)
+    _begin_use(prefetcher, numbers[5])
+    assert list(prefetcher._jobs) == numbers[1:3]  # nothing new before half of the budget is free
+    _idle(prefetcher, in_use=2)
 
 
 def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
@@ -153,6 +155,15 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> CopyStream:
     monkeypatch.setattr(FakeStream, "present", [FakeStream("computes")])
     monkeypatch.setattr(FakeStream, "log", [])
     return CopyStream(torch.device("cuda", 0))
+
+
+def test_a_buffer_is_used_again_while_another_is_free() -> None:
+    buffers = PinnedBuffers(8, pinned=False)
+    first, second = buffers.acquire(), buffers.acquire()
+    buffers.release(first, None)
+    assert buffers.acquire() is not first
+    buffers.release(second, None)
+    assert buffers.acquire() is first
 
 
 def _run() -> None:

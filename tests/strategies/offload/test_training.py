@@ -121,6 +121,10 @@ def test_units_are_found_by_size_where_nobody_names_them() -> None:
         def on_train_start(self, trainer: Any, task: Any) -> None:
             found.append(len(trainer.strategy.weight_stream.units))
 
+        def on_after_backward(self, trainer: Any, task: Any) -> None:
+            flats = [flat for unit in trainer.strategy.weight_stream.units for _, flat in unit.flats]
+            assert sum(flat.untyped_storage().nbytes() for flat in flats) == 0  # units leave the device
+
     strategy = OffloadStrategy(stream=True)
     assert_same(train(Tiny(units=False), strategy, callbacks=[Look()]), train(Tiny(units=False)))
     assert found[0] >= DEPTH
