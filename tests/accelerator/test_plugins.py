@@ -323,28 +323,6 @@ def test_what_contradicts_itself_is_an_error_before_anything_starts(arguments: d
     assert not PartialState._shared_state
 
 
-def test_the_loss_scale_has_the_options_of_its_handler_and_is_part_of_the_state(tmp_path: Path) -> None:
-    def start() -> tuple[Accelerator, Any, Any]:
-        options = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, growth_interval=1)
-        net = nn.Linear(3, 1, bias=False)
-        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[options])
-        return accelerator, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def scale_of_a_step(accelerator: Accelerator, model: Any, optimizer: Any) -> float:
-        accelerator.backward(model(torch.ones(1, 3)).sum())
-        scale = float(model.module.weight.grad[0, 0])  # the gradient itself is 1
-        optimizer.step()
-        optimizer.zero_grad()
-        return scale
-
-    first = start()
-    assert [scale_of_a_step(*first) for _ in range(3)] == [8.0, 32.0, 128.0]
-    first[0].save_state(tmp_path / "state")
-    second = start()
-    second[0].load_state(tmp_path / "state")
-    assert scale_of_a_step(*second) == 512.0
-
-
 def test_autocast_has_the_options_of_its_handler() -> None:
     net, inputs = nn.Linear(3, 2), torch.randn(4, 3)
     off = AutocastKwargs(enabled=False)

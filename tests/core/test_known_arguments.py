@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.sources import ROOT
-from trainwright import Accelerator, Trainer
 
 _PROGRAM = """
 from trainwright import Accelerator, Trainer
@@ -19,12 +17,6 @@ Trainer(max_epochs="3")
 Accelerator(mixed_precision="bf16")
 Accelerator(mixed_precison="bf16")
 """
-
-
-@pytest.mark.parametrize("front_door", [Trainer, Accelerator])
-def test_no_front_door_takes_any_keyword(front_door: type) -> None:
-    kinds = {parameter.kind for parameter in inspect.signature(front_door).parameters.values()}
-    assert inspect.Parameter.VAR_KEYWORD not in kinds
 
 
 @pytest.mark.engines
