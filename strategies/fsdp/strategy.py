@@ -424,6 +424,7 @@ class FSDPEngine(ParallelEngine):
                 self._replaced[old] = new
         for optimizer in optimizers:
             self._refer_to_shards(optimizer)
+        check_optimizers(optimizers, self.precision)  # some need parameters that are divided evenly
         return PreparedLoop(found, list(optimizers))
 
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:

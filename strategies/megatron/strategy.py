@@ -338,6 +338,7 @@ class PipelineEngine(FSDPEngine):
             found.append(LoopModel(call=loop, attributes=model, run_group=loop.forward_backward))
         for optimizer in optimizers:
             self._refer_to_shards(optimizer)
+        check_optimizers(optimizers, self.precision)  # some need parameters that are divided evenly
         return PreparedLoop(found, list(optimizers))
 
     @contextmanager
