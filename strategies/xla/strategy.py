@@ -117,7 +117,7 @@ class XLAEngine(ParallelEngine):
         if size > 1:
             self.gradients = AveragedGradients(self.device, self.processes, self.library)
         self._models: list[nn.Module] = []
-        self._synced: WeakSet[Optimizer] = WeakSet()  # after whose steps the device is told to compute
+        self._synced: WeakSet[Optimizer] = WeakSet()  # optimizers whose steps start the computation on the device
         self._shapes: list[dict[str, tuple[int, ...]]] = []  # shapes of the batches of the current step
         self._seen: dict[bool, list[Any]] = {True: [], False: []}  # shapes of training and of evaluation steps so far
         self._num_repeated = self._num_warnings = 0

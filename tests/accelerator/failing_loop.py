@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 
 def serve(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Run all loops in forked processes. Return the options in a forked rank, which goes on as the script."""
+    """Run all loops in forked processes. In a forked rank, return its options, with which the script continues."""
     waiting = list(enumerate(cases))
     running: dict[int, tuple[int, int, float]] = {}  # case, rank and start of each process
     results = [{"codes": {}, "ended_at": 0.0} for _ in cases]

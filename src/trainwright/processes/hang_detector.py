@@ -298,7 +298,7 @@ class HangDetector:
         return not saves and now - self._failure_seen_at >= _PATIENCE_S
 
     def _grace_s(self, is_gone: bool) -> float:
-        """Return how long this process goes on after the failed rank has left the run, or after its process is gone."""
+        """Return the seconds until this process ends, from when the failed rank left the run or its process ended."""
         return _GRACE_S
 
     def _end(self) -> None:
