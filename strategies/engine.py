@@ -25,7 +25,7 @@ from trainwright.core.process import Topology
 from trainwright.core.run import Run, SchedulerConfig
 from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move, move_module
+from trainwright.core.tree import move
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.process_group import AbsentOthers, Processes
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
@@ -37,10 +37,12 @@ from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.steps.transfer import move_task
+from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled_module, repeated_blocks
 
 MakeOptimizers = Callable[[], list[Optimizer]]
+Models = Sequence[nn.Module]
+Optimizers = Sequence[Optimizer] | MakeOptimizers | None
 
 
 class Description(Protocol):
@@ -70,43 +72,52 @@ over all ranks (0-dim)."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoopModel:
-    """What a user-written loop uses instead of a model.
+class PreparedModel:
+    """What a loop uses instead of a model.
 
     Attributes:
-        call: What the loop calls: the model, a wrapper of it, or a function.
+        call: What is called in training: the model, a wrapper of it, or a function.
         attributes: Object whose attributes a user reads: the model, or a library's wrapper of it.
+        evaluate: What a Trainer's evaluation calls. None: the methods of the model itself.
         run_group: Runs the micro-batches of an optimizer step together. None: they run separately.
     """
 
     call: Callable[..., Any]
     attributes: object
+    evaluate: Callable[..., Any] | None = None
     run_group: RunGroup | None = None
 
     @classmethod
-    def unchanged(cls, model: nn.Module) -> LoopModel:
+    def unchanged(cls, model: nn.Module) -> PreparedModel:
         """Return what a loop uses instead of a model that no engine wraps: the model itself."""
         return cls(call=model, attributes=model)
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedLoop:
-    """What a user-written loop uses instead of its models and optimizers.
+class Prepared:
+    """What a loop uses instead of its models and optimizers.
 
     Attributes:
         models: One entry for each model.
         optimizers: For each optimizer, the optimizer that the loop steps.
     """
 
-    models: list[LoopModel]
+    models: list[PreparedModel]
     optimizers: list[Optimizer]
+
+
+def made(optimizers: Optimizers) -> list[Optimizer]:
+    """Return the optimizers that are passed to `Engine.prepare`. Creates them if a function is passed."""
+    if optimizers is None:
+        return []
+    return optimizers() if callable(optimizers) else list(optimizers)
 
 
 class Engine(LightningMembers):
     """Engine that trains models on one kind of hardware.
 
-    Order of calls in a Trainer: constructor → `start` (device, processes) → `prepare` (model, optimizers) → `attach` →
-    steps → `close`. In a user-written loop, without a task: `start` → `prepare_loop` → `close`.
+    Order of calls in a Trainer: constructor → `start` (device, processes) → `prepare_task`, which calls `prepare` →
+    `attach` → steps → `close`. In a user-written loop, without a task: `start` → `prepare` → `close`.
 
     Args:
         strategy: Description of the engine.
@@ -123,12 +134,12 @@ class Engine(LightningMembers):
         gradients: Clips, scales and frees the gradients of the models.
         optimizers: The optimizers, in the task's order.
         scaler: Loss scaler for float16 mixed precision. None in other precisions, and before optimizers are created.
-        state: Reads and writes the task's state by the task's names. Set by `prepare`.
+        state: Reads and writes the task's state by the task's names. Set by `prepare_task`.
         step: Runs the optimizer steps. Set by `attach`.
         conversions: Callbacks that `close` calls to undo converted layers and compiled blocks.
         sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
-        when_configured: Called in `prepare` after the task's `configure_model`, before weights are moved or sharded.
-        when_built: Called in `prepare` directly after the task is built.
+        when_configured: Called after the task's `configure_model`, before weights are moved or sharded.
+        when_built: Called directly after the task is built.
     """
 
     autocasts: bool = True
@@ -181,13 +192,33 @@ class Engine(LightningMembers):
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        """Build the model on its device, and then its optimizers. Collective.
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Prepare models and optimizers, and return what a loop uses instead of them. Collective.
+
+        A user-written loop may prepare its models and optimizers in several calls.
 
         Args:
-            task: The task. `prepare` calls `configure_model`, moves the task to the device and converts it in place.
-            make_optimizers: Function that creates the optimizers once the parameters are final. None if nothing is
-                trained.
+            models: Models that were not prepared before. They are changed in place and moved to the device.
+            optimizers: All optimizers of the loop so far. If a parameter is replaced, the optimizers and their states
+                refer to the new parameter. Or a function that creates them once the parameters are final. None:
+                nothing is trained.
+            plan: Properties of the training, as far as they are known.
+            roots: For a Trainer: modules around the models, which its steps call. Default: none, for a user-written
+                loop, which calls the models.
+
+        Raises:
+            ConfigurationError: The engine cannot train these models with these optimizers.
+        """
+        for model in models:
+            self._place(model)
+        return Prepared([PreparedModel.unchanged(model) for model in models], made(optimizers))
+
+    def prepare_task(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+        """Build a Trainer's model, prepare it, and set what the steps use. Collective.
+
+        Args:
+            task: The task. Its `configure_model` is called. It is converted in place and moved to the device.
+            make_optimizers: See `prepare`.
             plan: Properties of the training.
         """
         self.task = task
@@ -197,14 +228,13 @@ class Engine(LightningMembers):
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         self.precision.convert([task], self.device, self.conversions)
-        self._place(task)
-        self.optimizers = make_optimizers() if make_optimizers is not None else []
-        self._context = self.precision.forward_context(self.device.type)
-        if self.precision.scaled and make_optimizers is not None:
-            self.scaler = self.gradients.make_scaler()
-        if self.settings.compile_options is not None:
-            self._training_call = self._eval_call = self._compile(StepModule(task))
-        self.state = FullState(task, self.optimizers, self.device, is_main=self.is_main)
+        root = StepModule(task)
+        found = self.prepare([task], make_optimizers, plan, [root])
+        self.optimizers = found.optimizers
+        self._context = self._make_context()
+        self.scaler = None if make_optimizers is None else self._make_scaler()
+        self._set_calls(found.models[0], root)
+        self.state = self.make_state(task, self.optimizers)
 
     def _build(self, task: TaskModule) -> None:
         """Call the task's `configure_model`."""
@@ -213,11 +243,40 @@ class Engine(LightningMembers):
         if self.when_configured is not None:
             self.when_configured()
 
-    def _place(self, task: TaskModule) -> None:
-        """Move the task's parameters and buffers to the device."""
-        move_task(task, self.device)
+    def _place(self, model: nn.Module) -> None:
+        """Move a model's parameters and buffers to the device."""
+        move_model(model, self.device)
 
-    def _compile(self, module: nn.Module) -> Callable[..., Any]:
+    def _make_context(self) -> AbstractContextManager[Any] | None:
+        """Return the context of each forward of a Trainer, or None."""
+        return self.precision.forward_context(self.device.type)
+
+    def _make_scaler(self) -> torch.amp.GradScaler | None:
+        """Return the loss scaler of a Trainer, or None."""
+        return self.gradients.make_scaler() if self.precision.scaled else None
+
+    def _set_calls(self, model: PreparedModel, root: StepModule) -> None:
+        """Set what a Trainer's steps call."""
+        self._training_call = None if model.call is self.task else model.call
+        self._eval_call = model.evaluate
+        if self.settings.compile_options is not None:
+            compiled = self._compile(root)
+            self._training_call = compiled if self._training_call is None else self._compile(self._training_call)
+            self._eval_call = self._eval_call or compiled
+
+    def make_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
+    ) -> FullState:
+        """Return the state of prepared models and optimizers for checkpoints.
+
+        Args:
+            models: The model, or a module whose children are the models.
+            optimizers: All optimizers that the loop steps.
+            names: Names of the optimizers' parameters that belong to no model. Default: None, no such parameters.
+        """
+        return FullState(models, optimizers, self.device, is_main=self.is_main, names=names)
+
+    def _compile(self, module: Callable[..., Any]) -> Callable[..., Any]:
         """Return a compiled `module`, or compile the task's repeated blocks in place and return `module` itself.
 
         The settings choose between the two. A compiled `module` calls `task.log` outside of the graph.
@@ -384,32 +443,12 @@ class Engine(LightningMembers):
         """Use another strategy, of the same class, for models that are prepared later. Not collective."""
         self.strategy = strategy
 
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Prepare models and optimizers, and return what a user-written loop uses instead of them. Collective.
-
-        A loop may prepare its models and optimizers in several calls.
-
-        Args:
-            models: Models that were not prepared before. They are changed in place and moved to the device.
-            optimizers: All optimizers of the loop so far. If a parameter is replaced, the optimizers and their states
-                refer to the new parameter.
-            plan: Properties of the training, as far as they are known.
-
-        Raises:
-            ConfigurationError: The engine cannot train these models with these optimizers.
-        """
-        return PreparedLoop(
-            [LoopModel.unchanged(move_module(model, self.device)) for model in models], list(optimizers)
-        )
-
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
         """Compile a prepared model if the settings request it, and return the callable. Not collective.
 
         Args:
             model: The user's model. A compiled module is not compiled again.
-            prepared: `LoopModel.call` of the model.
+            prepared: `PreparedModel.call` of the model.
         """
         options = self.settings.compile_options
         if options is None or is_compiled_module(model) or not isinstance(prepared, nn.Module):
@@ -421,18 +460,6 @@ class Engine(LightningMembers):
         compiled: Callable[..., Any] = torch.compile(prepared, **options)
         return compiled
 
-    def loop_state(
-        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
-    ) -> FullState:
-        """Return the state of a user-written loop for checkpoints.
-
-        Args:
-            models: The model, or a module whose children are the models.
-            optimizers: All optimizers of the loop.
-            names: Names of the optimizers' parameters that belong to no model.
-        """
-        return FullState(models, optimizers, self.device, is_main=self.is_main, names=names)
-
     def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward does not average gradients of a prepared model. Not collective.
 
@@ -440,7 +467,7 @@ class Engine(LightningMembers):
         backward passes in the context.
 
         Args:
-            prepared: `LoopModel.call` of a model.
+            prepared: `PreparedModel.call` of a model.
         """
         return nullcontext()
 
@@ -457,7 +484,7 @@ class Engine(LightningMembers):
         collective.
 
         Args:
-            prepared: `LoopModel.call` of a model.
+            prepared: `PreparedModel.call` of a model.
 
         Raises:
             ConfigurationError: The engine determines in the forward whether the backward averages gradients.
@@ -470,7 +497,7 @@ class Engine(LightningMembers):
         Return None if there is nothing to join or the engine does not support it.
 
         Args:
-            prepared: `LoopModel.call` of models, or torch's `Joinable` objects.
+            prepared: `PreparedModel.call` of models, or torch's `Joinable` objects.
         """
         return None
 

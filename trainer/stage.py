@@ -171,7 +171,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
         run.engine.when_built = partial(opened.show, run)
         if stage != "fit":
             warn_of_other_hyperparameters(run, opened)
-    run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
+    run.engine.prepare_task(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
     run.loop.schedules = Schedules(run.loop.schedules.configs, task)  # the engine may have changed their intervals
     profiling.watch_modules(run)
     run.loop.count_tokens |= "tokens" in run.settings.units

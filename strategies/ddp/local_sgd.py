@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ from trainwright.strategies.ddp.replicas import (
     check_can_be_alone,
     frozen_parameters,
 )
-from trainwright.strategies.engine import Engine, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of, weights_of_one_rank, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
@@ -103,30 +103,25 @@ class LocalSGDEngine(ParallelEngine):
         super().start(topology)
         self.gradients.averaged = False
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        super().prepare(task, make_optimizers, plan)
-        self._equalize(task)
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Copy rank 0's weights and buffers to all ranks. Collective.
+
+        In a user-written loop, the parameters of an optimizer are averaged after every `local_sgd_steps` of its steps.
+        """
+        found = super().prepare(models, optimizers, plan, roots)
+        for model in models:
+            self._equalize(model)
+        if not roots:
+            for optimizer in found.optimizers:
+                if optimizer not in self._num_steps:
+                    self._num_steps[optimizer] = 0
+                    self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
+        return found
 
     def _equalize(self, model: nn.Module) -> None:
         broadcast_from_main(model)
         self._models[model] = None
         self._frozen += frozen_parameters(model)  # parameters that are frozen later may already differ
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Copy rank 0's weights and buffers to all ranks, and count the steps of each optimizer. Collective.
-
-        The parameters of an optimizer are averaged after every `local_sgd_steps` of its steps.
-        """
-        found = super().prepare_loop(models, optimizers, plan)
-        for model in models:
-            self._equalize(model)
-        for optimizer in optimizers:
-            if optimizer not in self._num_steps:
-                self._num_steps[optimizer] = 0
-                self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
-        return found
 
     def _count_step_of(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._note_step()

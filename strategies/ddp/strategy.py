@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move_module
 from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.ddp.comm_hooks import (
     CommHook,
@@ -38,7 +36,7 @@ from trainwright.strategies.ddp.replicas import (
     frozen_parameters,
     unused_parameters,
 )
-from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
@@ -146,32 +144,57 @@ class DDPEngine(ParallelEngine):
         self._frozen: list[nn.Parameter] = []
         self._wrapped_step: Any = None
 
-    def _build(self, task: TaskModule) -> None:
-        super()._build(task)
-        if self.strategy.sync_batchnorm:  # includes layers of `configure_model`
-            nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]  # torch has no types here
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Wrap each model with trained parameters in DistributedDataParallel. Collective.
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        super().prepare(task, make_optimizers, plan)
-        trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
-        if trains and task.automatic_optimization:
-            self._wrap()
-        else:
-            broadcast_from_main(task)
-        if make_optimizers is not None and task.automatic_optimization and not trains:
-            self._frozen, self._wrapped_step = frozen_parameters(task), StepModule(task)
+        All ranks start with the weights and buffers of rank 0.
+        """
+        found = super().prepare(models, optimizers, plan, roots)
+        prepared = []
+        for model, root in zip(models, roots or models, strict=True):
+            call: nn.Module = model
+            if (
+                optimizers is not None
+                and self._averages_in_backward
+                and any(parameter.requires_grad for parameter in model.parameters())
+            ):
+                call = self._new_replica(root)
+            else:
+                broadcast_from_main(model)
+            prepared.append(PreparedModel(call=call, attributes=model))
+        return Prepared(prepared, found.optimizers)
+
+    def _place(self, model: nn.Module) -> None:
+        if self.strategy.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch has no types here
+        super()._place(model)
+
+    @property
+    def _averages_in_backward(self) -> bool:
+        """False with manual optimization, in which any number of backwards may follow a forward."""
+        task: TaskModule | None = vars(self).get("task")  # not in a user-written loop
+        return task is None or task.automatic_optimization
+
+    def _set_calls(self, model: PreparedModel, root: StepModule) -> None:
+        """Set what a Trainer's steps call: a replica in training.
+
+        Evaluation steps call the task itself, without broadcasting buffers: ranks may evaluate different numbers of
+        batches.
+        """
+        super()._set_calls(model, root)
+        self._replica = model.call if isinstance(model.call, DistributedDataParallel) else None
+        if self._replica is not None and self._reorders_buckets:
+            self._bucket_order.record(self._replica, self.task)
+        self._frozen = frozen_parameters(self.task) if self._averages_in_backward else []
+        self._wrapped_step = self._training_call or root
+        if self._frozen:
             self._training_call = self._run_thawed
 
     def _wrap(self) -> None:
         """Wrap the training step in DistributedDataParallel. Collective: copies rank 0's weights to all ranks."""
-        self._replica = self._new_replica(StepModule(self.task))
-        if self._reorders_buckets:
-            self._bucket_order.record(self._replica, self.task)
-        self._wrapped_step = self._replica if self.settings.compile_options is None else self._compile(self._replica)
-        self._frozen = frozen_parameters(self.task)
-        self._training_call = self._run_thawed if self._frozen else self._wrapped_step
-        # Evaluation steps call the task itself, without broadcasting buffers: ranks may evaluate different numbers of
-        # batches.
+        root = StepModule(self.task)
+        replica = self._new_replica(root)
+        self._set_calls(PreparedModel(call=replica, attributes=self.task, evaluate=self._eval_call), root)
 
     def _run_thawed(self, *args: object) -> Any:
         """Run a step. If a parameter was unfrozen, first replace the replica by one that averages its gradients."""
@@ -179,25 +202,6 @@ class DDPEngine(ParallelEngine):
             self._unwrap()
             self._wrap()
         return self._wrapped_step(*args)
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Wrap each model in DistributedDataParallel if any parameter requires gradients. Collective.
-
-        All ranks start with the weights and buffers of rank 0.
-        """
-        found = [LoopModel(call=self._replicate(model), attributes=model) for model in models]
-        return PreparedLoop(found, list(optimizers))
-
-    def _replicate(self, model: nn.Module) -> nn.Module:
-        move_module(model, self.device)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            broadcast_from_main(model)
-            return model
-        if self.strategy.sync_batchnorm:
-            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch has no types here
-        return self._new_replica(model)
 
     def _new_replica(self, module: nn.Module) -> DistributedDataParallel:
         replica = DistributedDataParallel(module, **self.ddp_options)

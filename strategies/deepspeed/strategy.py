@@ -25,7 +25,6 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move_module
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.deepspeed.checks import (
@@ -42,11 +41,20 @@ from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroGradients, ZeroOptimizer
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.engine import Description, Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import (
+    Description,
+    Engine,
+    MakeOptimizers,
+    Models,
+    Optimizers,
+    Prepared,
+    PreparedModel,
+    TrainingPlan,
+    made,
+)
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, JointState, state_dict_type_name
-from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import replace_parameters
@@ -229,31 +237,62 @@ class DeepSpeedEngine(ParallelEngine):
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+    def prepare_task(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
         check_task(task, trains=make_optimizers is not None)
-        super().prepare(task, make_optimizers, plan)
-        if make_optimizers is not None:
-            check_optimizers(self.optimizers, task, self.config, self.precision)
-            self.optimizers = [self._start_engine(self.optimizers[0], plan)]
-        elif self.stage == 3:
-            self._start_engine(None, plan)
-        else:
-            for parameter in task.parameters():
+        super().prepare_task(task, make_optimizers, plan)
+
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Create an engine for each model that is trained or sharded. Collective."""
+        if roots:
+            (model,), (root,) = models, roots
+            return self._prepare_root(model, root, optimizers, plan)
+        stepped = made(optimizers)
+        owned = [self._optimizer_of(model, models, stepped) for model in models]
+        for model, optimizer in zip(models, owned, strict=True):
+            check_full(model, built_in_shards=self.stage == 3)
+            if optimizer is not None:
+                check_optimizers([optimizer], model, self.config, self.precision, source="prepare() received")
+        found = [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
+        return Prepared(found, [self._stepped(optimizer) for optimizer in stepped])
+
+    def _prepare_root(
+        self,
+        model: nn.Module,
+        root: nn.Module,
+        optimizers: Optimizers,
+        plan: TrainingPlan,
+    ) -> Prepared:
+        """Create the engine of a Trainer's model, if it is trained or sharded. Collective."""
+        self._place(model)
+        if optimizers is None and self.stage < 3:
+            for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
-        self.scaler = None  # the engine scales the loss
-        if self.engine is not None and not self.autocasts:
-            self._context = None  # parameters and inputs have the dtype
-        self.state = self._state_of(self._model, task, self.optimizers)
+            return Prepared([PreparedModel.unchanged(model)], [])
+        stepped = made(optimizers)
+        if optimizers is not None:
+            check_optimizers(stepped, model, self.config, self.precision)
+        self._model = found = self._zero_model(model, root, stepped[0] if stepped else None, plan)
+        evaluate = found.engine if self.stage == 3 else None
+        prepared = PreparedModel(call=found.engine, attributes=found.engine, evaluate=evaluate)
+        return Prepared([prepared], [] if found.optimizer is None else [found.optimizer])
 
     def _build(self, task: TaskModule) -> None:
         check_unbuilt(task, self.config)
         with self._building():
             super()._build(task)
 
-    def _place(self, task: TaskModule) -> None:
+    def _place(self, model: nn.Module) -> None:
         if self.stage < 3:
-            super()._place(task)
-        self._place_tensors(task)
+            super()._place(model)
+        self._place_tensors(model)
+
+    def _make_scaler(self) -> torch.amp.GradScaler | None:
+        return None  # the engine scales the loss
+
+    def _make_context(self) -> AbstractContextManager[Any] | None:
+        if self.engine is not None and not self.autocasts:
+            return None  # parameters and inputs have the dtype
+        return super()._make_context()
 
     def _place_tensors(self, model: nn.Module) -> None:
         """Make parameters contiguous, and copy rank 0's buffers to every device. Collective."""
@@ -272,13 +311,6 @@ class DeepSpeedEngine(ParallelEngine):
             config_dict_or_path=for_building(self.config.content), remote_device=None if device == "none" else device
         )
         return context
-
-    def _start_engine(self, optimizer: Optimizer | None, plan: TrainingPlan) -> Any:
-        """Create DeepSpeed's engine for the task. Return the optimizer that this engine steps. Collective."""
-        self._model = found = self._zero_model(self.task, StepModule(self.task), optimizer, plan)
-        self._training_call = found.engine
-        self._eval_call = found.engine if self.stage == 3 else None
-        return found.optimizer
 
     def _zero_model(
         self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan
@@ -313,33 +345,19 @@ class DeepSpeedEngine(ParallelEngine):
         if self.stage > 0:
             self.capabilities = strategy.capabilities  # some gradients or weights are now sharded
 
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Create an engine for each model that is trained or sharded. Collective."""
-        owned = [self._optimizer_of(model, models, optimizers) for model in models]
-        for model, optimizer in zip(models, owned, strict=True):
-            check_full(model, built_in_shards=self.stage == 3)
-            if optimizer is not None:
-                check_optimizers([optimizer], model, self.config, self.precision, source="prepare() received")
-        found = [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
-        return PreparedLoop(found, [self._stepped(optimizer) for optimizer in optimizers])
-
-    def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> LoopModel:
-        if self.stage < 3:
-            move_module(model, self.device)
-        self._place_tensors(model)
+    def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> PreparedModel:
+        self._place(model)
         if optimizer is None and self.stage < 3:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
             self._untrained.append(model)
-            return LoopModel.unchanged(model)
+            return PreparedModel.unchanged(model)
         found = self._zero_model(model, model, optimizer, plan)
         if optimizer is not None:
             self.gradients.models.append(found)
             self._steps[optimizer] = ZeroOptimizer(found, self.gradients, self.config.clipping)
         found.input_dtype = self.precision.autocast_dtype if self._casts else None
-        return LoopModel(call=found, attributes=found.engine)
+        return PreparedModel(call=found, attributes=found.engine)
 
     def _optimizer_of(
         self, model: nn.Module, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
@@ -392,22 +410,27 @@ class DeepSpeedEngine(ParallelEngine):
         finally:
             prepared.engine.set_gradient_accumulation_boundary(True)
 
-    def loop_state(
-        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
+    def make_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
     ) -> FullState:
         is_container = type(models) is nn.Module
         parts: list[tuple[str, FullState]] = []
         for name, model in models.named_children() if is_container else [("", models)]:
             zero = next((zero for zero in self._models if zero.model is model), None)
-            own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
+            own = [] if zero is None else [_real(one) for one in optimizers if self._stepped_by(one) is zero]
             parts.append((f"{name}." if is_container else "", self._state_of(zero, model, own)))
-        others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
+        others = [one for one in optimizers if self._stepped_by(one) is None]
         if others:
             parts.append(("", FullState(nn.Module(), others, self.device, is_main=self.is_main, names=names)))
         if len(parts) == 1:
             return parts[0][1]
-        real = [one.optimizer if isinstance(one, ZeroOptimizer) else one for one in optimizers]
-        return JointState(models, real, self.device, is_main=self.is_main, parts=parts)
+        return JointState(models, [_real(one) for one in optimizers], self.device, is_main=self.is_main, parts=parts)
+
+    def _stepped_by(self, optimizer: Optimizer) -> ZeroModel | None:
+        """Return the model whose engine steps an optimizer, or None."""
+        if isinstance(optimizer, ZeroOptimizer):
+            return optimizer.zero
+        return next((zero for zero in self._models if zero.optimizer is optimizer), None)
 
     # Precision
 
@@ -465,3 +488,8 @@ class DeepSpeedEngine(ParallelEngine):
             disconnect(library)
             gc.collect()
         super().close()
+
+
+def _real(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer of DeepSpeed's engine for the optimizer that a user-written loop steps."""
+    return optimizer.optimizer if isinstance(optimizer, ZeroOptimizer) else optimizer

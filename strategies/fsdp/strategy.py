@@ -41,7 +41,7 @@ from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.context.attention import Kind
 from trainwright.strategies.context.sequences import SplitSequences, check_heads
-from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan, made
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.experts.layers import DividedExperts, check_ep_size, check_experts, check_mesh
 from trainwright.strategies.fsdp.build import MetaBuilding, check_full, unshard_task, widen
@@ -69,7 +69,6 @@ from trainwright.strategies.fsdp.state import ShardedState, disable_foreach
 from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
 from trainwright.strategies.shards import local_shard
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
-from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 from trainwright.strategies.units import (
@@ -294,14 +293,49 @@ class FSDPEngine(ParallelEngine):
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        check_full(task)
-        super().prepare(task, make_optimizers, plan)
-        check_optimizers(self.optimizers, self.precision)
-        disable_foreach(self.optimizers)
-        (model,) = self.gradients.models
-        self._training_call, self._eval_call = model.training_call, model.evaluate
-        self.state = self._state_of(task, self.optimizers)
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Shard models, and let the optimizers step the shards. Collective.
+
+        In a user-written loop with mixed precision, trained parameters in bfloat16 or float16 are first converted to
+        float32.
+        """
+        self._check_before(models, optimizers)
+        found: list[PreparedModel] = []
+        for model, root in zip(models, roots or models, strict=True):
+            if roots:
+                sharded = self._parallelize(model, [root], self._building)
+                found.append(PreparedModel(sharded.training_call, attributes=model, evaluate=sharded.evaluate))
+                continue
+            before = list(model.parameters())  # not in a Trainer, whose full parameters are freed one after the other
+            if self.precision.autocast_dtype is not None:
+                widen(before)
+            sharded = self._parallelize(model, [root], self._building)
+            self._replaced.update(zip(before, model.parameters(), strict=True))
+            found.append(PreparedModel(call=sharded, attributes=model))
+        return Prepared(found, self._over_shards(optimizers))
+
+    def _check_before(self, models: Sequence[nn.Module], optimizers: Optimizers) -> None:
+        """Check what can be checked before a model is changed."""
+        if not callable(optimizers):
+            check_optimizers(optimizers or [], self.precision)
+        for model in models:
+            check_full(model)
+            check_can_be_sharded(model)
+
+    def _over_shards(self, optimizers: Optimizers) -> list[Optimizer]:
+        """Return the optimizers, which step the shards. Creates them if a function is passed."""
+        stepped = made(optimizers)
+        for optimizer in stepped:
+            self._refer_to_shards(optimizer)
+        check_optimizers(stepped, self.precision)  # some need parameters that are divided evenly
+        return stepped
+
+    def make_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
+    ) -> FullState:
+        if not self.gradients.models:
+            return super().make_state(models, optimizers, names)
+        return self._state_of(models, optimizers, names)
 
     def _state_of(
         self,
@@ -321,15 +355,12 @@ class FSDPEngine(ParallelEngine):
             names=names,
         )
 
-    def _compile(self, module: nn.Module) -> Callable[..., Any]:
+    def _compile(self, module: Callable[..., Any]) -> Callable[..., Any]:
         return module  # `parallelize` compiles each unit before it shards it
 
     def _build(self, task: TaskModule) -> None:
         with self._building.context(task, self.processes):
             super()._build(task)
-
-    def _place(self, task: TaskModule) -> None:
-        self._parallelize(task, [StepModule(task)], self._building)
 
     def _parallelize(
         self, model: nn.Module, roots: Sequence[nn.Module], building: MetaBuilding | None
@@ -402,31 +433,6 @@ class FSDPEngine(ParallelEngine):
 
     # User-written loops
 
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Shard models, and let the optimizers step the shards. Collective.
-
-        With mixed precision, trained parameters in bfloat16 or float16 are first converted to float32.
-        """
-        check_optimizers(optimizers, self.precision)
-        for model in models:
-            check_full(model)
-            check_can_be_sharded(model)
-        found: list[LoopModel] = []
-        for model in models:
-            before = list(model.parameters())
-            if self.precision.autocast_dtype is not None:
-                widen(before)
-            sharded = self._parallelize(model, [model], MetaBuilding(everywhere=False, others=False))
-            found.append(LoopModel(call=sharded, attributes=model))
-            for old, new in zip(before, model.parameters(), strict=True):
-                self._replaced[old] = new
-        for optimizer in optimizers:
-            self._refer_to_shards(optimizer)
-        check_optimizers(optimizers, self.precision)  # some need parameters that are divided evenly
-        return PreparedLoop(found, list(optimizers))
-
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(prepared, ParallelModel):
             return prepared  # its units are compiled
@@ -457,13 +463,6 @@ class FSDPEngine(ParallelEngine):
         if isinstance(prepared, ParallelModel):
             prepared.synchronize(True)
         yield
-
-    def loop_state(
-        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
-    ) -> FullState:
-        if not self.gradients.models:
-            return super().loop_state(models, optimizers, names)
-        return self._state_of(models, optimizers, names)
 
     # Evaluation, saves and the end
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,7 @@ from torch.optim import AdamW, Optimizer
 from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError
 from trainwright.core.process import Topology
 from trainwright.core.state import Group
-from trainwright.core.task import TaskModule
-from trainwright.strategies.engine import MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.megatron.core_model import (
     WeightMap,
@@ -31,7 +31,7 @@ from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip_shards
 from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
-from trainwright.strategies.steps.transfer import move_task
+from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.strategy import DataParallel, ParallelEngine
 
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
@@ -71,28 +71,39 @@ class MegatronCoreEngine(ParallelEngine):
         with torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
             core(".tensor_parallel").model_parallel_cuda_manual_seed(0)  # without dropout, only required by fork()
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        super().prepare(task, make_optimizers, plan)
-        self._context = None  # the GPTModel computes in its own dtype
-        if make_optimizers is not None:
-            check_optimizers(self.optimizers)
-            self.gradients = self.trained = DistributedAdamW(self.optimizers[0], self._gpt, self._weights, self.device)
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        if not roots:
+            raise ConfigurationError(
+                "engine='megatron-core' works only with a Trainer. Use engine='torch' in user-written training loops."
+            )
+        found = super().prepare(models, optimizers, plan, roots)
+        if optimizers is not None:
+            check_optimizers(found.optimizers)
+            self.gradients = self.trained = DistributedAdamW(found.optimizers[0], self._gpt, self._weights, self.device)
         self.to_gpt(self._from_main)
-        self.state = CoreState(task, self)
+        return found
 
-    def _place(self, task: TaskModule) -> None:
-        self._model = model = find_model(task).cpu()
-        places = [(owner, key) for owner in task.modules() for key, one in owner.named_children() if one is model]
+    def make_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
+    ) -> FullState:
+        return CoreState(self.task, self)
+
+    def _make_context(self) -> AbstractContextManager[Any] | None:
+        return None  # the GPTModel computes in its own dtype
+
+    def _place(self, model: nn.Module) -> None:
+        self._model = inner = find_model(model).cpu()
+        places = [(owner, key) for owner in model.modules() for key, one in owner.named_children() if one is inner]
         for owner, key in places:
             owner._modules[key] = None
-        move_task(task, self.device)
+        move_model(model, self.device)
         for owner, key in places:
-            owner._modules[key] = model
-        shape, tp = shape_of(model, self._shape.tp), self._shape.tp
+            owner._modules[key] = inner
+        shape, tp = shape_of(inner, self._shape.tp), self._shape.tp
         dtype = self.precision.autocast_dtype or torch.float32
-        self._gpt = make_gpt(model, shape, tp, self._recompute, dtype).to(self.device)
-        self._weights = WeightMap(model, self._gpt, shape, tp)
-        model.forward = forward_through(self._gpt, model)
+        self._gpt = make_gpt(inner, shape, tp, self._recompute, dtype).to(self.device)
+        self._weights = WeightMap(inner, self._gpt, shape, tp)
+        inner.forward = forward_through(self._gpt, inner)
 
     def _from_main(self, parameter: nn.Parameter) -> torch.Tensor:
         value = parameter.detach().to(self.device)
@@ -116,13 +127,6 @@ class MegatronCoreEngine(ParallelEngine):
 
     def make_step(self, parts: StepParts) -> Step:
         return AutomaticStep(parts) if self.trained is None else CoreStep(parts)
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        raise ConfigurationError(
-            "engine='megatron-core' works only with a Trainer. Use engine='torch' in user-written training loops."
-        )
 
     def unshard(self) -> None:
         self.from_gpt()

@@ -14,7 +14,6 @@ from torch.nn.functional import gelu, pad, silu
 
 from trainwright.checkpoint.interop.megatron_names import LLAMA_LIKE, ModelShape, ModelWeight, joined_norms
 from trainwright.core.errors import ConfigurationError, require_package
-from trainwright.core.task import TaskModule
 
 _CLASSES = (*LLAMA_LIKE.values(), "GPT2LMHeadModel")
 _ZEROS = dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
@@ -39,7 +38,7 @@ def check_cuda(device_type: str) -> None:
     core()
 
 
-def find_model(task: TaskModule) -> Any:
+def find_model(task: nn.Module) -> Any:
     """Return the causal language model of a task.
 
     Raises:

@@ -29,12 +29,12 @@ from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities, refuse_removed
-from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import check_full, discard_weights, materialize, widen
+from trainwright.strategies.fsdp.build import discard_weights, materialize, widen
 from trainwright.strategies.fsdp.layers.known_models import sequence_parallel_plan
 from trainwright.strategies.fsdp.layers.plan import GivenPlan
-from trainwright.strategies.fsdp.options import check_optimizers, check_sizes, one_of
+from trainwright.strategies.fsdp.options import check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
 from trainwright.strategies.fsdp.state import ShardedState
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
@@ -246,9 +246,40 @@ class PipelineEngine(FSDPEngine):
             )
         super().start(topology)
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Divide a model into stages, and let the optimizers step those of this rank. Collective."""
+        if not roots:
+            self._check_loop(models, plan)
+        elif optimizers is not None:
+            self._warn_of_idle_stages(plan)
+        self._check_before(models, optimizers)
+        found: list[PreparedModel] = []
+        for model in models:
+            if roots:
+                self._divide(model)
+                found.append(PreparedModel.unchanged(model))  # a step runs the stages
+                continue
+            before = {plain_name(name): p for name, p in model.named_parameters()}
+            if self.precision.autocast_dtype is not None:
+                widen(before.values())
+            self._divide(model)
+            after = {plain_name(name): p for name, p in model.named_parameters()}  # recomputed layers are wrapped
+            for name, old in before.items():
+                self._replaced[old] = after[name]
+            found.append(self._looped(model))
+        return Prepared(found, self._over_shards(optimizers))
+
+    def _check_loop(self, models: Sequence[nn.Module], plan: TrainingPlan) -> None:
+        if len(models) + len(self.gradients.models) > 1 or plan.accumulate_grad_batches > 1 or self.precision.scaled:
+            raise ConfigurationError(
+                f"{type(self.strategy).__name__}(pp={self.strategy.pp}) supports only one model in a user-written "
+                "loop, with gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches instead of "
+                "gradient accumulation, and 'bf16'."
+            )
+
+    def _warn_of_idle_stages(self, plan: TrainingPlan) -> None:
         num = plan.accumulate_grad_batches * self.strategy.num_micro_batches
-        if make_optimizers is not None and num < self.strategy.pp:
+        if num < self.strategy.pp:
             warnings.warn(
                 f"A step has {num} micro-batch(es), fewer than the pp={self.strategy.pp} pipeline stages, so some "
                 "stages are idle. Increase MegatronStrategy(num_micro_batches=) or Trainer(accumulate_grad_batches=) "
@@ -256,15 +287,15 @@ class PipelineEngine(FSDPEngine):
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        super().prepare(task, make_optimizers, plan)
-        self._training_call = self._eval_call = None  # the pipeline calls its stages
+
+    def _looped(self, model: nn.Module) -> PreparedModel:
+        """Return what a user-written loop calls: a function that runs all stages."""
+        loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, self.strategy.num_micro_batches)
+        return PreparedModel(call=loop, attributes=model, run_group=loop.forward_backward)
 
     def _sharding(self) -> Sharding | None:
         shape = self.strategy.mesh_shape(self.settings)
         return super()._sharding() if shape.dp_replicate * shape.dp_shard * shape.cp > 1 else None
-
-    def _place(self, task: TaskModule) -> None:
-        self._divide(task)
 
     def _divide(self, task: nn.Module) -> None:
         """Divide a model into stages, and keep those of this rank. Collective."""
@@ -309,37 +340,6 @@ class PipelineEngine(FSDPEngine):
         # With different generators, ranks that read the same batches could compute different inputs and targets.
         states, ranks = self.processes.gather_object(rng_state(self.device)), self.data_ranks
         set_rng_state(states[ranks.members[ranks.reader * ranks.parts]], self.device)
-
-    # User-written loops
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Divide a model into stages. Collective."""
-        if len(models) + len(self.gradients.models) > 1 or plan.accumulate_grad_batches > 1 or self.precision.scaled:
-            raise ConfigurationError(
-                f"{type(self.strategy).__name__}(pp={self.strategy.pp}) supports only one model in a user-written "
-                "loop, with gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches instead of "
-                "gradient accumulation, and 'bf16'."
-            )
-        check_optimizers(optimizers, self.precision)
-        found: list[LoopModel] = []
-        for model in models:
-            check_full(model)
-            before = {plain_name(name): p for name, p in model.named_parameters()}
-            if self.precision.autocast_dtype is not None:
-                widen(before.values())
-            self._divide(model)
-            after = {plain_name(name): p for name, p in model.named_parameters()}  # recomputed layers are wrapped
-            for name, old in before.items():
-                self._replaced[old] = after[name]
-            num_parts = self.strategy.num_micro_batches
-            loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, num_parts)
-            found.append(LoopModel(call=loop, attributes=model, run_group=loop.forward_backward))
-        for optimizer in optimizers:
-            self._refer_to_shards(optimizer)
-        check_optimizers(optimizers, self.precision)  # some need parameters that are divided evenly
-        return PreparedLoop(found, list(optimizers))
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -20,7 +21,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.engine import Engine, LoopModel, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan, made
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.host_storage import PLACES, HostStorage
@@ -138,17 +139,31 @@ class OffloadEngine(Engine):
         super().start(topology)
         self.gradients = HostGradients(self.device)
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        """Build the model on the host, and stream its units to the device."""
-        super().prepare(task, make_optimizers, plan)
-        for optimizer in self.optimizers:
-            self._check_state(optimizer)
-        if self.precision.autocast_dtype is not None:
-            # The autocast cache would keep a 16-bit copy of every weight on the device until the end of the step.
-            self._context = self.precision.autocast(self.device.type, cache_enabled=False)
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Move models to host or disk, and stream their units to the device.
 
-    def _place(self, task: TaskModule) -> None:
-        self.weight_stream = self._offload(task)
+        In a user-written loop, optimizers with state on disk step unit by unit. Only one unit's state is in memory at a
+        time.
+        """
+        for model in models:
+            stream = self._offload(model)
+            if roots:
+                self.weight_stream = stream
+            elif stream is not None:
+                stream.follow(model)
+                self._streams.add(stream)
+        stepped = made(optimizers)
+        for optimizer in stepped:
+            self._check_state(optimizer)
+            if not roots and self._state_storage is not None and optimizer not in self._own_steps:
+                self._step_unit_by_unit(optimizer, self._state_storage)
+        return Prepared([PreparedModel.unchanged(model) for model in models], stepped)
+
+    def _make_context(self) -> AbstractContextManager[Any] | None:
+        if self.precision.autocast_dtype is None:
+            return super()._make_context()
+        # The autocast cache would keep a 16-bit copy of every weight on the device until the end of the step.
+        return self.precision.autocast(self.device.type, cache_enabled=False)
 
     def _offload(self, model: nn.Module) -> WeightStream | None:
         """Move buffers to the device and parameters to host or disk. Return the stream, or None without streaming."""
@@ -194,24 +209,6 @@ class OffloadEngine(Engine):
 
     # User-written loops
 
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        """Move models to host or disk, and stream their units to the device.
-
-        Optimizers with state on disk step unit by unit. Only one unit's state is in memory at a time.
-        """
-        for model in models:
-            stream = self._offload(model)
-            if stream is not None:
-                stream.follow(model)
-                self._streams.add(stream)
-        if self._state_storage is not None:
-            for optimizer in optimizers:
-                if optimizer not in self._own_steps:
-                    self._step_unit_by_unit(optimizer, self._state_storage)
-        return PreparedLoop([LoopModel.unchanged(model) for model in models], list(optimizers))
-
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         try:
             super().backward(loss, **kwargs)
@@ -222,7 +219,6 @@ class OffloadEngine(Engine):
 
     def _step_unit_by_unit(self, optimizer: Optimizer, storage: HostStorage) -> None:
         own = optimizer.step
-        self._check_state(optimizer)
         storage.store_state(optimizer)
 
         @functools.wraps(own)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import arguments_of, bind, method_of, own_hook
@@ -18,24 +19,24 @@ from trainwright.strategies.steps.binding import defines_itself
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-def move_task(task: TaskModule, device: torch.device) -> None:
-    """Move a task's parameters and buffers to a device.
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model's parameters and buffers to a device.
 
     Raises:
         ConfigurationError: A parameter or buffer is on the device `meta`. Nothing has been moved.
     """
     try:
-        tensors = [*task.named_parameters(), *task.named_buffers()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
     except RecursionError as error:
-        raise too_deep(type(task).__name__) from error
+        raise too_deep(type(model).__name__) from error
     if empty := [name for name, tensor in tensors if tensor.is_meta]:
         raise ConfigurationError(
-            f"{type(task).__name__}: {empty[0]!r} and {len(empty) - 1} others are on the meta device and cannot be "
-            f"moved to {device}. Load or initialize them first. The Trainer does not support models of "
-            "load_checkpoint_and_dispatch or dispatch_model: use the plain model, with strategy='offload', 'fsdp' or "
+            f"{type(model).__name__}: {empty[0]!r} and {len(empty) - 1} others are on the meta device and cannot be "
+            f"moved to {device}. Load or initialize them first. A model of load_checkpoint_and_dispatch or "
+            "dispatch_model cannot be trained: use the plain model, with strategy='offload', 'fsdp' or "
             "'deepspeed_stage_3' if it is larger than the memory."
         )
-    move_module(task, device)
+    move_module(model, device)
 
 
 def make_transfer(

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.core.errors import ConfigurationError, TrainwrightError
 from trainwright.core.state import Group
-from trainwright.core.task import TaskModule
 from trainwright.core.tree import local_part, map_tensors
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.engine import Engine, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import stack_counts, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
@@ -216,15 +214,13 @@ class TorchFTEngine(Engine):
     def is_main(self) -> bool:
         return self.replica.number == 0
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        super().prepare(task, make_optimizers, plan)
-        if make_optimizers is not None:  # other stages read all data
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        if not roots:
+            raise no_own_loops()
+        found = super().prepare(models, optimizers, plan, roots)
+        if optimizers is not None:  # evaluations read all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        raise no_own_loops()
+        return found
 
     def make_step(self, parts: StepParts) -> Step:
         return self.replica.make_step(self, parts)

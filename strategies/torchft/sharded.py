@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import nn
-from torch.optim import Optimizer
-
-from trainwright.core.task import TaskModule
-from trainwright.strategies.engine import MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.steps.step import Step, StepParts
@@ -32,15 +27,13 @@ class ShardedReplicaEngine(FSDPEngine):
     def is_main(self) -> bool:
         return self.replica.number == 0 and super().is_main
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        super().prepare(task, make_optimizers, plan)
-        if make_optimizers is not None:  # other stages read all data
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        if not roots:
+            raise no_own_loops()
+        found = super().prepare(models, optimizers, plan, roots)
+        if optimizers is not None:  # evaluations read all data
             self.data_ranks = self.replica.data_ranks(self.data_ranks)
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        raise no_own_loops()
+        return found
 
     def make_step(self, parts: StepParts) -> Step:
         if not self.strategy.sync_each_batch:

@@ -25,7 +25,7 @@ from trainwright.processes.launcher import set_variable
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.ddp.replicas import broadcast_from_main
-from trainwright.strategies.engine import Engine, MakeOptimizers, PreparedLoop, TrainingPlan
+from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import Gradients
@@ -125,10 +125,17 @@ class XLAEngine(ParallelEngine):
     def _make_processes(self, topology: Topology) -> Processes:
         return super()._make_processes(topology) if topology.world_size > 1 else Processes(topology)
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> None:
-        super().prepare(task, make_optimizers, plan)
-        self._equalize(task)
-        self.state = XLAState(task, self.optimizers, self.device, is_main=self.is_main)
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        found = super().prepare(models, optimizers, plan, roots)
+        for model in models:
+            self._equalize(model)
+        if not roots:
+            self._models += models
+            for optimizer in found.optimizers:
+                if optimizer not in self._synced:
+                    self._synced.add(optimizer)
+                    optimizer.register_step_post_hook(lambda *_: self.library.sync())
+        return found
 
     def _equalize(self, model: nn.Module) -> None:
         """Copy rank 0's weights to all ranks, and register the parameters whose gradients are averaged."""
@@ -141,9 +148,9 @@ class XLAEngine(ParallelEngine):
             for buffer in self.task.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def _place(self, task: TaskModule) -> None:
-        super()._place(task)
-        self._divide_parameters(task)
+    def _place(self, model: nn.Module) -> None:
+        super()._place(model)
+        self._divide_parameters(model)
 
     def _divide_parameters(self, model: nn.Module) -> None:
         if self.strategy.spmd != "fsdp":
@@ -188,24 +195,8 @@ class XLAEngine(ParallelEngine):
         if len(seen) < _WARM_UP or shapes not in seen:
             seen.append(shapes)
 
-    # For user-written training loops
-
-    def prepare_loop(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
-    ) -> PreparedLoop:
-        found = super().prepare_loop(models, optimizers, plan)
-        for model in models:
-            self._divide_parameters(model)
-            self._equalize(model)
-        self._models += models
-        for optimizer in optimizers:
-            if optimizer not in self._synced:
-                self._synced.add(optimizer)
-                optimizer.register_step_post_hook(lambda *_: self.library.sync())
-        return found
-
-    def loop_state(
-        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
+    def make_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
     ) -> FullState:
         return XLAState(models, optimizers, self.device, is_main=self.is_main, names=names)
 

@@ -979,7 +979,7 @@ class Accelerator:
             self._meet("get_state_dict()")
         self.engine.begin_save()
         own = self.unwrap_model(model, keep_torch_compile=False)
-        state, values = self.engine.loop_state(own, [], {}), own.state_dict(keep_vars=True)
+        state, values = self.engine.make_state(own, []), own.state_dict(keep_vars=True)
         missing = {id(value): value for value in values.values() if state.missing_like(value) is not None}
         if not missing:
             return dict(own.state_dict())
@@ -1001,7 +1001,7 @@ class Accelerator:
             self._meet("save_model()")
         own = self.unwrap_model(model, keep_torch_compile=False)
         values = own.state_dict(keep_vars=True)
-        state = self.engine.loop_state(own, [], {})
+        state = self.engine.make_state(own, [])
         if any(state.missing_like(value) is not None for value in values.values()):
             save_sharded_model(values, state, self.engine.processes, save_directory, max_shard_size, safe_serialization)
         elif self.state.is_main_process:

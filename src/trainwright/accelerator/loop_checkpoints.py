@@ -87,7 +87,7 @@ class LoopObjects:
             for j, parameter in enumerate(group["params"])
             if id(parameter) not in own
         }
-        return engine.loop_state(module, [one.optimizer for one in self.optimizers], others)
+        return engine.make_state(module, [one.optimizer for one in self.optimizers], others)
 
 
 class LoopCheckpoints:
@@ -349,7 +349,7 @@ class LoopCheckpoints:
             if any(model is one for one in left):
                 prefix = objects.prefix(index)
                 weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
-                state = self._engine.loop_state(model, [], {})
+                state = self._engine.make_state(model, [])
                 state.check_model_state(weights)  # all models, before the first one is changed
                 loads.append((state, weights))
         with torch.no_grad() if self.load_hooks else nullcontext():

@@ -187,6 +187,7 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
     task = Late()
     engine = DDPStrategy(sync_batchnorm=True).engine(EngineSettings("cuda", [0], 1, Precision.parse("32-true")))
     engine._build(task)
+    engine._place(task)
     assert isinstance(task.late, nn.SyncBatchNorm)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.generation.continuations import generate
-from trainwright.strategies.engine import LoopModel
+from trainwright.strategies.engine import PreparedModel
 from trainwright.strategies.units import is_compiled_module
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -37,7 +37,7 @@ class AcceleratedModel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        prepared: LoopModel,
+        prepared: PreparedModel,
         call: Callable[..., Any],
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         explain: Callable[[BaseException, nn.Module], Exception | None],

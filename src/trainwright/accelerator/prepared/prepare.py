@@ -39,7 +39,7 @@ from trainwright.data.iterable import is_divided
 from trainwright.data.loader import copy_loader
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.engine import Engine, LoopModel, PreparedLoop, RunGroup
+from trainwright.strategies.engine import Engine, Prepared, PreparedModel, RunGroup
 from trainwright.strategies.steps.gradients import parameters_of
 from trainwright.strategies.steps.loss_scale import LossScale
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class LoopPlan:
-    """Settings of a user-written loop that `Engine.prepare_loop` reads. The fields are those of `TrainingPlan`."""
+    """Settings of a user-written loop that `Engine.prepare` reads. The fields are those of `TrainingPlan`."""
 
     lr_scheduler_configs: list[SchedulerConfig]
     accumulate_grad_batches: int
@@ -72,7 +72,7 @@ class PreparedObjects:
 
     Attributes:
         models, optimizers, schedulers, dataloaders: The results of `prepare`, in the order of preparation.
-        run_group: See `LoopModel.run_group`.
+        run_group: See `PreparedModel.run_group`.
         seed: The seed of all processes, once a loader has been prepared.
     """
 
@@ -194,23 +194,23 @@ class PreparedObjects:
             self._compare(trained)
         if trained:
             self._engine.precision.convert(trained, self._engine.device, self._engine.conversions)
-        from_engine = iter(self._prepare_loop(trained, schedules).models)
+        from_engine = iter(self._prepare_by_engine(trained, schedules).models)
         for i, model, placed in new:
             if placed and not evaluation_mode:
                 prepared = next(from_engine)
             else:
-                prepared = LoopModel.unchanged(move_module(model, self._state.device) if placed else model)
+                prepared = PreparedModel.unchanged(move_module(model, self._state.device) if placed else model)
             self.run_group = self.run_group or prepared.run_group
             found[i] = self._once(model, self.models, partial(self._around, model, prepared))
         return found
 
-    def _prepare_loop(self, models: Sequence[nn.Module], schedules: Sequence[Any] = ()) -> PreparedLoop:
+    def _prepare_by_engine(self, models: Sequence[nn.Module], schedules: Sequence[Any] = ()) -> Prepared:
         """Let the engine prepare new models, and all optimizers so far. Collective."""
         configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
         # The first loader is the training data.
         size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
         plan = LoopPlan(configs, self._groups.num_steps, size)
-        found = self._engine.prepare_loop(models, [optimizer.given for optimizer in self.optimizers], plan)
+        found = self._engine.prepare(models, [optimizer.given for optimizer in self.optimizers], plan)
         for optimizer, stepped in zip(self.optimizers, found.optimizers, strict=True):
             optimizer.optimizer = stepped
             if self.megatron is not None:
@@ -247,7 +247,7 @@ class PreparedObjects:
             )
         return dispatched
 
-    def _around(self, model: nn.Module, prepared: LoopModel) -> nn.Module:
+    def _around(self, model: nn.Module, prepared: PreparedModel) -> nn.Module:
         call = self._engine.compile_model(model, prepared.call)
         if self.megatron is not None:
             call = partial(self.megatron.run, model, call)
@@ -266,7 +266,7 @@ class PreparedObjects:
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare an optimizer; see `Accelerator.prepare_optimizer`."""
         found = self._wrapped_optimizer(optimizer)
-        self._prepare_loop([])
+        self._prepare_by_engine([])
         return found
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
