@@ -36,6 +36,7 @@ from trainwright.strategies.lightning_members import LightningMembers
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
+from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled_module, repeated_blocks
@@ -136,6 +137,7 @@ class Engine(LightningMembers):
         scaler: Loss scaler for float16 mixed precision. None in other precisions, and before optimizers are created.
         state: Reads and writes the task's state by the task's names. Set by `prepare_task`.
         step: Runs the optimizer steps. Set by `attach`.
+        phase: Where a Trainer is in its optimizer step. Set by the training loop, and by manual optimization.
         conversions: Callbacks that `close` calls to undo converted layers and compiled blocks.
         sequences: Splits the sequences of batches over ranks. None means that sequences are not split.
         when_configured: Called after the task's `configure_model`, before weights are moved or sharded.
@@ -163,7 +165,7 @@ class Engine(LightningMembers):
         self._training_call: Callable[..., Any] | None = None
         self._eval_call: Callable[..., Any] | None = None
         self._context: AbstractContextManager[Any] | None = None
-        self._had_begun = False
+        self.phase = Phase.BETWEEN_STEPS
         self.conversions = ExitStack()
 
     # Where it runs
@@ -321,6 +323,7 @@ class Engine(LightningMembers):
             hooks=hooks,
             sink=sink,
             counts_items=counts_items,
+            enter=self._enter,
         )
         self.step = self.make_step(parts)
 
@@ -331,13 +334,10 @@ class Engine(LightningMembers):
     def _drop_step(self) -> None:
         step: Step | None = vars(self).pop("step", None)
         if step is not None:
-            self._had_begun = step.begun
             step.close()
 
-    @property
-    def has_begun(self) -> bool:
-        """With manual optimization, True if an optimizer has stepped in the current or interrupted step."""
-        return self.step.begun if "step" in vars(self) else self._had_begun
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
 
     # Evaluation, saves, trials
 
@@ -406,6 +406,7 @@ class Engine(LightningMembers):
             self.step.discard_gradients()
         finally:
             self.scaler = scaler
+            self.phase = Phase.BETWEEN_STEPS  # also if a trial step has failed
 
     @contextmanager
     def _alone(self) -> Iterator[Engine]:

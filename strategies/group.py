@@ -19,7 +19,7 @@ from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWa
 from trainwright.core.host.device_types import properties
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.passes import FULL, Habit, MicroBatch, Pass
-from trainwright.strategies.steps.gradients import Gradients, stack_counts
+from trainwright.strategies.steps.gradients import Gradients, item_weights, stack_counts
 
 
 class LoopEngine:
@@ -267,9 +267,8 @@ class StepGroup:
             return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
         own, of_group = stack_counts([count, total], engine.device).unbind()
         of_all = of_group if world == 1 else engine.ranks.sum(of_group.clone())
-        everyone = of_all.clamp(min=1)
         dtype = _dtype_of_weights(loss)
-        return (own * world / everyone).to(dtype), (world * unit / everyone).to(dtype)
+        return item_weights(own, of_all, world, dtype), item_weights(unit, of_all, world, dtype)
 
 
 class StepGroups:

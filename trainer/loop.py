@@ -19,6 +19,7 @@ from trainwright.core.tree import batch_size
 from trainwright.loggers.metric_slot import reset_metric
 from trainwright.loggers.metric_values import unused_objects
 from trainwright.processes.agreement import Agreement
+from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer import evaluation
 from trainwright.trainer.checkpoints import restore, step_end
 from trainwright.trainer.checkpoints.capture import metrics_state
@@ -64,12 +65,8 @@ class FitLoop:
         """Train until a limit or a stop request. A rollback restores an earlier checkpoint and continues from there."""
         run = self._run
         run.data.train()
-        self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
-        run.logs.metrics.begin("train")
-        run.fire("on_train_start")
+        self._start()
         run.loop.clock = time.perf_counter()
-        if run.state.batch_in_epoch == 0:
-            run.loop.restore_last()
         self._agree()
         if self._is_over() and (by := self._end.reached_by(run.state, run.data.train().num_batches)):
             run.print(f"trainwright: nothing is left to train: {by}. Increase it to continue.")
@@ -83,11 +80,7 @@ class FitLoop:
             rollback.roll_back(run, request)
             self._align()
             begin_fit(run)
-            self._metrics_begun = True
-            run.logs.metrics.begin("train")
-            run.fire("on_train_start")
-            if run.state.batch_in_epoch == 0:
-                run.loop.restore_last()
+            self._start()
         if run.loop.stop_reason is not None and not self._end.reached(run.state):
             run.print(
                 f"trainwright: training stops after {run.state.epoch} epochs and {run.state.step} steps. "
@@ -99,10 +92,20 @@ class FitLoop:
         if self._log_every.left(run.state) < run.settings.log_every_n_steps:
             run.flush_step(run.state.epoch_of_last_batch)  # values logged since the last interval
 
+    def _start(self) -> None:
+        """Begin the training, at its start or after a rollback."""
+        run = self._run
+        self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
+        run.logs.metrics.begin("train")
+        run.fire("on_train_start")
+        if run.state.batch_in_epoch == 0:
+            run.loop.restore_last()
+
     def _epoch(self) -> None:
         """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
         run, loop = self._run, self._run.loop
-        trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.components.hooks, run.engine.step
+        trainer, task, state, hooks = run.trainer, run.task, run.state, run.components.hooks
+        engine, step = run.engine, run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
         if state.validation_owed:
@@ -112,7 +115,8 @@ class FitLoop:
         closed = True
         try:
             for group in groups:
-                loop.group, loop.at_step_boundary = group, False
+                loop.group = group
+                engine.phase = Phase.GRADIENTS
                 for hook in hooks.on_train_step_start:
                     hook(trainer, task, group)
                 loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
@@ -122,11 +126,11 @@ class FitLoop:
                         for optimizer in run.engine.optimizers:
                             hook(trainer, task, optimizer)
                     run.logs.metrics.batch = None
-                loop.stepping = True
+                engine.phase = Phase.WEIGHTS
                 norm = None if loss is None else step.optimizer_step(clip)  # clip, step, free gradients
                 stepped = loss is not None or step.stepped
                 self._advance(group, stepped)
-                loop.at_step_boundary, loop.stepping = True, False  # the step is complete
+                engine.phase = Phase.BETWEEN_STEPS
                 loop.last_result = loss, norm
                 if hooks.on_train_batch_end:
                     step.end_batch(group)
@@ -140,7 +144,8 @@ class FitLoop:
             run.logs.metrics.batch = None
             step.discard_gradients()
             run.loop.schedules.after_epoch(state.epoch)
-            loop.at_step_boundary = closed = True
+            engine.phase = Phase.BETWEEN_STEPS
+            closed = True
         self._end_epoch(closed)
         loop.ended_on_last_batch, loop.group = loop.is_last_batch, None
 

@@ -38,8 +38,6 @@ class LoopState:
         count_tokens: update `state.tokens` after each step.
         group: micro-batches of the current or last step; None outside an epoch.
         ended_on_last_batch: the last epoch ended with its last micro-batch.
-        at_step_boundary: no training step is in progress.
-        stepping: optimizers are stepping, or the progress of their step is being counted.
         last_result: loss and gradient norm of the last optimizer step.
         group_end: number of micro-batches of the last counted step, and whether that step ended the epoch.
         validated_at: completed steps at the last completed validation; -1 before the first.
@@ -60,8 +58,6 @@ class LoopState:
     count_tokens: bool = False
     group: Group | None = None
     ended_on_last_batch: bool = False
-    at_step_boundary: bool = True
-    stepping: bool = False
     last_result: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
     group_end: tuple[int, bool] | None = None
     validated_at: int = -1

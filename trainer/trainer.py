@@ -25,6 +25,7 @@ from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import Logger
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints import capture, step_end
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
@@ -487,7 +488,7 @@ class Trainer(Planner, LightningNames):
             OSError, CheckpointError: this or an earlier checkpoint could not be written.
         """
         run = self.run
-        is_between_steps = run.loop.at_step_boundary or self.stage is None
+        is_between_steps = run.engine.phase is Phase.BETWEEN_STEPS or self.stage is None
         if (run.logs.group is None and not run.status.is_trial) or not is_between_steps:
             raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
         if (why := capture.half_done(run)) is not None:

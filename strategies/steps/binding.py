@@ -16,6 +16,7 @@ from trainwright.core.signatures import arguments_of, bind, method_of
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.loss_scale import LossScale
 
 
 def bind_step(task: TaskModule, name: str, wrapper: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -65,12 +66,12 @@ class ScaledOptimizer:
 
     Args:
         optimizer: The optimizer, whose gradients are already unscaled.
-        scaler: The loss scaler.
+        scale: The loss scale.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, optimizer: Optimizer, scale: LossScale) -> None:
         self.optimizer = optimizer
-        self._scaler = scaler
+        self._scale = scale
 
     @property
     def __class__(self) -> Any:
@@ -80,9 +81,9 @@ class ScaledOptimizer:
     def __class__(self, value: object) -> None:
         raise AttributeError("the class of a wrapped optimizer cannot be changed")
 
-    def step(self, closure: Callable[[], Any] | None = None, **own: object) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
         """Step unless a gradient is not finite. Return the closure's loss, or None without a closure."""
-        self._scaler.step(self.optimizer, **own)
+        self._scale.step(self.optimizer, **own)
         return None if closure is None else closure()
 
     def __getattr__(self, name: str) -> Any:

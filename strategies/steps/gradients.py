@@ -245,6 +245,20 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
     return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=beside)
 
 
+def item_weights(
+    counts: float | torch.Tensor, total: torch.Tensor, num_averaged: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weights of losses in the mean over all items of an optimizer step.
+
+    Args:
+        counts: Number of items that each loss is the mean over.
+        total: Number of items of the step, over all micro-batches and ranks. Without items, all weights are 0.
+        num_averaged: Number of ranks over which the gradients are averaged afterwards.
+        dtype: Data type of the weights.
+    """
+    return (counts * num_averaged / total.clamp(min=1)).to(dtype)
+
+
 def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | None) -> float | torch.Tensor:
     """Return the factor that corrects the mean over micro-batches if some of them were skipped.
 

@@ -1,4 +1,4 @@
-"""The scale of a float16 loss, shared by all optimizers of a task with manual optimization or of a user's loop."""
+"""The scale of a float16 loss, shared by all optimizers of a task or of a user-written loop."""
 
 from __future__ import annotations
 
@@ -46,9 +46,13 @@ class LossScale:
     def update(self) -> None:
         """Update the scale if an optimizer has stepped since the last update."""
         if self._is_due:
-            self.scaler.update()
-            self._is_due = False
-            self._unscaled.clear()
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Update the scale after the optimizers have stepped, also if a user's hook has left some of them out."""
+        self.scaler.update()
+        self._is_due = False
+        self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, once per step.
@@ -72,26 +76,34 @@ class LossScale:
         self._is_due = False
         self._unscaled.clear()
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> bool:
-        """Step an optimizer if all its gradients are finite. Return whether it has stepped. Waits for the device.
+    def step(self, optimizer: Optimizer, **own: Any) -> None:
+        """Step an optimizer if all its gradients are finite. Waits for the device, unless the optimizer is fused.
+
+        Args:
+            optimizer: The optimizer.
+            **own: Further arguments of the optimizer's `step`.
+        """
+        self.scaler.step(optimizer, **own)
+        self._is_due = True
+
+    def try_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step an optimizer like `step`, and return whether it has stepped. Waits for the device.
 
         Args:
             optimizer: The optimizer.
             closure: Passed to the optimizer's `step`. Default: None.
-            **own: Further arguments of the optimizer's `step`.
         """
-        done = _GuardedStep(optimizer, closure)
+        guarded = _GuardedStep(optimizer, closure)
         before = vars(optimizer).get("step")
-        optimizer.step = done  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not
+        optimizer.step = guarded  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not
         try:
-            self.scaler.step(optimizer, **own)
+            self.step(optimizer)
         finally:
             if before is None:
                 del optimizer.step
             else:
                 optimizer.step = before  # type: ignore[method-assign]  # a scheduler counts there
-        self._is_due = True
-        return done.was_taken
+        return guarded.was_taken
 
 
 class _GuardedStep:

@@ -33,6 +33,7 @@ from trainwright.strategies.steps.gradients import (
     GradientClip,
     Gradients,
     growth_without,
+    item_weights,
     loss_of,
     parameters_of,
     scale_gradients,
@@ -41,7 +42,12 @@ from trainwright.strategies.steps.gradients import (
     zero_gradients,
 )
 from trainwright.strategies.steps.loss_scale import LossScale
+from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.steps.transfer import make_transfer
+
+
+def _stay(phase: Phase) -> None:
+    """Ignore the phase of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,7 @@ class StepParts:
         split: Returns this rank's part of a batch's sequences, and the part's weight in the mean over the ranks of the
             batch (1 on average). None if sequences are not split.
         finish: Called with the index of the last batch, and True after an optimizer step, False after an evaluation.
+        enter: Called with the new `Phase` of a step with manual optimization.
     """
 
     task: TaskModule
@@ -91,6 +98,7 @@ class StepParts:
     placed: Callable[[Any], Any] | None = None
     split: Callable[[Any], tuple[Any, float]] | None = None
     finish: Callable[[int, bool], None] | None = None
+    enter: Callable[[Phase], None] = _stay
 
 
 class Step(ABC):
@@ -102,7 +110,6 @@ class Step(ABC):
     Attributes:
         scaler: Loss scaler, or None.
         stepped: The last group counts as a step without a loss. With manual optimization: an optimizer has stepped.
-        begun: With manual optimization, an optimizer has stepped or started a step in this group.
     """
 
     def __init__(self, parts: StepParts) -> None:
@@ -110,7 +117,8 @@ class Step(ABC):
         self.parts = parts
         self.task, self.run, self.hooks, self.sink = task, parts.run, parts.hooks, parts.sink
         self.optimizers, self.scaler = parts.optimizers, parts.scaler
-        self.stepped = self.begun = False
+        self.stepped = False
+        self._scale = None if parts.scaler is None else LossScale(parts.scaler)
         self._context, self._synchronize = parts.context, parts.synchronize
         self._transfer = make_transfer(
             task, getattr(parts.run, "datamodule", None), parts.device, parts.inputs, parts.placed
@@ -183,9 +191,9 @@ class Step(ABC):
         sink.batch = None
         if self._complete is not None and total is not None:
             self._complete()
-        if self.scaler is not None and total is not None:
+        if self._scale is not None and total is not None:
             for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
+                self._scale.unscale(optimizer)
         if self._needs_closure:
             self._group = group
         self._loss, self._last_idx, self._zeroed = total, idx, False
@@ -238,9 +246,8 @@ class Step(ABC):
         if group.weights is not None:  # padding has no weight
             counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(parts.device)
         total = parts.ranks.sum(counts.sum())
-        # A step without items has zero gradients instead of NaN.
         dtype = torch.float64 if parts.precision.param_dtype is torch.float64 else torch.float32
-        return (counts * parts.ranks.size / total.clamp(min=1)).to(dtype).unbind()
+        return item_weights(counts, total, parts.ranks.size, dtype).unbind()
 
     @abstractmethod
     def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
@@ -277,8 +284,8 @@ class Step(ABC):
     def discard_step(self) -> None:
         """Discard a step after `forward_backward`, without changing the loss scale."""
         self.discard_gradients()
-        if self.scaler is not None:
-            self.scaler.update(self.scaler.get_scale())  # only resets the scaler's record of unscaled gradients
+        if self._scale is not None:
+            self._scale.discard()
 
     # Evaluation
 
@@ -329,7 +336,7 @@ class AutomaticStep(Step):
         self._own_zero = own_hook(task, "optimizer_zero_grad", TaskModule)
         self._own_clip = own_hook(task, "configure_gradient_clipping", TaskModule)
         self._needs_closure = need_closure(optimizers, parts.precision)
-        self._plain_step = self._own_step is None and self.scaler is None and not self._needs_closure
+        self._plain_step = self._own_step is None and self._scale is None and not self._needs_closure
         # Gradients are freed right after the step, which saves their memory during the next forward. If a hook or the
         # task may read them, they are freed where Lightning does it: between the first training_step and its backward.
         own_zero = self._own_zero is not None or any(overrides(o, "zero_grad", Optimizer) for o in optimizers)
@@ -352,7 +359,8 @@ class AutomaticStep(Step):
             loss = loss * weight
         elif num > 1:
             loss = loss / num
-        scaled: torch.Tensor = loss if self.scaler is None else self.scaler.scale(loss)
+        # The scale changes after the step, not at the first loss of a group.
+        scaled: torch.Tensor = loss if self._scale is None else self._scale.scale(loss, starts_group=False)
         for hook in self.hooks.on_before_backward:
             hook(self.run, self.task, scaled)
         if self._backward is None:
@@ -378,14 +386,14 @@ class AutomaticStep(Step):
             if self._plain_step:
                 optimizer.step()
             elif self._own_step is not None:
-                stepped: Any = optimizer if self.scaler is None else ScaledOptimizer(optimizer, self.scaler)
+                stepped: Any = optimizer if self._scale is None else ScaledOptimizer(optimizer, self._scale)
                 self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
-            elif self.scaler is not None:
-                self.scaler.step(optimizer)
+            elif self._scale is not None:
+                self._scale.step(optimizer)
             else:
                 optimizer.step(self._closure())
-        if self.scaler is not None:
-            self.scaler.update()
+        if self._scale is not None:
+            self._scale.end_step()
         self._group = self._loss = None
         if not self._zero_late:
             for optimizer in self.optimizers:
@@ -443,14 +451,12 @@ class ManualStep(Step):
         super().__init__(parts)
         self._average = self._complete if average is None else average
         self._holds_back = False
-        self._scale = None if parts.scaler is None else LossScale(parts.scaler)
         self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in parts.optimizers]
 
     def _note(self, *_: object) -> None:
-        self.stepped = self.begun = True
+        self.stepped = True
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
-        self.begun = False
         self.stepped = not self.optimizers  # without an optimizer every group counts as a step
         loss = super().forward_backward(group)
         if self._scale is not None:
@@ -528,12 +534,7 @@ class ManualStep(Step):
             self._scale.unscale(optimizer)
         self.parts.gradients.clip(parameters_of([optimizer]), clip)
 
-    def discard_step(self) -> None:
-        self.discard_gradients()
-        if self._scale is not None:
-            self._scale.discard()
-
     def _announce(self, optimizer: Optimizer) -> None:
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.run, self.task, optimizer)
-        self.begun = True
+        self.parts.enter(Phase.WEIGHTS)

@@ -14,6 +14,7 @@ from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import rng_state
 from trainwright.core.state import class_names
 from trainwright.loggers.metric_values import objects_state
+from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
 
@@ -23,9 +24,9 @@ def half_done(run: StageRun) -> str | None:
 
     It can also be saved within the next step, until an optimizer begins to step.
     """
-    if run.loop.at_step_boundary:
+    if run.engine.phase is Phase.BETWEEN_STEPS:
         return None
-    if run.loop.stepping or run.engine.has_begun or not run.engine.capabilities.state_rests:
+    if run.engine.phase is Phase.WEIGHTS or not run.engine.capabilities.state_rests:
         return "an optimizer was stepping, so some weights may be updated and others not"
     if run.data.made is not None and run.data.made.loader.stateful:
         return "its stateful loader had already read the batches of the next step, which was not completed"
@@ -146,7 +147,7 @@ def _collect(
         }
         if engine.data_ranks.size != engine.processes.world_size:  # ranks with the same data share random numbers
             trainer["data_ranks"] = list(engine.data_ranks.members)
-        if not run.loop.at_step_boundary:
+        if run.engine.phase is not Phase.BETWEEN_STEPS:
             trainer["within_step"] = True
     if engine.state.saves_shards:
         model, optimizers = engine.state.shards_of((model, optimizers))

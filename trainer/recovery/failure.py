@@ -11,6 +11,7 @@ import torch
 
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.tree import Batch, is_container
+from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer.run import StageRun
 
 _LIBRARY_PATHS = (
@@ -26,7 +27,7 @@ _START = "in "
 def note_training_batch(run: StageRun, error: BaseException) -> None:
     """Add a note about the step and its batch to an error, if a training step was running. Not collective."""
     group, batch = run.loop.group, run.logs.metrics.batch
-    if group is not None and batch is not None and not run.loop.at_step_boundary:
+    if group is not None and batch is not None and run.engine.phase is not Phase.BETWEEN_STEPS:
         note_batch(run, error, "training_step", batch, group.first_idx + group.index)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from trainwright.checkpoint.format.manifests import open_checkpoint, open_or_error
 from trainwright.core.errors import RollbackError
 from trainwright.core.state import SkippedData
+from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer.checkpoints import restore, step_end
 from trainwright.trainer.checkpoints.load_request import LoadRequest, Opened
 from trainwright.trainer.logger_start import start_loggers
@@ -115,7 +116,9 @@ def roll_back(run: StageRun, request: RollbackRequest) -> None:
     if request.skips_data:
         _skip_since(run, left, stop, request.reason)
     start_loggers(run, "fit")
-    run.loop.validated_at, run.loop.last_result, run.loop.at_step_boundary = -1, None, True
+    run.loop.validated_at = -1
+    run.loop.last_result = None
+    run.engine.phase = Phase.BETWEEN_STEPS
     run.warn(
         f"{request.reason}. Rolled back from step {left['step']} to step {state.step} ({request.path}); rollback "
         f"{history.num_rollbacks} of at most {run.settings.arguments.max_rollbacks}."

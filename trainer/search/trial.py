@@ -26,6 +26,7 @@ from trainwright.data.combined import leaves_of
 from trainwright.data.loader_options import LOADER_METHODS, Stage
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import without_ranks
+from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer import evaluation
 from trainwright.trainer.configuration.settings import Limits, Settings
 from trainwright.trainer.loop import FitLoop
@@ -71,7 +72,7 @@ class StageTrialSteps:
 
     def __enter__(self) -> StageTrialSteps:
         run = self._run
-        if not run.loop.at_step_boundary:
+        if run.engine.phase is not Phase.BETWEEN_STEPS:
             raise ConfigurationError(
                 "trial steps cannot run within a training step. Start them between two steps, for example in "
                 "on_train_step_end."

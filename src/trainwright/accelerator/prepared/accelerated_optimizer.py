@@ -79,7 +79,7 @@ class AcceleratedOptimizer(Optimizer):
         if self.scaler is None:
             self.num_steps += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        self.step_was_skipped = not self.scaler.step(self.optimizer, closure)
+        self.step_was_skipped = not self.scaler.try_step(self.optimizer, closure)
         if self._scales_itself:  # the user's scaler, which no LossScale of an Accelerator updates
             self.scaler.update()
         self.num_steps += not self.step_was_skipped
