@@ -74,7 +74,9 @@ def at(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if OPTIONS["kind"] == "os._exit(3)":
         os._exit(3)
-    sys.exit(0)
+    if OPTIONS["kind"] == "pause":
+        return time.sleep(OPTIONS["pause_s"])
+    sys.exit(1 if OPTIONS["kind"] == "sys.exit(1)" else 0)
 
 
 class Net(nn.Module):
@@ -96,7 +98,6 @@ class Net(nn.Module):
 
 
 OPTIONS = json.loads(sys.argv[1]) if len(sys.argv) > 1 else serve(json.load(sys.stdin))
-is_failing = int(os.environ["RANK"]) == OPTIONS["who"]
 loop_detector._LOST_S = OPTIONS["lost_s"]
 step = 0
 net: nn.Module = Net()
@@ -115,6 +116,7 @@ elif strategy == "pp":
     batches = test_own_pipeline.batches()
 project = ProjectConfiguration(".", async_save=OPTIONS["phase"] == "async save")
 accelerator = Accelerator(cpu=True, strategy=strategy, project_config=project)
+is_failing = accelerator.process_index == OPTIONS["who"]
 assert not accelerator.should_stop  # which sets handlers of signals
 at("prepare")
 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))

@@ -7,6 +7,9 @@ of the `HangDetector`:
 
     departed            the ranks that have left without a failure
     aware               the ranks that know that rank 0, which serves the store, has done so
+    link/node           the host of rank 0, with which ranks on other hosts keep a connection (`HostLinks`)
+    link/wanted         set if there are such ranks
+    link/address        where rank 0 accepts the connections
     stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
 """
 
@@ -21,7 +24,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from trainwright.core.process import in_notebook
 from trainwright.processes.hang_detector import HangDetector, is_echo, say
-from trainwright.processes.hang_report import ranks_text
+from trainwright.processes.hang_report import Failure, ranks_text
+from trainwright.processes.host_links import HostLinks
 from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.rank_position import Position
 
@@ -30,6 +34,7 @@ _EXIT_S = 12.0  # for a failed script that has left the run to end its process: 
 _LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
 _LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
 _WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
+_LEAVING_S = 1.0  # from the end of a connection until the reason of a rank that has left must be in the store
 _AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
 
 
@@ -39,6 +44,7 @@ class LoopDetector(HangDetector):
     Args:
         store: separate connection to the store of the process group, with a prefix for this loop.
         late_calls: the calls of this rank, which use the same connection.
+        host: the host of rank 0.
         rank: this rank.
         world_size: number of ranks.
         timeout_s: seconds after which a collective fails.
@@ -52,6 +58,7 @@ class LoopDetector(HangDetector):
         store: Store,
         late_calls: LateCalls,
         *,
+        host: str,
         rank: int,
         world_size: int,
         timeout_s: float,
@@ -68,6 +75,10 @@ class LoopDetector(HangDetector):
             interrupt_only=in_notebook(),
         )
         self._late_calls = late_calls
+        self._host = host
+        self._links: HostLinks | None = None
+        self._is_link_wanted = False
+        self._ended_links: dict[int, tuple[float, bool]] = {}  # time, and whether the host cannot be reached
         self._departed: set[int] = set()  # as of the last event
         self._stuck_at = ""  # the value of this rank's key `stuck/RANK`
 
@@ -77,7 +88,18 @@ class LoopDetector(HangDetector):
         if is_own and self._departed and is_echo(error):
             error.add_note(f"{self._departed_text()} before.")
 
+    def close(self) -> None:
+        super().close()
+        if self._links is not None:  # after the reason of this rank's end is in the store
+            self._links.close()
+
     # The thread
+
+    def _introduce(self) -> None:
+        super()._introduce()
+        if self._rank == 0:
+            self._shared.set("link/node", self._mark.node)
+            self._shared.add("events", 1)
 
     def _beat(self, now: float) -> None:
         super()._beat(now)
@@ -88,6 +110,7 @@ class LoopDetector(HangDetector):
 
     def _look(self, now: float) -> None:
         super()._look(now)
+        self._link_hosts()
         known = self._departed
         self._departed = departed_ranks(self._shared)
         if 0 in self._departed - known:
@@ -103,6 +126,50 @@ class LoopDetector(HangDetector):
         # A script that has failed still runs the exit of its interpreter, which a launcher would cut short if this
         # process ended first. The launcher would then report this process as the first that failed.
         return super()._grace_s(is_gone) if is_gone else _EXIT_S
+
+    # Other hosts
+
+    def _link_hosts(self) -> None:
+        """Connect to rank 0 if it is on another host. Each step is an event, so that the other side takes the next."""
+        if self._links is not None:
+            return
+        if self._rank == 0:
+            if self._shared.check(["link/wanted"]):
+                self._links = HostLinks(self._note_end)
+                self._shared.set("link/address", self._links.listen())
+                self._shared.add("events", 1)
+        elif not self._is_link_wanted and self._shared.check(["link/node"]):
+            self._is_link_wanted = self._shared.get("link/node").decode() != self._mark.node
+            if self._is_link_wanted:
+                self._shared.set("link/wanted", "")
+                self._shared.add("events", 1)
+        elif self._is_link_wanted and self._shared.check(["link/address"]):
+            self._links = HostLinks(self._note_end)
+            self._links.connect(self._host, self._shared.get("link/address").decode(), self._rank)
+
+    def _note_end(self, rank: int, is_unreachable: bool) -> None:
+        """Note that the connection to a rank has ended. The thread of the links calls it."""
+        self._ended_links[rank] = time.monotonic(), is_unreachable
+        if is_unreachable and rank == 0:
+            # The monitor thread waits for the store, which is on the host of rank 0, for up to the timeout.
+            time.sleep(_LEAVING_S)
+            if not self._stopping and self._error is None and not in_notebook():
+                say(f"trainwright: rank {self._rank} ends, because the host of rank 0 cannot be reached.")
+                sys.stdout.flush()
+                os._exit(1)
+
+    def _look_after_neighbours(self) -> None:
+        super()._look_after_neighbours()
+        for rank, (ended_at, is_unreachable) in list(self._ended_links.items()):
+            if time.monotonic() < ended_at + _LEAVING_S:
+                continue
+            del self._ended_links[rank]
+            self._known_gone.add(rank)
+            if not self._shared.check([f"left/{rank}"]):
+                self._shared.set(f"gone/{rank}", "")
+                text = "its process, on another host, has ended without a traceback (killed, or crashed)."
+                text = "its host cannot be reached." if is_unreachable else text
+                self._post_failure(Failure(rank, f"rank {rank}: {text}", gone=True))
 
     # A rank that waits for one that has ended
 

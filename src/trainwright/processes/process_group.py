@@ -483,6 +483,7 @@ class ProcessGroup(Processes):
         if self._made_here and self._loop_watch is None:
             self._loop_watch = LoopWatch(
                 self._store,
+                host=self.topology.master_addr or "127.0.0.1",
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout_s=self.timeout.total_seconds(),
