@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -96,7 +97,13 @@ def test_every_process_of_a_starter_ends(
     assert done.returncode > 0
     assert taken_s < 2 * _LIMIT_S  # twice that of a machine that is not busy
     assert not _running(tmp_path)
-    assert explains(case, done.stdout)
+    # `notebook_launcher` and mpirun, which end the others themselves, name the first one.
+    named_by_starter = {
+        "raise": "ValueError: the user's own",
+        "SIGKILL": "SIGKILL|signal 9",
+        "sys.exit(0)": "SystemExit: 0",
+    }
+    assert explains(case, done.stdout) or re.search(named_by_starter[kind], done.stdout)
 
 
 @pytest.fixture
@@ -143,7 +150,9 @@ def test_every_process_of_two_hosts_ends(case: Case, hosts: list[Host], tmp_path
     if case.kind == "pause":
         assert all("cannot be reached" in output for output in outputs)
     else:
-        assert explains(case, outputs[1 - case.who] if case.kind == "SIGKILL" else "".join(outputs))
+        assert explains(
+            case, outputs[1 - case.who] if case.kind == "SIGKILL" else outputs[case.who] + outputs[1 - case.who]
+        )
 
 
 @needs_namespaces

@@ -7,9 +7,8 @@ of the `HangDetector`:
 
     departed            the ranks that have left without a failure
     aware               the ranks that know that rank 0, which serves the store, has done so
-    link/node           the host of rank 0, with which ranks on other hosts keep a connection (`HostLinks`)
-    link/wanted         set if there are such ranks
-    link/address        where rank 0 accepts the connections
+    hosts               the host of each rank, written before all ranks have met
+    link                where rank 0 accepts the connections of ranks on other hosts (`HostLinks`)
     stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
 """
 
@@ -77,10 +76,14 @@ class LoopDetector(HangDetector):
         self._late_calls = late_calls
         self._host = host
         self._links: HostLinks | None = None
-        self._is_link_wanted = False
         self._ended_links: dict[int, tuple[float, bool]] = {}  # time, and whether the host cannot be reached
         self._departed: set[int] = set()  # as of the last event
         self._stuck_at = ""  # the value of this rank's key `stuck/RANK`
+
+    def start(self) -> None:
+        # Not in the thread: a process may be killed right after its start.
+        self._link_hosts()
+        super().start()
 
     def leave(self, error: BaseException) -> None:
         super().leave(error)
@@ -90,16 +93,12 @@ class LoopDetector(HangDetector):
 
     def close(self) -> None:
         super().close()
-        if self._links is not None:  # after the reason of this rank's end is in the store
+        # The reason of this rank's end is in the store now. The connection of a failed rank lasts as long as its
+        # process, for whose end the others wait.
+        if self._links is not None and self._error is None:
             self._links.close()
 
     # The thread
-
-    def _introduce(self) -> None:
-        super()._introduce()
-        if self._rank == 0:
-            self._shared.set("link/node", self._mark.node)
-            self._shared.add("events", 1)
 
     def _beat(self, now: float) -> None:
         super()._beat(now)
@@ -110,7 +109,6 @@ class LoopDetector(HangDetector):
 
     def _look(self, now: float) -> None:
         super()._look(now)
-        self._link_hosts()
         known = self._departed
         self._departed = departed_ranks(self._shared)
         if 0 in self._departed - known:
@@ -130,22 +128,14 @@ class LoopDetector(HangDetector):
     # Other hosts
 
     def _link_hosts(self) -> None:
-        """Connect to rank 0 if it is on another host. Each step is an event, so that the other side takes the next."""
-        if self._links is not None:
-            return
-        if self._rank == 0:
-            if self._shared.check(["link/wanted"]):
-                self._links = HostLinks(self._note_end)
-                self._shared.set("link/address", self._links.listen())
-                self._shared.add("events", 1)
-        elif not self._is_link_wanted and self._shared.check(["link/node"]):
-            self._is_link_wanted = self._shared.get("link/node").decode() != self._mark.node
-            if self._is_link_wanted:
-                self._shared.set("link/wanted", "")
-                self._shared.add("events", 1)
-        elif self._is_link_wanted and self._shared.check(["link/address"]):
+        """Connect to rank 0 if it is on another host. A rank that cannot connect is only not monitored by rank 0."""
+        hosts = dict(line.split(" ", 1) for line in self._shared.get("hosts").decode().splitlines())
+        if self._rank == 0 and len(set(hosts.values())) > 1:
             self._links = HostLinks(self._note_end)
-            self._links.connect(self._host, self._shared.get("link/address").decode(), self._rank)
+            self._shared.set("link", self._links.listen())
+        elif hosts[str(self._rank)] != hosts["0"]:
+            self._links = HostLinks(self._note_end)
+            self._links.connect(self._host, self._shared.get("link").decode(), self._rank)
 
     def _note_end(self, rank: int, is_unreachable: bool) -> None:
         """Note that the connection to a rank has ended. The thread of the links calls it."""
@@ -165,8 +155,8 @@ class LoopDetector(HangDetector):
                 continue
             del self._ended_links[rank]
             self._known_gone.add(rank)
+            self._shared.set(f"gone/{rank}", "")
             if not self._shared.check([f"left/{rank}"]):
-                self._shared.set(f"gone/{rank}", "")
                 text = "its process, on another host, has ended without a traceback (killed, or crashed)."
                 text = "its host cannot be reached." if is_unreachable else text
                 self._post_failure(Failure(rank, f"rank {rank}: {text}", gone=True))
