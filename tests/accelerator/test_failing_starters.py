@@ -130,7 +130,7 @@ _ON_HOSTS = [
 
 
 @needs_namespaces
-@pytest.mark.parametrize("case", mostly_exhaustive(_ON_HOSTS, keep=[_ON_HOSTS[7], _ON_HOSTS[10]]))
+@pytest.mark.parametrize("case", mostly_exhaustive(_ON_HOSTS, keep=[_ON_HOSTS[8], _ON_HOSTS[10]]), ids=str)
 def test_every_process_of_two_hosts_ends(case: Case, hosts: list[Host], tmp_path: Path) -> None:
     processes = _start(hosts, case.starter, _words(case, tmp_path, pause_s=600.0), tmp_path)
     _wait_for_failure(tmp_path)

@@ -33,6 +33,7 @@ _EXIT_S = 12.0  # for a failed script that has left the run to end its process: 
 _LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
 _LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
 _WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
+_LINK_S = 5.0  # for rank 0 to create its Accelerator, so that ranks on other hosts can connect to it
 _LEAVING_S = 1.0  # from the end of a connection until the reason of a rank that has left must be in the store
 _AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
 
@@ -134,8 +135,12 @@ class LoopDetector(HangDetector):
             self._links = HostLinks(self._note_end)
             self._shared.set("link", self._links.listen())
         elif hosts[str(self._rank)] != hosts["0"]:
-            self._links = HostLinks(self._note_end)
-            self._links.connect(self._host, self._shared.get("link").decode(), self._rank)
+            deadline = time.monotonic() + _LINK_S
+            while not self._shared.check(["link"]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if self._shared.check(["link"]):
+                self._links = HostLinks(self._note_end)
+                self._links.connect(self._host, self._shared.get("link").decode(), self._rank)
 
     def _note_end(self, rank: int, is_unreachable: bool) -> None:
         """Note that the connection to a rank has ended. The thread of the links calls it."""
