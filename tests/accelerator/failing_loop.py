@@ -32,7 +32,7 @@ def serve(cases: list[dict[str, Any]]) -> dict[str, Any]:
         if waiting and len({number for number, _, _ in running.values()}) < cases[0]["num_at_once"]:
             number, case = waiting.pop(0)
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-            for rank in range(1 if case["starter"] == "launch" else 2):
+            for rank in range(1 if case["starter"] == "launch" else case["num_ranks"]):
                 pid = os.fork()
                 if pid == 0:
                     return start(case, rank)
@@ -59,7 +59,8 @@ def start(case: dict[str, Any], rank: int) -> dict[str, Any]:
     if case["starter"] == "launch":
         command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", __file__]
         os.execv(sys.executable, [*command, json.dumps(case)])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    num_ranks = str(case["num_ranks"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=num_ranks, LOCAL_WORLD_SIZE=num_ranks)
     return case
 
 

@@ -36,6 +36,7 @@ _WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
 _LINK_S = 5.0  # for rank 0 to create its Accelerator, so that ranks on other hosts can connect to it
 _LEAVING_S = 1.0  # from the end of a connection until the reason of a rank that has left must be in the store
 _AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
+_WITH_STORE_S = 15.0  # for several remaining ranks to detect that all of them wait for rank 0, which takes 8 s
 
 
 class LoopDetector(HangDetector):
@@ -186,6 +187,8 @@ class LoopDetector(HangDetector):
     def _end_lost(self, place: str) -> None:
         if in_notebook():
             return
+        if self._store is not None:  # others would report this process as crashed
+            self._store.set(f"left/{self._rank}", "it waited for a rank that has left")
         say(
             f"trainwright: rank {self._rank} ends, because {self._departed_text()} and cannot make the call that it "
             f"waits in. Every rank must make each collective call.\n  rank {self._rank}: {place}"
@@ -232,22 +235,26 @@ def departed_ranks(store: Any) -> set[int]:
 
 
 def wait_until_known(store: Any, rank: int, world_size: int) -> None:
-    """Wait, for at most 1.5 s, until the other ranks know that rank 0 has ended without an error, or have ended.
+    """Wait until the other ranks know that rank 0 has ended without an error, or have ended.
 
-    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure.
+    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure. That
+    takes at most 1.5 s. If several ranks remain, they need the store to detect that all of them wait for rank 0. Then
+    this function waits for at most 15 s, or until only one remains.
 
     Args:
         store: connection of the calling thread, with the prefix of the detector.
         rank: this rank.
         world_size: number of ranks.
     """
-    deadline = time.monotonic() + _AWARE_S
-    while time.monotonic() < deadline:
-        known = {rank} | _ranks_in(store, "aware") | departed_ranks(store)
+    start_s = time.monotonic()
+    while time.monotonic() < start_s + _WITH_STORE_S:
+        ended = {rank} | departed_ranks(store)
         for other in range(world_size):
             if store.check([f"gone/{other}"]) or store.check([f"left/{other}"]):
-                known.add(other)
-        if len(known) == world_size:
+                ended.add(other)
+        num_known = len(ended | _ranks_in(store, "aware"))
+        is_known = num_known == world_size or time.monotonic() >= start_s + _AWARE_S
+        if is_known and world_size - len(ended) < 2:
             return
         time.sleep(0.01)
 
