@@ -65,9 +65,9 @@ class Host:
         ip("-n", self.name, "link", "set", "link0", state)
 
     def slow_link(self) -> None:
-        """Delay what this host sends by 0.3 s, and limit it to 1 Mbit/s."""
-        netem = ["netem", "delay", "300ms", "rate", "1mbit"]
-        ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", "link0", "root", *netem)
+        """Limit what this host sends to 256 kbit/s. A delay would need the kernel's module netem."""
+        limit = ["tbf", "rate", "256kbit", "burst", "16kbit", "latency", "400ms"]
+        ip("netns", "exec", self.name, "tc", "qdisc", "add", "dev", "link0", "root", *limit)
 
     def kill(self) -> None:
         for pid in ip("netns", "pids", self.name).split():
