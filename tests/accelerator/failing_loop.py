@@ -32,7 +32,7 @@ def serve(cases: list[dict[str, Any]]) -> dict[str, Any]:
         if waiting and len({number for number, _, _ in running.values()}) < cases[0]["num_at_once"]:
             number, case = waiting.pop(0)
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-            for rank in range(1 if case["starter"] == "launch" else 2):
+            for rank in range(1 if case["starter"] == "launch" else case["num_ranks"]):
                 pid = os.fork()
                 if pid == 0:
                     return start(case, rank)
@@ -59,7 +59,8 @@ def start(case: dict[str, Any], rank: int) -> dict[str, Any]:
     if case["starter"] == "launch":
         command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", __file__]
         os.execv(sys.executable, [*command, json.dumps(case)])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    num_ranks = str(case["num_ranks"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=num_ranks, LOCAL_WORLD_SIZE=num_ranks)
     return case
 
 
@@ -74,7 +75,9 @@ def at(phase: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if OPTIONS["kind"] == "os._exit(3)":
         os._exit(3)
-    sys.exit(0)
+    if OPTIONS["kind"] == "pause":
+        return time.sleep(OPTIONS["pause_s"])
+    sys.exit(1 if OPTIONS["kind"] == "sys.exit(1)" else 0)
 
 
 class Net(nn.Module):
@@ -96,7 +99,6 @@ class Net(nn.Module):
 
 
 OPTIONS = json.loads(sys.argv[1]) if len(sys.argv) > 1 else serve(json.load(sys.stdin))
-is_failing = int(os.environ["RANK"]) == OPTIONS["who"]
 loop_detector._LOST_S = OPTIONS["lost_s"]
 step = 0
 net: nn.Module = Net()
@@ -115,6 +117,7 @@ elif strategy == "pp":
     batches = test_own_pipeline.batches()
 project = ProjectConfiguration(".", async_save=OPTIONS["phase"] == "async save")
 accelerator = Accelerator(cpu=True, strategy=strategy, project_config=project)
+is_failing = accelerator.process_index == OPTIONS["who"]
 assert not accelerator.should_stop  # which sets handlers of signals
 at("prepare")
 model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     strategy: str
     who: int = 1
     starter: str = "by hand"
+    num_ranks: int = 2
 
 
 _FEW = [
@@ -45,6 +46,7 @@ _FEW = [
     Case("sys.exit(0)", "wait_for_everyone", "ddp"),
     Case("raise", "async save", "fsdp"),
     Case("raise", "save_state", "fsdp", starter="launch"),
+    Case("sys.exit(0)", "wait_for_everyone", "ddp", who=0, num_ranks=3),
     Case("sys.exit(0)", "alone", "ddp"),  # rank 0 has more to do, which is not a failure
 ]
 _PLAIN = {name: [Case(kind, phase, name) for phase in _PHASES for kind in _CODES] for name in ("ddp", "fsdp")}
@@ -98,17 +100,18 @@ def test_every_process_ends_after_a_failure(cases: list[Case], tmp_path: Path) -
 def _is_as_expected(case: Case, codes: dict[str, int], taken_s: float, log: str) -> bool:
     if case.starter == "launch":
         is_named = case.kind == "sys.exit(0)" or "rank 1 failed first" in log
-        return codes["0"] > 0 and taken_s < _LIMIT_S and is_named and _explains(case, log)
-    failed, other = codes[str(case.who)], codes[str(1 - case.who)]
+        return codes["0"] > 0 and taken_s < _LIMIT_S and is_named and explains(case, log)
+    failed = codes.pop(str(case.who))
+    others = set(codes.values())
     if case.phase == "alone":
-        return failed == other == 0
+        return {failed} == others == {0}
     is_ended = failed == _CODES[case.kind] and taken_s < _LIMIT_S
     if case.phase == "exit":  # the other rank has done its work
         return is_ended
-    return is_ended and other == 1 and _explains(case, log)
+    return is_ended and others == {1} and explains(case, log)
 
 
-def _explains(case: Case, log: str) -> bool:
+def explains(case: Case, log: str) -> bool:
     """Return whether the other rank says why it ends, and the first error is printed before."""
     if case.kind == "SIGKILL" and case.who == 0:
         return "its process, which served the store, has ended" in log

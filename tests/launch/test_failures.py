@@ -23,6 +23,8 @@ _LOST = "Traceback (most recent call last):\n  File 'a.py'\nRuntimeError: Connec
         ({0: (-9, 39, None), 1: (7, 9, None)}, "1: "),
         ({0: (-15, 5, None), 1: (1, 5, _LOST)}, "1: RuntimeError: Connection closed by peer [127.0.0.1]:1"),
         ({0: (1, 5, None), 1: (1, 9, _OWN)}, "1: [rank1]: ValueError: bad luck"),
+        ({0: (1, 20, None), 1: (-15, 9, _OWN)}, "1: [rank1]: ValueError: bad luck"),
+        ({0: (-15, 9, None), 1: (1, 9, "trainwright: rank 1 ends after the failure of rank 0. its end\n")}, "0: "),
         ({1: (1, 5, "no traceback\n")}, "1: no traceback"),
         ({0: (1, 5, "trainwright: rank 0 ends after the failure of rank 1. its end\n"), 1: (3, 9, "")}, "1: "),
     ],

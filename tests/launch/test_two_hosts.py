@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -16,14 +13,12 @@ import pytest
 
 from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.sources import ROOT
+from tests.helpers.two_hosts import Host, environment, ip, needs_namespaces, two_hosts
 
 pytestmark = [
     pytest.mark.engines,
     pytest.mark.distributed,
-    pytest.mark.skipif(
-        not sys.platform.startswith("linux") or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))),
-        reason="network namespaces need Linux, root, iproute2 and util-linux",
-    ),
+    needs_namespaces,
 ]
 
 # Writes the validation losses of all epochs. With a file "wait" in the folder, it trains until it is ended.
@@ -62,67 +57,10 @@ if trainer.global_rank == 0:
 """
 
 
-def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
-
-
-class _Host:
-    """A network namespace with the address `10.77.0.N` and a host name."""
-
-    def __init__(self, name: str, number: int) -> None:
-        self.name, self.number, self.address = name, number, f"10.77.0.{number + 1}"
-        self.launchers: list[subprocess.Popen[str]] = []
-        _ip("netns", "add", name)
-
-    def connect(self) -> None:
-        _ip("-n", self.name, "address", "add", f"{self.address}/24", "dev", "link0")
-        for device in ("lo", "link0"):
-            _ip("-n", self.name, "link", "set", device, "up")
-
-    def launch(self, folder: Path, strategy: str, *options: str) -> subprocess.Popen[str]:
-        command = ["ip", "netns", "exec", self.name, "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"']
-        command += [f"host-{self.number}", sys.executable, "-m", "trainwright", "launch", "--cpu"]
-        command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(self.number)]
-        command += ["--main_process_ip", "10.77.0.1", "--main_process_port", "29511", *options]
-        self.launchers.append(
-            subprocess.Popen(
-                [*command, str(folder / "script.py"), str(folder), strategy, "2"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=ROOT,
-                env={**_environment(), "GLOO_SOCKET_IFNAME": "link0"},
-            )
-        )
-        return self.launchers[-1]
-
-    def kill(self) -> None:
-        for pid in _ip("netns", "pids", self.name).split():
-            os.kill(int(pid), signal.SIGKILL)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
 @pytest.fixture
-def hosts() -> Iterator[list[_Host]]:
-    made: list[_Host] = []
-    try:
-        for number in range(2):
-            made.append(_Host(f"trainwright-{os.getpid()}-{number}", number))
-        first, second = made
-        ends = (["name", "link0", "netns", first.name], ["peer", "name", "link0", "netns", second.name])
-        _ip("link", "add", *ends[0], "type", "veth", *ends[1])
-        for host in made:
-            host.connect()
+def hosts() -> Iterator[list[Host]]:
+    with two_hosts() as made:
         yield made
-    finally:
-        for host in made:
-            host.kill()
-            for launcher in host.launchers:
-                launcher.communicate()
-            _ip("netns", "delete", host.name)
 
 
 def _folder(path: Path, *, waits: bool = False) -> Path:
@@ -133,16 +71,20 @@ def _folder(path: Path, *, waits: bool = False) -> Path:
     return path
 
 
+def _words(folder: Path, strategy: str) -> list[str]:
+    return [str(folder / "script.py"), str(folder), strategy, "2"]
+
+
 def _losses(folder: Path) -> list[float]:
     return json.loads((folder / "losses.json").read_text())
 
 
 @pytest.mark.parametrize("strategy", mostly_exhaustive(["ddp", "fsdp"], keep=["fsdp"]))
-def test_two_hosts_train_as_one_process(strategy: str, hosts: list[_Host], tmp_path: Path) -> None:
+def test_two_hosts_train_as_one_process(strategy: str, hosts: list[Host], tmp_path: Path) -> None:
     alone, together = _folder(tmp_path / "alone"), _folder(tmp_path / "together")
     command = [sys.executable, str(alone / "script.py"), str(alone), "auto", "1"]
-    subprocess.run(command, cwd=ROOT, env=_environment(), check=True, capture_output=True, timeout=120)
-    launchers = [host.launch(together, strategy) for host in hosts]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=120)
+    launchers = [host.launch(_words(together, strategy)) for host in hosts]
     outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outputs
     assert _losses(together) == pytest.approx(_losses(alone), rel=1e-5)
@@ -150,11 +92,11 @@ def test_two_hosts_train_as_one_process(strategy: str, hosts: list[_Host], tmp_p
 
 
 @pytest.fixture
-def running(hosts: list[_Host], tmp_path: Path) -> Path:
+def running(hosts: list[Host], tmp_path: Path) -> Path:
     """Start a job of both hosts that trains until it is ended, and return its folder."""
     folder = _folder(tmp_path / "run", waits=True)
     for host in hosts:
-        host.launch(folder, "ddp", "--rdzv_backend", "static", "--max_restarts", "1")
+        host.launch(["--rdzv_backend", "static", "--max_restarts", "1", *_words(folder, "ddp")])
     _wait_for_steps(folder, 1)
     return folder
 
@@ -167,14 +109,14 @@ def _wait_for_steps(folder: Path, num: int) -> None:
         time.sleep(0.1)
 
 
-def _end(host: _Host, seconds: float) -> tuple[int, str]:
-    output, _ = host.launchers[0].communicate(timeout=seconds)
-    assert _ip("netns", "pids", host.name) == ""
-    return host.launchers[0].returncode, output.rpartition("trainwright launch: ")[2]
+def _end(host: Host, seconds: float) -> tuple[int, str]:
+    output, _ = host.started[0].communicate(timeout=seconds)
+    assert ip("netns", "pids", host.name) == ""
+    return host.started[0].returncode, output.rpartition("trainwright launch: ")[2]
 
 
-def test_both_hosts_end_when_their_link_drops(running: Path, hosts: list[_Host]) -> None:
-    _ip("-n", hosts[1].name, "link", "set", "link0", "down")
+def test_both_hosts_end_when_their_link_drops(running: Path, hosts: list[Host]) -> None:
+    hosts[1].set_link("down")
     for host, other in zip(hosts, (1, 0), strict=True):
         code, error = _end(host, 60)
         assert code == 1
@@ -182,15 +124,15 @@ def test_both_hosts_end_when_their_link_drops(running: Path, hosts: list[_Host])
 
 
 @pytest.mark.exhaustive
-def test_a_host_ends_when_the_other_one_dies(running: Path, hosts: list[_Host]) -> None:
+def test_a_host_ends_when_the_other_one_dies(running: Path, hosts: list[Host]) -> None:
     hosts[1].kill()
     code, error = _end(hosts[0], 60)
     assert code == 1
     assert error.startswith("machine 1 has sent no heartbeat for 15 seconds: its launcher has ended")
 
 
-def test_training_continues_after_a_short_loss_of_the_link(running: Path, hosts: list[_Host]) -> None:
-    _ip("-n", hosts[1].name, "link", "set", "link0", "down")
+def test_training_continues_after_a_short_loss_of_the_link(running: Path, hosts: list[Host]) -> None:
+    hosts[1].set_link("down")
     time.sleep(3)
-    _ip("-n", hosts[1].name, "link", "set", "link0", "up")
+    hosts[1].set_link("up")
     _wait_for_steps(running, int((running / "step-of-0").read_text()) + 20)

@@ -40,6 +40,8 @@ _CONSEQUENCE = re.compile(
     r"[Cc]onnection|Broken pipe|[Tt]imed out|[Tt]imeout|remote process|DistNetworkError|ends after the failure of rank"
 )
 
+_BLAMES = re.compile(r"ends after the failure of rank (\d+)\.")  # the message of a process that has ended itself
+
 _AGENT_WAITS_S = 30  # between SIGTERM and SIGKILL
 
 
@@ -349,28 +351,35 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
 
     A process that a signal killed comes first, then the earliest error that does not follow from the end of another
     process, such as a lost connection. Processes whose output is not in a file come last. The time of an error is that
-    of the process's last output, because torch's error has whole seconds. Processes that the agent has ended come last.
+    of the process's last output, because torch's error has whole seconds. Processes that the agent has ended come last,
+    unless their error is the last thing that they have written or another process names them: a failed script may need
+    longer to exit than others wait for it.
 
     Args:
         error: `ChildFailedError` of torch's agent.
         logs: Folder for the output of processes.
     """
     order = []
+    blamed: set[int] = set()
     earliest = min(one.timestamp for one in error.failures.values())
     for rank, one in error.failures.items():
         file = max(Path(logs).glob(f"*/attempt_*/{one.local_rank}/stderr.log"), default=None)
-        line = "" if file is None else _error_line(file.read_text(errors="replace"))
+        text = "" if file is None else file.read_text(errors="replace")
+        line = _error_line(text)
+        blamed.update(int(found) for found in _BLAMES.findall(text))
         if one.exitcode < 0:
             # The agent (torch 2.13) sends SIGTERM to the other processes, and SIGKILL if they still run after 30 s.
             is_killed_late = one.exitcode == -signal.SIGKILL and one.timestamp - earliest > _AGENT_WAITS_S / 2
-            place = 4 if one.exitcode == -signal.SIGTERM or is_killed_late else 0
+            is_ended_by_agent = one.exitcode == -signal.SIGTERM or is_killed_late
+            is_exiting = bool(line) and text.rstrip().endswith(line) and not _CONSEQUENCE.search(line)
+            place = 0 if not is_ended_by_agent else 1 if is_exiting and "Traceback (" in text else 4
         else:
             place = 2 if not line else 3 if _CONSEQUENCE.search(line) else 1
         seconds = file.stat().st_mtime if file is not None and line else one.timestamp
         how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
         code = one.exitcode if one.exitcode >= 0 else 128 - one.exitcode
         order.append((place, seconds, rank, FirstFailure(rank, one.pid, code, how, line, file)))
-    return min(order)[-1]
+    return min(order, key=lambda one: (one[2] not in blamed, *one[:3]))[-1]
 
 
 def _error_line(text: str) -> str:

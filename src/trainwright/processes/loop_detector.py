@@ -7,6 +7,8 @@ of the `HangDetector`:
 
     departed            the ranks that have left without a failure
     aware               the ranks that know that rank 0, which serves the store, has done so
+    hosts               the host of each rank, written before all ranks have met
+    link                where rank 0 accepts the connections of ranks on other hosts (`HostLinks`)
     stuck/RANK          the line where a rank waits for others, after a rank has departed; empty if it does not wait
 """
 
@@ -21,7 +23,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from trainwright.core.process import in_notebook
 from trainwright.processes.hang_detector import HangDetector, is_echo, say
-from trainwright.processes.hang_report import ranks_text
+from trainwright.processes.hang_report import Failure, ranks_text
+from trainwright.processes.host_links import HostLinks
 from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.rank_position import Position
 
@@ -30,7 +33,10 @@ _EXIT_S = 12.0  # for a failed script that has left the run to end its process: 
 _LOST_S = 8.0  # in one collective, after which a rank waits in vain for a rank that has ended
 _LOST_WITHOUT_STORE_S = 60.0  # the same if other ranks remain, whose positions are not known
 _WITHOUT_AGENT_S = 10.0  # the same if the agent that served the store has ended
+_LINK_S = 5.0  # for rank 0 to create its Accelerator, so that ranks on other hosts can connect to it
+_LEAVING_S = 1.0  # from the end of a connection until the reason of a rank that has left must be in the store
 _AWARE_S = 1.5  # for other ranks to read that rank 0 ends without an error, before the store ends with it
+_WITH_STORE_S = 15.0  # for several remaining ranks to detect that all of them wait for rank 0, which takes 8 s
 
 
 class LoopDetector(HangDetector):
@@ -39,6 +45,7 @@ class LoopDetector(HangDetector):
     Args:
         store: separate connection to the store of the process group, with a prefix for this loop.
         late_calls: the calls of this rank, which use the same connection.
+        host: the host of rank 0.
         rank: this rank.
         world_size: number of ranks.
         timeout_s: seconds after which a collective fails.
@@ -52,6 +59,7 @@ class LoopDetector(HangDetector):
         store: Store,
         late_calls: LateCalls,
         *,
+        host: str,
         rank: int,
         world_size: int,
         timeout_s: float,
@@ -68,14 +76,29 @@ class LoopDetector(HangDetector):
             interrupt_only=in_notebook(),
         )
         self._late_calls = late_calls
+        self._host = host
+        self._links: HostLinks | None = None
+        self._ended_links: dict[int, tuple[float, bool]] = {}  # time, and whether the host cannot be reached
         self._departed: set[int] = set()  # as of the last event
         self._stuck_at = ""  # the value of this rank's key `stuck/RANK`
+
+    def start(self) -> None:
+        # Not in the thread: a process may be killed right after its start.
+        self._link_hosts()
+        super().start()
 
     def leave(self, error: BaseException) -> None:
         super().leave(error)
         is_own = self._failure is None or self._failure.rank == self._rank
         if is_own and self._departed and is_echo(error):
             error.add_note(f"{self._departed_text()} before.")
+
+    def close(self) -> None:
+        super().close()
+        # The reason of this rank's end is in the store now. The connection of a failed rank lasts as long as its
+        # process, for whose end the others wait.
+        if self._links is not None and self._error is None:
+            self._links.close()
 
     # The thread
 
@@ -104,6 +127,46 @@ class LoopDetector(HangDetector):
         # process ended first. The launcher would then report this process as the first that failed.
         return super()._grace_s(is_gone) if is_gone else _EXIT_S
 
+    # Other hosts
+
+    def _link_hosts(self) -> None:
+        """Connect to rank 0 if it is on another host. A rank that cannot connect is only not monitored by rank 0."""
+        hosts = dict(line.split(" ", 1) for line in self._shared.get("hosts").decode().splitlines())
+        if self._rank == 0 and len(set(hosts.values())) > 1:
+            self._links = HostLinks(self._note_end)
+            self._shared.set("link", self._links.listen())
+        elif hosts[str(self._rank)] != hosts["0"]:
+            deadline = time.monotonic() + _LINK_S
+            while not self._shared.check(["link"]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if self._shared.check(["link"]):
+                self._links = HostLinks(self._note_end)
+                self._links.connect(self._host, self._shared.get("link").decode(), self._rank)
+
+    def _note_end(self, rank: int, is_unreachable: bool) -> None:
+        """Note that the connection to a rank has ended. The thread of the links calls it."""
+        self._ended_links[rank] = time.monotonic(), is_unreachable
+        if is_unreachable and rank == 0:
+            # The monitor thread waits for the store, which is on the host of rank 0, for up to the timeout.
+            time.sleep(_LEAVING_S)
+            if not self._stopping and self._error is None and not in_notebook():
+                say(f"trainwright: rank {self._rank} ends, because the host of rank 0 cannot be reached.")
+                sys.stdout.flush()
+                os._exit(1)
+
+    def _look_after_neighbours(self) -> None:
+        super()._look_after_neighbours()
+        for rank, (ended_at, is_unreachable) in list(self._ended_links.items()):
+            if time.monotonic() < ended_at + _LEAVING_S:
+                continue
+            del self._ended_links[rank]
+            self._known_gone.add(rank)
+            self._shared.set(f"gone/{rank}", "")
+            if not self._shared.check([f"left/{rank}"]):
+                text = "its process, on another host, has ended without a traceback (killed, or crashed)."
+                text = "its host cannot be reached." if is_unreachable else text
+                self._post_failure(Failure(rank, f"rank {rank}: {text}", gone=True))
+
     # A rank that waits for one that has ended
 
     def _end_if_lost(self) -> None:
@@ -124,6 +187,8 @@ class LoopDetector(HangDetector):
     def _end_lost(self, place: str) -> None:
         if in_notebook():
             return
+        if self._store is not None:  # others would report this process as crashed
+            self._store.set(f"left/{self._rank}", "it waited for a rank that has left")
         say(
             f"trainwright: rank {self._rank} ends, because {self._departed_text()} and cannot make the call that it "
             f"waits in. Every rank must make each collective call.\n  rank {self._rank}: {place}"
@@ -170,22 +235,26 @@ def departed_ranks(store: Any) -> set[int]:
 
 
 def wait_until_known(store: Any, rank: int, world_size: int) -> None:
-    """Wait, for at most 1.5 s, until the other ranks know that rank 0 has ended without an error, or have ended.
+    """Wait until the other ranks know that rank 0 has ended without an error, or have ended.
 
-    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure.
+    Afterwards, rank 0 may end the store, which it serves. The other ranks would take a sudden end for a failure. That
+    takes at most 1.5 s. If several ranks remain, they need the store to detect that all of them wait for rank 0. Then
+    this function waits for at most 15 s, or until only one remains.
 
     Args:
         store: connection of the calling thread, with the prefix of the detector.
         rank: this rank.
         world_size: number of ranks.
     """
-    deadline = time.monotonic() + _AWARE_S
-    while time.monotonic() < deadline:
-        known = {rank} | _ranks_in(store, "aware") | departed_ranks(store)
+    start_s = time.monotonic()
+    while time.monotonic() < start_s + _WITH_STORE_S:
+        ended = {rank} | departed_ranks(store)
         for other in range(world_size):
             if store.check([f"gone/{other}"]) or store.check([f"left/{other}"]):
-                known.add(other)
-        if len(known) == world_size:
+                ended.add(other)
+        num_known = len(ended | _ranks_in(store, "aware"))
+        is_known = num_known == world_size or time.monotonic() >= start_s + _AWARE_S
+        if is_known and world_size - len(ended) < 2:
             return
         time.sleep(0.01)
 

@@ -28,6 +28,7 @@ class LoopWatch:
 
     Args:
         store: store of the process group.
+        host: the host of rank 0.
         rank: this rank.
         world_size: number of ranks.
         timeout_s: seconds after which a collective fails.
@@ -35,7 +36,7 @@ class LoopWatch:
     """
 
     def __init__(
-        self, store: Any, *, rank: int, world_size: int, timeout_s: float, store_dies_with_rank_0: bool
+        self, store: Any, *, host: str, rank: int, world_size: int, timeout_s: float, store_dies_with_rank_0: bool
     ) -> None:
         self._rank, self._world_size = rank, world_size
         self._pid = os.getpid()
@@ -47,6 +48,7 @@ class LoopWatch:
         self._detector = LoopDetector(
             PrefixStore("watch", connection),
             self.late_calls,
+            host=host,
             rank=rank,
             world_size=world_size,
             timeout_s=timeout_s,

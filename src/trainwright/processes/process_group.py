@@ -26,7 +26,7 @@ from trainwright.processes.hang_report import ranks_text
 from trainwright.processes.late_calls import is_in_collective
 from trainwright.processes.launcher import failure_of_started
 from trainwright.processes.loop_watch import LoopWatch
-from trainwright.processes.rank_position import Position
+from trainwright.processes.rank_position import Position, ProcessMark
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
@@ -275,7 +275,8 @@ class ProcessGroup(Processes):
             attempt = variable("TORCHELASTIC_RESTART_COUNT", "0") if agent_store else "0"
             store = _open_store(self.topology, self.timeout)
             run = variable(STARTED_BY_TRAINER) or str(_groups_made)
-            prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
+            prefix: Any = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
+            prefix.append("watch/hosts", f"{self.rank} {ProcessMark.mine().node}\n")  # for `LoopDetector`
             self._meet(prefix)
             self._store = prefix
             if sys.excepthook is _torch_excepthook:  # torch adds a prefix with the rank in each group
@@ -483,6 +484,7 @@ class ProcessGroup(Processes):
         if self._made_here and self._loop_watch is None:
             self._loop_watch = LoopWatch(
                 self._store,
+                host=self.topology.master_addr or "127.0.0.1",
                 rank=self.rank,
                 world_size=self.world_size,
                 timeout_s=self.timeout.total_seconds(),
