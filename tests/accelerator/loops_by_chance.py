@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.contracts.strategies import STRATEGIES
@@ -255,8 +257,8 @@ class Net(nn.Module):
         nn.init.zeros_(self.first.weight)
         nn.init.zeros_(self.second.weight)
 
-    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
-        return {"first": "colwise_rep", "second": "colwise_rep"}
+    def tensor_parallel_plan(self, mesh: Any) -> dict[str, Any]:
+        return dict.fromkeys(("first", "second"), ColwiseParallel(output_layouts=Replicate()))
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         inputs = nn.functional.one_hot(numbers, self.first.in_features).to(self.first.weight.dtype)
