@@ -134,9 +134,6 @@ class Program:
             return max(1, self.num_batches - rank * self.size)
         return -(-(self.num_batches - rank) // world)
 
-    def num_rounds(self, world: int) -> int:
-        return self.num_batches_of(0, world)
-
     def is_real(self, batch: int, rank: int, world: int) -> bool:
         """Return whether a rank's batch in a round is not padding."""
         return self.even_batches is True or batch < self.num_batches_of(rank, world)
@@ -168,6 +165,9 @@ class Begun:
     batch: int
     content: Any
     is_last: bool
+
+
+_BEGINNING = Begun(0, 0, 0, None, is_last=False)
 
 
 def micro_batches_of_a_pass(
@@ -216,35 +216,22 @@ def micro_batches(program: Program, passes: Iterable[Any], num_rounds: int, star
             number += 1
 
 
-class Shares(IterableDataset[torch.Tensor]):
-    """Streams of different lengths on the ranks."""
-
-    is_sharded = True
+class Stream(IterableDataset[torch.Tensor]):
+    """A stream, which the first process reads, or whose length differs on the ranks."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        self.is_sharded = program.data == "shares"
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        rank, world = shard_info()
+        rank, world = shard_info() if self.is_sharded else (0, 1)
         return iter(torch.arange(self._program.num_batches_of(rank, world)))
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    """A stream that only the first process reads."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(self._program.num_batches))
-
-
 def data_of(program: Program) -> Any:
-    if program.data in ("stream", "shares"):
-        return Shares(program) if program.data == "shares" else Stream(program)
     if program.data == "texts":
         return [f"text {i}" for i in range(program.num_batches)]
-    return torch.arange(program.num_batches)
+    return torch.arange(program.num_batches) if program.data == "tensors" else Stream(program)
 
 
 class Net(nn.Module):
@@ -392,7 +379,7 @@ class Found:
 def run(program: Program, strategy: Any, folder: Path) -> Found:
     """Run a program on this rank."""
     found = Found()
-    start: Begun | None = Begun(0, 0, 0, None, is_last=False)
+    start: Begun | None = _BEGINNING
     while start is not None:
         loop = Loop(program, strategy)
         found.world = loop.world
@@ -405,7 +392,7 @@ def run(program: Program, strategy: Any, folder: Path) -> Found:
 def _run_from(start: Begun, loop: Loop, found: Found, folder: Path) -> Begun | None:
     """Run a loop from `start` on. Return where it continues after a save, or None at its end."""
     program = loop.program
-    num_rounds = program.num_rounds(loop.world)
+    num_rounds = program.num_batches_of(0, loop.world)
     for begun in micro_batches(program, loop.passes_from(start), num_rounds, start):
         group = found.groups[-1]
         group.append(begun)
@@ -442,9 +429,6 @@ def _resumed_at(program: Program, begun: Begun, num_rounds: int) -> Begun | None
     if not begun.is_last or begun.batch != num_rounds - 1:
         return None  # the loop leaves the pass, which it would continue
     return replace(begun, number=begun.number + 1, nth=begun.nth + 1, batch=0)
-
-
-_BEGINNING = Begun(0, 0, 0, None, is_last=False)
 
 
 def weights_of(program: Program, group: list[Begun], world: int) -> dict[int, float]:
@@ -523,7 +507,5 @@ def differences(name: str, folder: Path, seed: int, number: int) -> list[str]:
         made: Any = STRATEGIES[name].strategy
         strategy = made if isinstance(made, str) else made()
         program = replace(program, **_LIMITS.get(name.removesuffix("_4"), {}))
-        text = difference(program, folder, strategy)
-        if text:
-            found.append(text)
-    return found
+        found.append(difference(program, folder, strategy))
+    return list(filter(None, found))
