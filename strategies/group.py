@@ -94,6 +94,8 @@ class StepGroup:
         is_complete: An optimizer step follows the present micro-batch.
         has_failed: The last micro-batch raised an error, so that no optimizer step followed.
         is_short: The group is complete, because its loader has ended, with fewer micro-batches than usual.
+        num_losses: Number of losses that were weighed since the last optimizer step.
+        lacks_backward: The present micro-batch is the last one, and only earlier ones have run a backward so far.
         micro_batch: What the loader knows about the present micro-batch.
     """
 
@@ -108,6 +110,8 @@ class StepGroup:
         self._num_missing = 0  # micro-batches of padding in the group, over all ranks
         self.micro_batch = FULL
         self._is_corrected = False
+        self.num_losses, self.lacks_backward = 0, False
+        self._has_sums = False  # gradients of earlier micro-batches
         self._num_items: Any = None  # of this rank's earlier micro-batches; None: they have no counts
         self._counted_at = 0  # position of the newest micro-batch with a count
         self._due: Any = None  # factor for the gradients after the last backward
@@ -115,7 +119,13 @@ class StepGroup:
     @property
     def is_open(self) -> bool:
         """True if micro-batches have begun that no optimizer step has used."""
-        return self.has_failed or not self.is_complete
+        return self.has_failed or not self.is_complete or self.lacks_backward
+
+    @property
+    def has_unfinished_sums(self) -> bool:
+        """True if there are gradients that were neither averaged over ranks nor divided by the number of items."""
+        is_unfinished = self.num_losses > 0 and (not self.is_complete or self.lacks_backward)
+        return is_unfinished and (self._num_items is not None or self._engine.num_averaged > 1)
 
     def begin(self, reading: Pass | None, num_steps: int, *, ends_with_data: bool, is_mean: bool) -> None:
         """Begin the next micro-batch of the group, or the first one of the next group.
@@ -126,10 +136,16 @@ class StepGroup:
             ends_with_data: The last micro-batch of a pass completes a short group.
             is_mean: Divide losses by the number of micro-batches in a short group instead of by `num_steps`.
         """
-        if self.is_complete:
+        if self.lacks_backward:
+            # A loop that leaves the last micro-batch before its backward did not step: the next step uses all losses.
+            num_losses, num_items = self.num_losses, self._num_items
+            self.reset()
+            self.num_losses, self._num_items = num_losses, num_items
+        elif self.is_complete:
             self.reset()
         self.is_complete, self._num_steps, self._is_mean = False, num_steps, is_mean
         self.position += 1
+        self._has_sums = self.num_losses > 0
         is_last = False
         self.micro_batch = FULL
         if reading is not None:
@@ -148,6 +164,7 @@ class StepGroup:
                 self._divisor = self._foreseen_divisor(reading)
         is_full = self.position >= num_steps
         self.is_complete, self.is_short = is_last or is_full, not is_full and is_last
+        self.lacks_backward = self.is_complete and self._has_sums
 
     def begin_alone(self, micro_batch: MicroBatch, num_steps: int) -> None:
         """Begin a group of one micro-batch, whose loss is divided by `num_steps` nevertheless."""
@@ -161,7 +178,13 @@ class StepGroup:
         """Forget the micro-batches of the group."""
         self.position = self._num_missing = self._counted_at = 0
         self.is_complete, self.has_failed, self.is_short, self._is_corrected = True, False, False, False
-        self._num_items = self._due = None
+        self.drop_sums()
+        self._due = None
+
+    def drop_sums(self) -> None:
+        """Forget the losses of earlier micro-batches, because their gradients were freed."""
+        self.num_losses, self.lacks_backward, self._has_sums = 0, False, False
+        self._num_items = None
 
     def _count_missing(self, micro_batch: MicroBatch) -> None:
         if not self._engine.gradients.averaged:
@@ -242,7 +265,7 @@ class StepGroup:
 
     def _correct_sums(self, factor: float | torch.Tensor) -> bool:
         """Multiply the accumulated gradients. Return False if the engine can do so only after the last backward."""
-        if self._is_corrected or self.position == 1:
+        if self._is_corrected or not self._has_sums:
             return True
         if not self._engine.gradients.scales_sums:
             self._due = factor
@@ -284,6 +307,7 @@ class StepGroups:
     Attributes:
         num_steps: Micro-batches of a group. May be changed.
         sync_gradients: An optimizer step follows the present micro-batch.
+        is_unfinished: The newest group has not run its last backward.
     """
 
     def __init__(
@@ -310,6 +334,7 @@ class StepGroups:
         self._passes: list[Pass] = []  # the innermost one is the last
         self._ended: Pass | None = None  # the newest training pass, if it was read to its end
         self._set_before: bool | None = None  # the value before the newest `set_sync_gradients`; None: never called
+        self.is_unfinished = False  # see the class
 
     # Passes over loaders
 
@@ -367,6 +392,7 @@ class StepGroups:
             is_mean=self.short_group == "mean",
         )
         self.sync_gradients = group.is_complete
+        self.is_unfinished = group.lacks_backward or not group.is_complete
         if self._passes:
             self._delivered_at_block = self._passes[-1], self._passes[-1].num_delivered
 
@@ -407,17 +433,39 @@ class StepGroups:
             )
 
     def discard_open(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Free gradients, and let their next micro-batch start a new group. No effect while a loader is read."""
+        """Free gradients, and let their next micro-batch start a new group. While a loader is read, they are free."""
         if self._passes:
+            group = self._current
+            if group is not None and group.lacks_backward and self._overlaps(group, parameters()):
+                group.drop_sums()
             return
         self._engine.gradients.free(parameters())
         open_groups = [group for group in self._groups.values() if group.is_open]
         if not open_groups:
             return
-        freed = set(map(id, parameters()))
         for group in open_groups:
-            if not freed.isdisjoint(map(id, self._engine.parameters(group.models))):
+            if self._overlaps(group, parameters()):
                 group.reset()
+
+    def _overlaps(self, group: StepGroup, parameters: Iterable[torch.Tensor]) -> bool:
+        return not set(map(id, parameters)).isdisjoint(map(id, self._engine.parameters(group.models)))
+
+    def refuse_unfinished(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Raise an error before a step with gradients that are not averaged or not divided by the number of items.
+
+        Raises:
+            TaskError: A group of the parameters has not run its last backward.
+        """
+        held = list(parameters)
+        if self.has_set_sync or not any(
+            group.has_unfinished_sums and self._overlaps(group, held) for group in self._groups.values()
+        ):
+            return
+        raise TaskError(
+            "optimizer.step() was called without a backward in the last micro-batch of its group, which averages the "
+            "gradients over processes and divides them by the number of items. Leave the block before "
+            "optimizer.step(), so that the next step uses the gradients, or call optimizer.zero_grad() to drop them."
+        )
 
     def num_held(self, reading: Pass) -> int:
         """Return how many of the newest batches of a pass the loop holds: it has received them, but not begun them.
@@ -472,6 +520,9 @@ class StepGroups:
                 return loss
             group = self._group_after_block()
         self._weighing = group
+        group.num_losses += 1
+        group.lacks_backward = False
+        self.is_unfinished = not group.is_complete
         if num_items is not None:
             return group.weigh(loss, num_items)
         if self.has_set_sync:
@@ -501,7 +552,7 @@ class StepGroups:
     @property
     def starts_group(self) -> bool:
         """True if the newest loss is of the first micro-batch of its optimizer step."""
-        return self._weighing.position <= 1 if self._set_before is None else self._set_before
+        return self._weighing.num_losses <= 1 if self._set_before is None else self._set_before
 
     def complete(self) -> None:
         """Finish the gradients after the last backward of a group."""

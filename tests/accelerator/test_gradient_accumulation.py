@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.accelerator.test_accelerator import _net
 from tests.helpers.calls import Operators
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
+from trainwright.accelerator.handlers import GradScalerKwargs
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -99,6 +101,38 @@ def test_gradients_of_a_group_are_freed_if_its_last_micro_batch_fails() -> None:
     with pytest.warns(TrainwrightWarning, match="last of 2 micro-batch.* raised an error.* were freed"):
         _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
     assert net.weight.grad.item() == 0.5
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_gradients_of_a_group_whose_last_block_was_left_count_in_the_next_step(precision: str, tmp_path: Path) -> None:
+    scaling = GradScalerKwargs(init_scale=256.0)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=2, mixed_precision=precision, kwargs_handlers=[scaling]
+    )
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(net.weight)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(net, optimizer)
+    for x, num_items in ((1.0, 1), (None, 0), (None, 0), (2.0, 3)):
+        with accelerator.accumulate(model):
+            if x is None:
+                continue
+            accelerator.backward(model(torch.tensor([[x]])).mean(), num_items=num_items)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 100.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert net.weight.item() == pytest.approx(-(1.0 * 1 + 2.0 * 3) / 4, rel=1e-3)
+    for x in (1.0, None):
+        with accelerator.accumulate(model):
+            if x is not None:
+                accelerator.backward(model(torch.tensor([[x]])).mean(), num_items=1)
+    with pytest.raises(ConfigurationError, match="within a group"):
+        accelerator.save_state(tmp_path / "state")
+    with pytest.raises(TaskError, match="without a backward in the last"):
+        optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "state")
 
 
 def test_zero_grad_between_two_passes_ends_an_interrupted_group() -> None:

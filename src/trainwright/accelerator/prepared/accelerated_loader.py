@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -163,13 +162,12 @@ class AcceleratedLoader(SkippableLoader):
         if continues:
             self._epoch += 1
         if position is not None:
-            return self._batches(position["batch"])
+            return self._batches(position["batch"], reads_from=position["batch"])
         raw = self.prepared.raw
         if isinstance(raw, DataLoader) and raw.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # torch's loader draws a seed for each pass, too
-        if first and not self.prepared.can_seek:
-            return itertools.islice(self._batches(0), first, None)
-        return self._batches(first or 0)
+        first = first or 0
+        return self._batches(first, reads_from=first if self.prepared.can_seek else 0)
 
     def _evaluates(self) -> bool:
         """Return whether the pass that begins now is an evaluation, as far as torch knows."""
@@ -213,7 +211,7 @@ class AcceleratedLoader(SkippableLoader):
                 text,
             )
 
-    def _batches(self, first: int) -> Iterator[Any]:
+    def _batches(self, first: int, *, reads_from: int) -> Iterator[Any]:
         trains = torch.is_grad_enabled() and self._in_training_mode()
         outer, reading = self._reading, Pass(self, first, trains)
         self._reading = self._newest = reading
@@ -224,7 +222,9 @@ class AcceleratedLoader(SkippableLoader):
         full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
         try:
             own: dict[str, Any] = {} if self.even_batches else {"limit": self._own_batches, "world": 1}
-            for group in iterate_groups(prepared, start_batch=first, **own):
+            for group in iterate_groups(prepared, start_batch=reads_from, **own):
+                if group.first_idx < first:
+                    continue  # the loop skips it, and has not received it
                 batch, index = group.batches.pop(), group.first_idx  # only the loop holds it, and may free it
                 num_left = 0 if group.is_last else None if rounds is None else rounds - index - 1
                 is_full = index < full and group.weights is None
