@@ -13,7 +13,7 @@ from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.host.folders import mark_in_use
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.engine import Engine
-from trainwright.strategies.sharded_saves import ShardedSaves
+from trainwright.strategies.state_writer import StateWriter
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 
@@ -29,7 +29,7 @@ class SaveQueue:
         actions: functions to call at the end of the step.
         requests: checkpoints to save after them.
         writer: writes checkpoints in a thread. None with `async_save=False` and for trial steps.
-        joint: writes sharded checkpoints.
+        states: writes the checkpoints, by way of `writer`.
         raises: raise an error if a checkpoint cannot be written; False warns (`on_save_error`).
         published: checkpoints, with their aliases, to report to the loggers. The writer's thread adds them for the main
             thread, because loggers and warnings are not thread-safe.
@@ -43,7 +43,7 @@ class SaveQueue:
         self.actions: list[Callable[[], None]] = []
         self.requests: list[SaveRequest] = []
         self.writer = AsyncWriter() if arguments.async_save and not muted else None
-        self.joint = ShardedSaves(engine, self.writer)
+        self.states = StateWriter(engine, self.writer)
         self.raises = arguments.on_save_error == "raise"
         self._muted = muted
         self.published: deque[tuple[Path, tuple[str, ...]]] = deque()

@@ -1,6 +1,6 @@
 """The safe point at the end of a step, where the requests of callbacks are executed.
 
-A thread writes checkpoints while training continues: on rank 0, or on each rank for sharded saves (see `ShardedSaves`).
+A thread writes checkpoints while training continues: on rank 0, or on each rank for sharded saves (see `StateWriter`).
 Rank 0 adds the checkpoints to the run's index. All ranks raise a write error at the next save or at the end of the fit.
 Requests and running saves are in the run's `saves` (see `SaveQueue`).
 """
@@ -11,7 +11,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,7 @@ from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import is_url, lock_folder
 from trainwright.core.run import SaveRequest
-from trainwright.strategies.sharded_saves import SaveTarget
+from trainwright.strategies.state_writer import SaveTarget
 from trainwright.trainer.checkpoints import capture, remote_saves
 from trainwright.trainer.checkpoints.save_queue import SaveQueue
 from trainwright.trainer.run import StageRun
@@ -136,17 +135,8 @@ def save_now(
             if is_url(place):
                 remote_saves.upload_to(run, path, place, storage_options)
 
-        def work() -> None:
-            _wait(run)
-            if run.is_main:  # else another run writes the checkpoints of both
-                upload(write_checkpoint(path, snapshot))
-
-        if snapshot.in_shards:
-            run.saves.joint.save(
-                snapshot, [SaveTarget(path, snapshot.metrics, upload)], before=partial(_wait, run), at_once=True
-            )
-        else:
-            run.engine.processes.on_main_rank(work, f"write {place}")
+        target = SaveTarget(path, snapshot.metrics, upload)
+        run.saves.states.save(snapshot, [target], before=partial(_wait, run), at_once=True)
     return path
 
 
@@ -166,7 +156,7 @@ def close(run: StageRun) -> None:
     """Wait for all checkpoints at the end of a stage. Not collective; errors become warnings."""
     saves = run.saves
     if saves.writer is not None:
-        saves.joint.hurry()  # has no effect after a successful stage
+        saves.states.hurry()  # has no effect after a successful stage
         try:
             saves.writer.close()
         except CheckpointError as error:
@@ -225,12 +215,8 @@ def _write_recorded(run: StageRun, requests: list[SaveRequest]) -> None:
         snapshot.overlaps &= leaves_cores(run.engine.device, run.engine.processes.topology.local_world_size)
     targets = [_target(run, request, snapshot, since) for request in requests]
     # Waits for the previous save: loggers must be notified of it before this save may delete it.
-    if snapshot.in_shards:
-        run.saves.joint.save(snapshot, targets, before=partial(_wait, run))
-        report(run)
-        return
-    names = ", ".join(str(target.path) for target in targets)
-    run.engine.processes.on_main_rank(partial(_write_alone, run, snapshot, targets), f"write {names}")
+    run.saves.states.save(snapshot, targets, before=partial(_wait, run))
+    report(run)
 
 
 def _target(run: StageRun, request: SaveRequest, snapshot: Snapshot, since: float) -> SaveTarget:
@@ -244,22 +230,6 @@ def _target(run: StageRun, request: SaveRequest, snapshot: Snapshot, since: floa
         since=since,
     )
     return SaveTarget(path, request.metrics or snapshot.metrics, then, request.fresh)
-
-
-def _write_alone(run: StageRun, snapshot: Snapshot, targets: list[SaveTarget]) -> None:
-    saves = run.saves
-    _wait(run)
-    if not run.is_main:  # another run writes the checkpoints of both
-        return
-    for number, target in enumerate(targets):
-        path, metrics, then, fresh = target.path, target.metrics, target.then, target.fresh
-        if saves.writer is None:
-            then(write_checkpoint(path, replace(snapshot, metrics=metrics), fresh=fresh))
-            report(run)
-        elif number:
-            saves.writer.submit_again(path, metrics=metrics, then=then, fresh=fresh)
-        else:
-            saves.writer.submit(path, replace(snapshot, metrics=metrics), then=then, fresh=fresh)
 
 
 def _keep_books(

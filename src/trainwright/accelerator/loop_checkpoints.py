@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainwright.accelerator.project import StateFolders
-from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, write_checkpoint
+from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint
 from trainwright.checkpoint.disk.durable import hidden, make_folder
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
@@ -29,8 +29,8 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState, class_names, compare_classes, scheduler_state
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.engine import Engine
-from trainwright.strategies.sharded_saves import SaveTarget, ShardedSaves
 from trainwright.strategies.state import FullState
+from trainwright.strategies.state_writer import SaveTarget, StateWriter
 from trainwright.strategies.steps.loss_scale import LossScale
 
 _ENTRY = "loop"  # of the trainer part
@@ -101,7 +101,7 @@ class LoopCheckpoints:
     def __init__(self, engine: Engine, folders: StateFolders) -> None:
         self._engine, self.folders, self.configuration = engine, folders, folders.configuration
         self._writer = AsyncWriter() if self.configuration.async_save else None
-        self._sharded = ShardedSaves(engine, self._writer)
+        self._states = StateWriter(engine, self._writer)
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
@@ -170,21 +170,12 @@ class LoopCheckpoints:
             extra=extra,
         )
         try:
-            if in_shards:
-                self._sharded.save(snapshot, [SaveTarget(path, {}, published)], before=self.wait)
-            else:
-                processes.on_main_rank(partial(self._write, path, snapshot, published), f"write {place}")
+            self._states.save(snapshot, [SaveTarget(path, {}, published)], before=self.wait, alone=alone)
         except BaseException:
             if extra is not None and extra.is_dir():
                 remove_folder(extra)
             raise
         return place
-
-    def _write(self, path: Path, snapshot: Snapshot, published: Callable[[Path], None]) -> None:
-        if self._writer is None:
-            published(write_checkpoint(path, snapshot))
-        else:
-            self._writer.submit(path, snapshot, then=published)
 
     def _entries(
         self, objects: LoopObjects, others: list[Any], of_ranks: list[Any], steps: list[int]

@@ -1,4 +1,4 @@
-"""Saves of sharded checkpoints, in which every rank writes its shards."""
+"""Saves of the states of a Trainer or of a user-written loop, by the main rank or by all ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint import AsyncWriter, Contents, Draft, SaveGroup, Snapshot, plan_share
+from trainwright.checkpoint import AsyncWriter, Contents, Draft, SaveGroup, Snapshot, plan_share, write_checkpoint
 from trainwright.checkpoint.format.writer import plain_metrics
 from trainwright.core.errors import CheckpointError
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.engine import Engine
 
 _GRACE_S = 10.0  # time for the other ranks to report after the run has failed
@@ -33,11 +34,12 @@ class SaveTarget:
     fresh: bool = False
 
 
-class ShardedSaves:
-    """Writer of sharded checkpoints. Each rank writes its shards. The main rank also writes unsharded values.
+class StateWriter:
+    """Writer of checkpoints, in the background if there is an asynchronous writer.
 
-    First all ranks check that they can write. Then each rank writes on its own. The main rank waits until the others
-    have reported their files, and publishes the checkpoint.
+    The main rank writes a full checkpoint. Of a sharded checkpoint, each rank writes its shards, and the main rank also
+    the unsharded values: first all ranks check that they can write. Then each rank writes on its own. The main rank
+    waits until the others have reported their files, and publishes the checkpoint.
 
     Args:
         engine: The engine of the run.
@@ -51,23 +53,49 @@ class ShardedSaves:
         self._processes: Any = None  # the processes of the group
 
     def save(
-        self, snapshot: Snapshot, targets: list[SaveTarget], *, before: Callable[[], None], at_once: bool = False
+        self,
+        snapshot: Snapshot,
+        targets: list[SaveTarget],
+        *,
+        before: Callable[[], None],
+        at_once: bool = False,
+        alone: bool = False,
     ) -> None:
         """Write a snapshot to one or more checkpoints. Collective. After the return, the state may change.
 
         Args:
             snapshot: This rank's snapshot.
             targets: The checkpoints, the same on every rank.
-            before: Function that is called first, on the main rank.
+            before: Function that is called first, on rank 0.
             at_once: Return only after publication, even with a writer. Default: False.
+            alone: Only this rank calls the method, for a full checkpoint. Default: False.
 
         Raises:
             CheckpointError, OSError: A rank cannot write. Every rank raises, and nothing is published.
         """
         writer = None if at_once else self._writer
+        if snapshot.in_shards:
+            self._write_shards(snapshot, targets, before, writer)
+            return
+
+        def write() -> None:
+            before()
+            if self._engine.is_main:  # rank 0 of another replica writes nothing
+                _write_full(snapshot, targets, writer)
+
+        processes = Processes() if alone else self._engine.processes
+        processes.on_main_rank(write, f"write {_names(targets)}")
+
+    def _write_shards(
+        self,
+        snapshot: Snapshot,
+        targets: list[SaveTarget],
+        before: Callable[[], None],
+        writer: AsyncWriter | None,
+    ) -> None:
         drafts: list[Draft] = []
         share: list[Contents] = []
-        names = ", ".join(str(target.path) for target in targets)
+        names = _names(targets)
 
         def begin() -> list[Path]:
             before()
@@ -166,3 +194,18 @@ class ShardedSaves:
         write()
         if then is not None:
             then(target.path)
+
+
+def _write_full(snapshot: Snapshot, targets: list[SaveTarget], writer: AsyncWriter | None) -> None:
+    for number, target in enumerate(targets):
+        own = replace(snapshot, metrics=target.metrics)
+        if writer is None:
+            target.then(write_checkpoint(target.path, own, fresh=target.fresh))
+        elif number == 0:
+            writer.submit(target.path, own, then=target.then, fresh=target.fresh)
+        else:
+            writer.submit_again(target.path, metrics=target.metrics, then=target.then, fresh=target.fresh)
+
+
+def _names(targets: list[SaveTarget]) -> str:
+    return ", ".join(str(target.path) for target in targets)
