@@ -15,6 +15,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import local_part, map_tensors
+from trainwright.processes.process_group import length_of_time
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, PreparedLoop, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
@@ -80,7 +81,7 @@ class Replica:
             step=progress.step,
             device=engine.device,
             processes=engine.processes,
-            timeout=given.timeout,
+            timeout=length_of_time("timeout", given.timeout),
             host=given.host,
             replica_id=f"replica_{number}",
             min_replica_size=given.min_replicas,
