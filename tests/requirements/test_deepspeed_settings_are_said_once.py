@@ -98,7 +98,7 @@ def test_auto_takes_what_arguments_model_and_data_say() -> None:
         gradient_clip_val=0.5, precision="bf16-mixed",
     )  # fmt: skip
     values = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.01}
-    found = trainer.strategy.engine_config.resolved(facts(hyperparameters=values))
+    found = trainer.strategy.config.resolved(facts(hyperparameters=values))
     assert found["bf16"]["enabled"] is True
     assert not trainer.strategy.autocasts  # the engine computes with weights in bf16
     assert found["fp16"]["enabled"] is False
