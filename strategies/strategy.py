@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
-import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
@@ -57,30 +55,42 @@ class StrategyOutline:
     peak: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Strategy:
     """The configuration of an engine. It can be compared, printed and pickled, and uses no device or process.
 
-    `engine` creates the engine of one stage of a Trainer, or of one user-written loop. A strategy is immutable:
-    `with_options` returns a changed copy.
+    `engine` creates the engine of one stage of a Trainer, or of one user-written loop. A strategy is a frozen dataclass
+    whose fields are the options: `with_options` returns a changed copy.
 
     Attributes:
         capabilities: Features that the engine supports; see `Capabilities`.
-        is_distributed: The engine supports several processes.
         runs_on: Device type that the engine needs. None means any.
         distributed_type: Value of `Accelerator.distributed_type`. None uses `PartialState.distributed_type`.
-        stated_accumulation: Micro-batches of one optimizer step in the engine's own configuration, or None.
-        stated_precision: `"bf16"` or `"fp16"` if the engine's own configuration enables mixed precision, or None.
-        sync_each_batch: Gradients are averaged over ranks after every micro-batch of a step.
     """
 
-    capabilities: Capabilities = Capabilities()
-    is_distributed: bool = False
+    capabilities = Capabilities()  # not a ClassVar: it depends on the options of some strategies
     runs_on: ClassVar[str | None] = None
     distributed_type: ClassVar[DistributedType | None] = None
-    sync_each_batch: bool = False
-    stated_accumulation: int | None = None
-    stated_precision: str | None = None
-    _given: dict[str, Any]
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if the engine supports several processes."""
+        return False
+
+    @property
+    def sync_each_batch(self) -> bool:
+        """True if gradients are averaged over ranks after every micro-batch of a step."""
+        return False
+
+    @property
+    def stated_accumulation(self) -> int | None:
+        """Micro-batches of one optimizer step in the engine's own configuration, or None."""
+        return None
+
+    @property
+    def stated_precision(self) -> str | None:
+        """`"bf16"` or `"fp16"` if the engine's own configuration enables mixed precision, or None."""
+        return None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -89,6 +99,14 @@ class Strategy:
                 f"{cls.__name__}.{name} is never called: it is a method of Lightning's strategies. Override "
                 "methods of an Engine, which Strategy.engine returns (docs/extending.md)."
             )
+
+    def __post_init__(self) -> None:
+        """Check and normalize the options. Uses no device or process."""
+
+    def _set(self, **values: object) -> None:
+        """Set normalized options and attributes that depend on options. For a strategy that nobody uses yet."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def check(self, settings: EngineSettings) -> None:
         """Check that the engine supports the settings. Uses no device or process.
@@ -143,50 +161,33 @@ class Strategy:
         return StrategyOutline(MeshShape(dp_replicate=settings.num_processes))
 
     @property
-    def passed_arguments(self) -> dict[str, Any]:
-        """The arguments that were passed to the constructor."""
-        return dict(self._given)
+    def changed_options(self) -> dict[str, Any]:
+        """The options whose values differ from their defaults."""
+        found = {}
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.init and value != option.default:
+                found[option.metadata.get("argument", option.name)] = value
+        return found
 
     def engine(self, settings: EngineSettings) -> Engine:
         """Create an engine with these settings. It uses devices and processes only after `Engine.start`."""
         return Engine(self, settings)
 
     def with_options(self, **options: Any) -> Self:
-        """Return a copy with changed attributes."""
+        """Return a copy with changed options, which are checked."""
         changed = copy.copy(self)
-        vars(changed).update(options, _given={**self._given, **options})
+        changed._set(**options)
+        changed.__post_init__()
         return changed
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Record the passed arguments for `repr`."""
-        self = super().__new__(cls)
-        with contextlib.suppress(TypeError):  # `__init__` raises the error
-            given = inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments
-            del given["self"]
-            vars(self)["_given"] = given
-        return self
-
-    def __init__(self) -> None:
-        """Create a strategy without options."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in vars(self):
-            raise AttributeError(f"{type(self).__name__} is immutable. Pass {name}= to its constructor.")
-        super().__setattr__(name, value)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Strategy) or type(other) is not type(self):
-            return False
-        own, others = ({k: v for k, v in vars(one).items() if k != "_given"} for one in (self, other))
-        return own == others
-
-    __hash__ = None  # type: ignore[assignment]  # options may be lists and dicts
-
     def __repr__(self) -> str:
-        """Show the class with the passed arguments."""
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
+        """Show the class with the options that differ from their defaults."""
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.changed_options.items())
+        return f"{type(self).__name__}({shown})"
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class SingleDeviceStrategy(Strategy):
     """Strategy that trains in this process on one device."""
 
@@ -194,6 +195,7 @@ class SingleDeviceStrategy(Strategy):
         return replace(super().outline(task, settings), shards=1, peak="single")
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DataParallel(Strategy):
     """Base class of strategies with several processes.
 
@@ -206,18 +208,18 @@ class DataParallel(Strategy):
             and the vendor's library on accelerators (NCCL on CUDA).
     """
 
-    is_distributed = True
+    timeout: float | datetime.timedelta | Duration | str | None = None
+    hang_timeout: float | datetime.timedelta | Duration | str | None = "auto"
+    process_group_backend: str | None = None
 
-    def __init__(
-        self,
-        *,
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-        process_group_backend: str | None = None,
-    ) -> None:
-        self.timeout = None if timeout is None else length_of_time("timeout", timeout)
-        self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
-        self.process_group_backend = process_group_backend
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        timeout = None if self.timeout is None else length_of_time("timeout", self.timeout)
+        self._set(timeout=timeout, hang_timeout=_hang_timeout(self.hang_timeout, timeout))
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
@@ -233,7 +235,7 @@ class ParallelEngine(Engine):
     strategy: DataParallel
 
     def _make_processes(self, topology: Topology) -> Processes:
-        given = self.strategy
+        given: Any = self.strategy  # the timeouts are normalized
         return ProcessGroup(
             topology, timeout=given.timeout, backend=given.process_group_backend, hang_timeout=given.hang_timeout
         )

@@ -48,7 +48,7 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
         "settings": {name: [setting.value, setting.source] for name, setting in settings.items()},
         "hyperparameters": {k: v for owner in owners for k, v in kept_and_left_out(owner.hparams)[0].items()},
         "strategy": type(selection.strategy).__name__,
-        "options": as_data(selection.strategy.passed_arguments),
+        "options": as_data(selection.strategy.changed_options),
         "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
         "precision": data_types(run.task, selection.settings.precision, outline, run.engine.processes.world_size),
         "device": str(run.engine.device),

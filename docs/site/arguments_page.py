@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def arguments_table(function: Callable[..., Any]) -> Iterator[str]:
     parameters = inspect.signature(function).parameters
     yield "| argument | default | meaning |\n|---|---|---|"
     rest = [name for name in _entries(function) if name not in parameters]
-    for name in [*parameters, *rest]:
+    # The constructor of a dataclass begins with the arguments of its base classes.
+    order = [*_entries(function), *parameters] if is_dataclass(function) else [*parameters, *rest]
+    for name in order:
         if name not in documented or name in shown:
             continue
         names, text = documented[name]

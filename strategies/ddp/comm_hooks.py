@@ -176,11 +176,6 @@ class CommHook:
                 f"ddp_comm_state={state!r}: the hook {self.hook!r} has no state. Remove it, or use 'power_sgd'."
             )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CommHook) and vars(other) == vars(self)
-
-    __hash__ = None  # type: ignore[assignment]  # options are dicts
-
     @property
     def is_plain(self) -> bool:
         """True if gradients are averaged without a hook or a wrapper."""

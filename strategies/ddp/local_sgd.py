@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.state import Group
@@ -35,6 +33,7 @@ from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, S
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class LocalSGDStrategy(DataParallel):
     """Strategy with one replica per process. Parameters are averaged after every `local_sgd_steps` optimizer steps.
 
@@ -57,18 +56,13 @@ class LocalSGDStrategy(DataParallel):
 
     capabilities = Capabilities(weight_averages=False)
 
-    def __init__(
-        self,
-        local_sgd_steps: int = 8,
-        *,
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-        process_group_backend: str | None = None,
-    ) -> None:
-        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise ConfigurationError(f"local_sgd_steps={local_sgd_steps!r}: write a whole number of at least 1.")
-        self.local_sgd_steps = local_sgd_steps
+    local_sgd_steps: int = field(default=8, kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps = self.local_sgd_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigurationError(f"local_sgd_steps={steps!r}: write a whole number of at least 1.")
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
@@ -17,9 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.names.known_arguments import known_arguments
+from trainwright.core.names.known_arguments import known_options
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.ddp.comm_hooks import (
@@ -55,6 +53,8 @@ _REMOVED = {
 }
 
 
+@known_options(refuse_removed("DDPStrategy", _REMOVED))
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DDPStrategy(DataParallel):
     """Strategy that trains one replica per process with torch's DistributedDataParallel.
 
@@ -73,37 +73,36 @@ class DDPStrategy(DataParallel):
         ConfigurationError: A value, an option or a communication hook is unknown.
     """
 
-    @known_arguments(refuse_removed("DDPStrategy", _REMOVED))
-    def __init__(
-        self,
-        *,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        bucket_cap_mb: float | None = None,
-        gradient_as_bucket_view: bool = True,
-        broadcast_buffers: bool = True,
-        ddp_comm_hook: Hook | DDPCommunicationHookType | str | None = None,
-        ddp_comm_wrapper: Callable[[Hook], Hook] | DDPCommunicationHookType | str | None = None,
-        ddp_comm_state: Any = None,
-        sync_each_batch: bool = False,
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-        process_group_backend: str | None = None,
-        sync_batchnorm: bool = False,
-    ) -> None:
-        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
-        self.sync_batchnorm = sync_batchnorm
-        self.sync_each_batch = sync_each_batch
-        self.comm_hook = CommHook(ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state)
-        self.ddp_options: dict[str, Any] = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = True
+    broadcast_buffers: bool = True
+    ddp_comm_hook: Hook | DDPCommunicationHookType | str | None = None
+    ddp_comm_wrapper: Callable[[Hook], Hook] | DDPCommunicationHookType | str | None = None
+    ddp_comm_state: Any = None
+    sync_each_batch: bool = False
+    sync_batchnorm: bool = False
+
+    comm_hook: CommHook = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(comm_hook=CommHook(self.ddp_comm_hook, self.ddp_comm_wrapper, self.ddp_comm_state))
+
+    @property
+    def ddp_options(self) -> dict[str, Any]:
+        """Arguments of DistributedDataParallel."""
+        found: dict[str, Any] = {
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
         }
-        if not broadcast_buffers:  # torch 2.13 has deprecated it, and warns if it is passed
-            self.ddp_options["broadcast_buffers"] = False
-        if bucket_cap_mb is not None:
-            self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
+        if not self.broadcast_buffers:  # torch 2.13 has deprecated it, and warns if it is passed
+            found["broadcast_buffers"] = False
+        if self.bucket_cap_mb is not None:
+            found["bucket_cap_mb"] = self.bucket_cap_mb
+        return found
 
     @classmethod
     def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:

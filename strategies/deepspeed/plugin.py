@@ -147,7 +147,7 @@ class DeepSpeedPlugin(KwargsHandler):
 
         `prepare` replaces each `"auto"` by the value that it infers from the model and the data.
         """
-        content = self.strategy(1).config.content
+        content = self.strategy(1).engine_config.content
         self._passed = self.to_dict()
         for name, path in _PATHS.items():
             found = look_up(content, path)

@@ -6,12 +6,11 @@ weights and checkpoints. Source: Rajbhandari et al., "ZeRO" (2020), "ZeRO-Infini
 
 from __future__ import annotations
 
-import datetime
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,9 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.known_arguments import known_arguments
+from trainwright.core.names.known_arguments import known_options
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
@@ -60,6 +58,8 @@ from trainwright.strategies.strategy import DataParallel, ParallelEngine, Strate
 from trainwright.strategies.units import replace_parameters
 
 
+@known_options(refuse_removed("DeepSpeedStrategy", REMOVED))
+@dataclass(frozen=True, kw_only=True, repr=False)
 class DeepSpeedStrategy(DataParallel):
     """Strategy that trains a task with DeepSpeed's ZeRO.
 
@@ -80,68 +80,55 @@ class DeepSpeedStrategy(DataParallel):
 
     distributed_type = DistributedType.DEEPSPEED
 
-    @known_arguments(refuse_removed("DeepSpeedStrategy", REMOVED))
-    def __init__(
-        self,
-        config: str | Path | Mapping[str, Any] | None = None,
-        *,
-        state_dict_type: str = "sharded",
-        logging_level: int = logging.WARNING,
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-        process_group_backend: str | None = None,
-        zero_optimization: bool | None = None,
-        stage: int | None = None,
-        offload_optimizer: bool | None = None,
-        offload_parameters: bool | None = None,
-        offload_params_device: str | None = None,
-        nvme_path: str | None = None,
-        params_buffer_count: int | None = None,
-        params_buffer_size: int | None = None,
-        max_in_cpu: int | None = None,
-        offload_optimizer_device: str | None = None,
-        optimizer_buffer_count: int | None = None,
-        block_size: int | None = None,
-        queue_depth: int | None = None,
-        single_submit: bool | None = None,
-        overlap_events: bool | None = None,
-        thread_count: int | None = None,
-        pin_memory: bool | None = None,
-        sub_group_size: int | None = None,
-        contiguous_gradients: bool | None = None,
-        overlap_comm: bool | None = None,
-        allgather_partitions: bool | None = None,
-        reduce_scatter: bool | None = None,
-        allgather_bucket_size: int | None = None,
-        reduce_bucket_size: int | None = None,
-        zero_allow_untested_optimizer: bool | None = None,
-        partition_activations: bool | None = None,
-        cpu_checkpointing: bool | None = None,
-        contiguous_memory_optimization: bool | None = None,
-        synchronize_checkpoint_boundary: bool | None = None,
-        loss_scale: float | None = None,
-        initial_scale_power: int | None = None,
-        loss_scale_window: int | None = None,
-        hysteresis: int | None = None,
-        min_loss_scale: int | None = None,
-        moe_leaf_modules: tuple[str, ...] | None = None,
-        frozen_modules: tuple[str, ...] | None = None,
-    ) -> None:
-        arguments = locals()
-        options = {name: arguments[name] for name in NAMES if arguments[name] is not None}
-        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
-        self.state_dict_type = state_dict_type_name(state_dict_type)
-        self.logging_level = logging_level
-        self.options = read_options(options)
-        self.source = (config, self.options, options)
-        self.stage = stage = self.config.stage
-        content = self.config.content
-        steps = content.get("gradient_accumulation_steps")
-        self.stated_accumulation = steps if isinstance(steps, int) else None
-        enabled = (part for part in ("bf16", "fp16") if look_up(content, (part, "enabled")) is True)
-        self.stated_precision = next(enabled, None)
-        gathers = stage == 3 or bool(self.options.frozen_modules)
-        self.capabilities = Capabilities(
+    config: str | Path | Mapping[str, Any] | None = field(default=None, kw_only=False)
+    state_dict_type: str = "sharded"
+    logging_level: int = logging.WARNING
+    zero_optimization: bool | None = None
+    stage: int | None = None
+    offload_optimizer: bool | None = None
+    offload_parameters: bool | None = None
+    offload_params_device: str | None = None
+    nvme_path: str | None = None
+    params_buffer_count: int | None = None
+    params_buffer_size: int | None = None
+    max_in_cpu: int | None = None
+    offload_optimizer_device: str | None = None
+    optimizer_buffer_count: int | None = None
+    block_size: int | None = None
+    queue_depth: int | None = None
+    single_submit: bool | None = None
+    overlap_events: bool | None = None
+    thread_count: int | None = None
+    pin_memory: bool | None = None
+    sub_group_size: int | None = None
+    contiguous_gradients: bool | None = None
+    overlap_comm: bool | None = None
+    allgather_partitions: bool | None = None
+    reduce_scatter: bool | None = None
+    allgather_bucket_size: int | None = None
+    reduce_bucket_size: int | None = None
+    zero_allow_untested_optimizer: bool | None = None
+    partition_activations: bool | None = None
+    cpu_checkpointing: bool | None = None
+    contiguous_memory_optimization: bool | None = None
+    synchronize_checkpoint_boundary: bool | None = None
+    loss_scale: float | None = None
+    initial_scale_power: int | None = None
+    loss_scale_window: int | None = None
+    hysteresis: int | None = None
+    min_loss_scale: int | None = None
+    moe_leaf_modules: tuple[str, ...] | None = None
+    frozen_modules: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(state_dict_type=state_dict_type_name(self.state_dict_type))
+        self._set(capabilities=self._capabilities())
+
+    def _capabilities(self) -> Capabilities:
+        stage = self.engine_config.stage
+        gathers = stage == 3 or bool(self.frozen_modules)
+        return Capabilities(
             gradients="full" if stage == 0 else "hidden",
             manual_optimization=False,
             lockstep_evaluation=gathers,
@@ -157,6 +144,19 @@ class DeepSpeedStrategy(DataParallel):
             converted_layers=False,
         )
 
+    @property
+    def stated_accumulation(self) -> int | None:
+        steps = self.engine_config.content.get("gradient_accumulation_steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def stated_precision(self) -> str | None:
+        content = self.engine_config.content
+        for part in ("bf16", "fp16"):
+            if look_up(content, (part, "enabled")) is True:
+                return part
+        return None
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
         """Create the strategy from Accelerate's `deepspeed_config`, or from arguments of its DeepSpeedPlugin.
@@ -169,9 +169,10 @@ class DeepSpeedStrategy(DataParallel):
     # Before a run
 
     @property
-    def config(self) -> EngineConfig:
-        """A new `EngineConfig` from the arguments of the strategy. Reads the file if there is one."""
-        return EngineConfig(*self.source)
+    def engine_config(self) -> EngineConfig:
+        """A new `EngineConfig` from the options of the strategy. Reads the file if there is one."""
+        given = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
+        return EngineConfig(self.config, read_options(given), given)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
         """Return DeepSpeed's configuration for the settings of a run.
@@ -179,7 +180,7 @@ class DeepSpeedStrategy(DataParallel):
         Raises:
             ConfigurationError: The configuration and the settings differ, or DeepSpeed does not support them.
         """
-        found = self.config
+        found = self.engine_config
         found.check_hardware(settings.device_type, settings.num_processes)
         found.set_precision(settings.precision, settings.device_type)
         found.check_run(settings.accumulate_grad_batches, settings.clip)
@@ -195,7 +196,7 @@ class DeepSpeedStrategy(DataParallel):
         self.config_for(settings)
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        return replace(super().outline(task, settings), shards=1 if self.stage < 3 else None)
+        return replace(super().outline(task, settings), shards=1 if self.engine_config.stage < 3 else None)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return DeepSpeedEngine(self, settings)
@@ -213,7 +214,8 @@ class DeepSpeedEngine(ParallelEngine):
 
     def __init__(self, strategy: DeepSpeedStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self.config, self.stage = strategy.config_for(settings), strategy.stage
+        self.config = strategy.config_for(settings)
+        self.stage = self.config.stage
         self.autocasts = not (self._casts and self.precision.param_dtype is None)
         self.gradients = ZeroGradients(self.device)
         self.resolved_config: dict[str, Any] = {}
@@ -341,7 +343,8 @@ class DeepSpeedEngine(ParallelEngine):
     def use(self, strategy: Description) -> None:
         assert isinstance(strategy, DeepSpeedStrategy)
         super().use(strategy)
-        self.config, self.stage = strategy.config_for(self.settings), strategy.stage
+        self.config = strategy.config_for(self.settings)
+        self.stage = self.config.stage
         if self.stage > 0:
             self.capabilities = strategy.capabilities  # some gradients or weights are now sharded
 

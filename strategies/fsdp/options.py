@@ -329,12 +329,11 @@ def check_sizes(**sizes: int | None) -> None:
             raise ConfigurationError(f"{name}={size!r}: use an integer of at least 1.")
 
 
-def check_sequence_ranks(cp: int, sp: int) -> tuple[int, int]:
-    """Return `cp` and `sp`. Raise an error if they are not valid."""
+def check_sequence_ranks(cp: int, sp: int) -> None:
+    """Check the numbers of ranks that split sequences."""
     check_sizes(cp=cp, sp=sp)
     if cp > 1 and sp > 1:
         raise ConfigurationError(f"cp={cp} and sp={sp} split sequences in two ways. Use one of them.")
-    return cp, sp
 
 
 def check_tp(tp: int, world: int) -> int:

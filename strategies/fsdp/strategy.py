@@ -7,11 +7,10 @@ unit over the ranks and shards them. Source: Zhao et al., "PyTorch FSDP" (2023);
 
 from __future__ import annotations
 
-import datetime
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -29,9 +28,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.known_arguments import known_arguments
+from trainwright.core.names.known_arguments import known_options
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.signatures import overrides
@@ -80,6 +78,8 @@ from trainwright.strategies.units import (
 )
 
 
+@known_options(refuse_removed("FSDPStrategy", REMOVED, of="FSDP2"))
+@dataclass(frozen=True, kw_only=True, repr=False)
 class FSDPStrategy(DataParallel):
     """Strategy that shards the parameters, gradients and optimizer states of one model over all processes.
 
@@ -141,59 +141,66 @@ class FSDPStrategy(DataParallel):
         inference_mode=False,  # torch 2.13 does not free weights that were gathered in inference mode
     )
 
-    @known_arguments(refuse_removed("FSDPStrategy", REMOVED, of="FSDP2"))
-    def __init__(
-        self,
-        *,
-        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
-        device_mesh: tuple[int, int] | None = None,
-        auto_wrap_policy: WrapPolicy | None = None,
-        min_num_params: int | None = None,
-        reshard_after_forward: bool | int | None = None,
-        mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None,
-        cpu_offload: bool | CPUOffload | OffloadPolicy | None = False,
-        activation_checkpointing: bool | int | WrapPolicy | None = False,
-        activation_checkpointing_policy: WrapPolicy | None = None,
-        activation_checkpointing_save: SavePolicy | None = None,
-        forward_prefetch: int = 0,
-        sync_each_batch: bool = False,
-        meta_init: bool = False,
-        cpu_ram_efficient_loading: bool = False,
-        weights_after_stage: str = "main",
-        state_dict_type: str = "sharded",
-        tp: int = 1,
-        cp: int = 1,
-        sp: int = 1,
-        tensor_parallel_plan: GivenPlan | None = None,
-        ep: int = 1,
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-        process_group_backend: str | None = None,
-    ) -> None:
-        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
-        self.sharding_strategy = sharding_strategy_name(sharding_strategy)
-        wrapping = (auto_wrap_policy, min_num_params)
-        check_arguments(self.sharding_strategy, device_mesh, *wrapping, reshard_after_forward, forward_prefetch)
-        self.device_mesh, self.reshard_after_forward = device_mesh, reshard_after_forward
-        self.auto_wrap_policy, self.min_num_params = auto_wrap_policy, min_num_params
-        self.mixed_precision = mixed_precision_policy(mixed_precision)
-        self.cpu_offload = offload_flag(cpu_offload)
-        self.activation_checkpointing = recomputed_modules(activation_checkpointing, activation_checkpointing_policy)
-        self.forward_prefetch = forward_prefetch
-        self.sync_each_batch = sync_each_batch
-        self.weights_after_stage = one_of("weights_after_stage", weights_after_stage, AFTER_STAGE)
-        self.meta_init, self.cpu_ram_efficient_loading = meta_init, cpu_ram_efficient_loading
-        if meta_init and cpu_ram_efficient_loading:
+    sharding_strategy: str | ShardingStrategy = "FULL_SHARD"
+    device_mesh: tuple[int, int] | None = None
+    auto_wrap_policy: WrapPolicy | None = None
+    min_num_params: int | None = None
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None
+    cpu_offload: bool | CPUOffload | OffloadPolicy | None = False
+    activation_checkpointing: bool | int | WrapPolicy | None = False
+    activation_checkpointing_policy: WrapPolicy | None = None
+    activation_checkpointing_save: SavePolicy | None = None
+    forward_prefetch: int = 0
+    sync_each_batch: bool = False
+    meta_init: bool = False
+    cpu_ram_efficient_loading: bool = False
+    weights_after_stage: str = "main"
+    state_dict_type: str = "sharded"
+    tp: int = 1
+    cp: int = 1
+    sp: int = 1
+    tensor_parallel_plan: GivenPlan | None = None
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        recomputed = recomputed_modules(self.activation_checkpointing, self.activation_checkpointing_policy)
+        Recomputed(recomputed, self.activation_checkpointing_save)  # checks them
+        self._set(
+            sharding_strategy=sharding_strategy_name(self.sharding_strategy),
+            mixed_precision=mixed_precision_policy(self.mixed_precision),
+            cpu_offload=offload_flag(self.cpu_offload),
+            activation_checkpointing=recomputed,
+            activation_checkpointing_policy=None,  # another name of activation_checkpointing
+            state_dict_type=state_dict_type_name(self.state_dict_type),
+        )
+        check_arguments(
+            str(self.sharding_strategy),
+            self.device_mesh,
+            self.auto_wrap_policy,
+            self.min_num_params,
+            self.reshard_after_forward,
+            self.forward_prefetch,
+        )
+        one_of("weights_after_stage", self.weights_after_stage, AFTER_STAGE)
+        if self.meta_init and self.cpu_ram_efficient_loading:
             raise ConfigurationError(
                 "meta_init=True builds the model without values on every rank, and cpu_ram_efficient_loading=True on "
                 "all but rank 0. Remove one of them."
             )
-        self.state_dict_type = state_dict_type_name(state_dict_type)
-        self.tp, (self.cp, self.sp) = check_tp_size(tp), check_sequence_ranks(cp, sp)
-        self.tensor_parallel_plan = tensor_parallel_plan
-        self.ep = check_ep_size(ep, self.tp)
-        self.activation_checkpointing_save = activation_checkpointing_save
-        Recomputed(self.activation_checkpointing, activation_checkpointing_save)  # checks them
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Check the numbers of ranks that split layers, sequences and experts."""
+        check_tp_size(self.tp)
+        check_sequence_ranks(self.cp, self.sp)
+        check_ep_size(self.ep, self.tp)
+
+    @property
+    def split_plan(self) -> GivenPlan | None:
+        """The layers that tensor parallelism splits. None: the result of the task's `tensor_parallel_plan`."""
+        return self.tensor_parallel_plan
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
@@ -212,7 +219,7 @@ class FSDPStrategy(DataParallel):
 
     def _shape(self, settings: EngineSettings, tp: int) -> MeshShape:
         return mesh_shape(
-            self.sharding_strategy,
+            str(self.sharding_strategy),
             self.device_mesh,
             tp=tp,
             cp=self.cp * self.sp,
@@ -252,10 +259,13 @@ class FSDPStrategy(DataParallel):
         if self.ep > 1:
             check_experts(task, self.ep, shape.dp_shard * shape.cp)
         if shape.tp > 1:
-            check_plan(task, self.tensor_parallel_plan, shape.lengths)
+            check_plan(task, self.split_plan, shape.lengths)
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        shape, policy = self.mesh_shape(settings), fsdp_precision(settings.precision, self.mixed_precision)
+        shape, policy = (
+            self.mesh_shape(settings),
+            fsdp_precision(settings.precision, mixed_precision_policy(self.mixed_precision)),
+        )
         by_rows = shape.tp == shape.pp == self.ep == 1 and not self.cpu_offload
         shards = shape.dp_shard * shape.cp if by_rows else None
         by_unit = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
@@ -384,7 +394,7 @@ class FSDPEngine(ParallelEngine):
             roots,
             units,
             self.mesh,
-            plan=given.tensor_parallel_plan,
+            plan=given.split_plan,
             recomputed=Recomputed(False, None) if building is None else self._recomputed(),
             compile_options=self.settings.compile_options,
             building=building,
@@ -400,7 +410,7 @@ class FSDPEngine(ParallelEngine):
         return found
 
     def _recomputed(self) -> Recomputed:
-        return Recomputed(self.strategy.activation_checkpointing, self.strategy.activation_checkpointing_save)
+        return Recomputed(self.strategy.activation_checkpointing or False, self.strategy.activation_checkpointing_save)
 
     def _sharding(self) -> Sharding | None:
         given = self.strategy
@@ -409,8 +419,8 @@ class FSDPEngine(ParallelEngine):
             reshard=given.sharding_strategy in RESHARDING if reshard is None else reshard,
             reshard_root=reshard,
             precision=self.precision,
-            mixed_precision=given.mixed_precision,
-            cpu_offload=given.cpu_offload,
+            mixed_precision=mixed_precision_policy(given.mixed_precision),
+            cpu_offload=offload_flag(given.cpu_offload),
             prefetch=given.forward_prefetch,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainwright.core.duration import Duration
@@ -14,9 +15,9 @@ from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.mesh import MeshShape
-from trainwright.strategies.units import WrapPolicy
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TensorParallelStrategy(FSDPStrategy):
     """Strategy that splits the layers of one model over all processes. All processes see the same batches.
 
@@ -38,37 +39,30 @@ class TensorParallelStrategy(FSDPStrategy):
 
     distributed_type = None
 
-    def __init__(
-        self,
-        *,
-        tp: int | None = None,
-        tensor_parallel_plan: Plan | None = None,
-        auto_wrap_policy: WrapPolicy | None = None,
-        activation_checkpointing: bool | int | WrapPolicy | None = False,
-        meta_init: bool = False,
-        cpu_ram_efficient_loading: bool = False,
-        weights_after_stage: str = "main",
-        state_dict_type: str = "sharded",
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-        process_group_backend: str | None = None,
-    ) -> None:
-        super().__init__(
-            tensor_parallel_plan=tensor_parallel_plan,
-            auto_wrap_policy=auto_wrap_policy,
-            activation_checkpointing=activation_checkpointing,
-            meta_init=meta_init,
-            cpu_ram_efficient_loading=cpu_ram_efficient_loading,
-            weights_after_stage=weights_after_stage,
-            state_dict_type=state_dict_type,
-            timeout=timeout,
-            hang_timeout=hang_timeout,
-            process_group_backend=process_group_backend,
-        )
-        self.wanted_tp = None if tp is None else check_tp_size(tp)
+    tp: int | None = None  # type: ignore[assignment]  # None is the number of all ranks
+    tensor_parallel_plan: Plan | None = None
+
+    # The other options of FSDPStrategy keep their defaults.
+    sharding_strategy: str = field(default="FULL_SHARD", init=False)
+    device_mesh: None = field(default=None, init=False)
+    min_num_params: None = field(default=None, init=False)
+    reshard_after_forward: None = field(default=None, init=False)
+    mixed_precision: None = field(default=None, init=False)
+    cpu_offload: bool = field(default=False, init=False)
+    activation_checkpointing_policy: None = field(default=None, init=False)
+    activation_checkpointing_save: None = field(default=None, init=False)
+    forward_prefetch: int = field(default=0, init=False)
+    sync_each_batch: bool = field(default=False, init=False)
+    cp: int = field(default=1, init=False)
+    sp: int = field(default=1, init=False)
+    ep: int = field(default=1, init=False)
+
+    def _check_sizes(self) -> None:
+        if self.tp is not None:
+            check_tp_size(self.tp)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
-        world, wanted = settings.num_processes, self.wanted_tp
+        world, wanted = settings.num_processes, self.tp
         if wanted not in (None, world):
             other = (
                 f", or FSDPStrategy(tp={wanted}) to split data over the others" if world % (wanted or 1) == 0 else ""
@@ -90,6 +84,7 @@ class TensorParallelEngine(FSDPEngine):
         """Return None, because there is only one data-parallel rank."""
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class ModelParallelStrategy(FSDPStrategy):
     """`FSDPStrategy(tp=…)` with Lightning's arguments. `TaskModule.tensor_parallel_plan` returns the layers to split.
 
@@ -106,6 +101,12 @@ class ModelParallelStrategy(FSDPStrategy):
         ConfigurationError: A size is invalid. At the start of a run: the sizes do not match the number of processes.
     """
 
+    data_parallel_size: int | Literal["auto"] = "auto"
+    tensor_parallel_size: int | Literal["auto"] = "auto"
+    save_distributed_checkpoint: bool = True
+    state_dict_type: str = field(default="sharded", init=False)
+
+    # Lightning's arguments in its order, and no further options of FSDPStrategy.
     @known_arguments(refuse_removed("ModelParallelStrategy", OF_LIGHTNING))
     def __init__(
         self,
@@ -115,16 +116,18 @@ class ModelParallelStrategy(FSDPStrategy):
         process_group_backend: str | None = None,
         timeout: float | datetime.timedelta | Duration | str | None = None,
     ) -> None:
-        super().__init__(
-            state_dict_type="sharded" if save_distributed_checkpoint else "full",
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-        )
-        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+        self._set(data_parallel_size=data_parallel_size, tensor_parallel_size=tensor_parallel_size)
+        self._set(save_distributed_checkpoint=save_distributed_checkpoint)
+        self._set(process_group_backend=process_group_backend, timeout=timeout)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        self._set(state_dict_type="sharded" if self.save_distributed_checkpoint else "full")
+        super().__post_init__()
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            size = getattr(self, name)
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks, such as 2, or 'auto'.")
-        self.data_parallel_size = data_parallel_size
-        self.tensor_parallel_size = tensor_parallel_size
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         world, data, split = settings.num_processes, self.data_parallel_size, self.tensor_parallel_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -147,11 +146,9 @@ class MegatronCoreEngine(ParallelEngine):
         super().close()
 
 
-def check_options(strategy: DataParallel, given: Mapping[str, Any], settings: EngineSettings) -> None:
-    """Raise a `ConfigurationError` for arguments of the strategy (`given`) or settings that this engine lacks."""
-    defaults = inspect.signature(type(strategy).__init__).parameters
-    other = {key: value for key, value in given.items() if key not in (*_OPTIONS, "engine")}
-    refused = [f"{key}={value!r}" for key, value in other.items() if value != defaults[key].default]
+def check_options(options: Mapping[str, Any], settings: EngineSettings) -> None:
+    """Raise a `ConfigurationError` for changed options of the strategy, or settings, that this engine lacks."""
+    refused = [f"{name}={value!r}" for name, value in options.items() if name not in (*_OPTIONS, "engine")]
     refused += ["compile"] if settings.compile_options is not None else []
     if settings.precision.name not in ("32-true", "bf16-mixed"):
         refused.append(f"precision={settings.precision.name!r}")

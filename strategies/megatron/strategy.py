@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -36,6 +36,7 @@ from trainwright.strategies.fsdp.layers.known_models import sequence_parallel_pl
 from trainwright.strategies.fsdp.layers.plan import GivenPlan
 from trainwright.strategies.fsdp.options import check_sizes, one_of
 from trainwright.strategies.fsdp.parallelize import Sharding
+from trainwright.strategies.fsdp.recompute import SavePolicy
 from trainwright.strategies.fsdp.state import ShardedState
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.core_engine import MegatronCoreEngine, check_options
@@ -54,10 +55,10 @@ from trainwright.strategies.units import WrapPolicy, replace_parameters
 
 _MATRIX_PRODUCTS = ("aten.mm", "aten.addmm")
 _STRICT_PLAN = partial(sequence_parallel_plan, strict=True)
-_CORE_CAPABILITIES = partial(replace, gradients="hidden", owns_optimizer_step=True)
 _POSSIBLE_PLAN = partial(sequence_parallel_plan, strict=False)
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class MegatronStrategy(FSDPStrategy):
     """Strategy that trains one model with several kinds of parallelism at once.
 
@@ -120,6 +121,22 @@ class MegatronStrategy(FSDPStrategy):
         converted_layers=False,
     )
 
+    pp: int = 1
+    dp_shard: int | None = None
+    dp_replicate: int = 1
+    num_micro_batches: int = 1
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    recompute: str | None = None
+    distributed_optimizer: bool = True
+    sequence_parallel: bool | str = False
+    split_points: Sequence[str] | None = None
+    library: str = field(default="torch", metadata={"argument": "engine"})
+    # `recompute` sets them.
+    activation_checkpointing: bool = field(default=False, init=False)
+    activation_checkpointing_save: SavePolicy | None = field(default=None, init=False)
+
+    # A field cannot have the name `engine`, which is also the name of a method.
     @known_arguments(refuse_removed("MegatronStrategy", {}))
     def __init__(
         self,
@@ -146,41 +163,50 @@ class MegatronStrategy(FSDPStrategy):
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__(
-            tp=tp,
-            cp=cp,
-            sp=sp,
-            tensor_parallel_plan=_plan(sequence_parallel, tp, tensor_parallel_plan),
-            auto_wrap_policy=auto_wrap_policy,
-            activation_checkpointing=recompute is not None,
-            activation_checkpointing_save=_MATRIX_PRODUCTS if recompute == "selective" else None,
-            weights_after_stage=weights_after_stage,
-            state_dict_type=state_dict_type,
-            timeout=timeout,
-            hang_timeout=hang_timeout,
-            process_group_backend=process_group_backend,
+        self._set(pp=pp, tp=tp, cp=cp, sp=sp, dp_shard=dp_shard, dp_replicate=dp_replicate)
+        self._set(num_micro_batches=num_micro_batches, schedule=schedule, virtual_stages=virtual_stages)
+        self._set(recompute=recompute, distributed_optimizer=distributed_optimizer)
+        self._set(sequence_parallel=sequence_parallel, split_points=split_points, library=engine)
+        self._set(tensor_parallel_plan=tensor_parallel_plan, auto_wrap_policy=auto_wrap_policy)
+        self._set(weights_after_stage=weights_after_stage, state_dict_type=state_dict_type)
+        self._set(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        one_of("recompute", self.recompute or "full", ("full", "selective"))
+        self._set(
+            schedule=one_of("schedule", self.schedule.lower(), tuple(SCHEDULES)),
+            split_points=None if self.split_points is None else list(self.split_points),
+            activation_checkpointing=self.recompute is not None,
+            activation_checkpointing_save=_MATRIX_PRODUCTS if self.recompute == "selective" else None,
         )
-        check_sizes(pp=pp, dp_shard=dp_shard, dp_replicate=dp_replicate)
-        check_sizes(num_micro_batches=num_micro_batches, virtual_stages=virtual_stages)
-        self.schedule = one_of("schedule", schedule.lower(), tuple(SCHEDULES))
-        one_of("recompute", "full" if recompute is None else recompute, ("full", "selective"))
-        if pp == 1 and (num_micro_batches > 1 or split_points is not None or (virtual_stages or 1) > 1):
+        super().__post_init__()
+        _plan(self.sequence_parallel, self.tp, self.tensor_parallel_plan)  # checks them
+        check_sizes(pp=self.pp, dp_shard=self.dp_shard, dp_replicate=self.dp_replicate)
+        check_sizes(num_micro_batches=self.num_micro_batches, virtual_stages=self.virtual_stages)
+        divides = self.num_micro_batches > 1 or self.split_points is not None or (self.virtual_stages or 1) > 1
+        if self.pp == 1 and divides:
             raise ConfigurationError(
                 "num_micro_batches, split_points and virtual_stages need a pipeline, and pp=1. Remove them, or use "
                 "Trainer(accumulate_grad_batches=…)."
             )
-        each = SCHEDULES[self.schedule]
-        self.virtual_stages = virtual_stages or each or 2
-        if self.virtual_stages != (each or max(2, self.virtual_stages)):
+        needed = SCHEDULES[self.schedule]
+        if self.stages_per_rank != (needed or max(2, self.stages_per_rank)):
             raise ConfigurationError(
-                f"schedule={self.schedule!r} needs {each or 'several'} stage(s) on each rank, and "
-                f"virtual_stages={virtual_stages}. Remove virtual_stages, or choose another schedule."
+                f"schedule={self.schedule!r} needs {needed or 'several'} stage(s) on each rank, and "
+                f"virtual_stages={self.virtual_stages}. Remove virtual_stages, or choose another schedule."
             )
-        self.pp, self.dp_shard, self.dp_replicate = pp, dp_shard, dp_replicate
-        self.num_micro_batches, self.distributed_optimizer = num_micro_batches, distributed_optimizer
-        self.split_points, self.recompute = None if split_points is None else list(split_points), recompute
-        self.library = one_of("engine", engine, ("torch", "megatron-core"))
-        self.capabilities = self.capabilities if engine == "torch" else _CORE_CAPABILITIES(self.capabilities)
+        if one_of("engine", self.library, ("torch", "megatron-core")) != "torch":
+            self._set(capabilities=replace(self.capabilities, gradients="hidden", owns_optimizer_step=True))
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Number of pipeline stages on each rank."""
+        return self.virtual_stages or SCHEDULES[self.schedule] or 2
+
+    @property
+    def split_plan(self) -> GivenPlan | None:
+        return _plan(self.sequence_parallel, self.tp, self.tensor_parallel_plan)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         split = self.cp * self.sp
@@ -207,7 +233,7 @@ class MegatronStrategy(FSDPStrategy):
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
         if self.library != "torch":
-            check_options(self, self._given, settings)
+            check_options(self.changed_options, settings)
         if self.pp > 1 and settings.compile_options is not None:
             raise ConfigurationError("compile=True is not supported with pp > 1. Remove compile, or use pp=1.")
 
@@ -218,7 +244,7 @@ class MegatronStrategy(FSDPStrategy):
             return
         super().check_task(task, settings)
         if self.pp > 1 and not overrides(task, "configure_model", TaskModule):
-            find_stages(task, self.pp * self.virtual_stages, self.split_points)
+            find_stages(task, self.pp * self.stages_per_rank, self.split_points)
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         return (
@@ -301,7 +327,7 @@ class PipelineEngine(FSDPEngine):
         """Divide a model into stages, and keep those of this rank. Collective."""
         self._model = task
         given, group = self.strategy, self.mesh["pp"].get_group()
-        links = StageLinks(group, ranks_of_stages(given.schedule, given.pp, given.virtual_stages), self.device)
+        links = StageLinks(group, ranks_of_stages(given.schedule, given.pp, given.stages_per_rank), self.device)
         recomputed = self._recomputed()
         recomputed.wrap(
             task, list(layers_of(task, len(links.ranks)).values()) if given.activation_checkpointing else []

@@ -44,8 +44,9 @@ class HostStorage:
         pinned: Use pinned memory for `"cpu"`, from which copies are asynchronous.
     """
 
-    def __init__(self, place: str, folder: Path | None = None, *, pinned: bool = False) -> None:
-        self.place, self.folder, self.pinned = place, folder, pinned
+    def __init__(self, place: str, folder: str | os.PathLike[str] | None = None, *, pinned: bool = False) -> None:
+        self.place, self.pinned = place, pinned
+        self.folder = None if folder is None else Path(folder)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor of shape (numel,).

@@ -7,8 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass, replace
 from types import MethodType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -35,6 +34,7 @@ from trainwright.strategies.units import WrapPolicy, find_units
 _PARTS = 16  # by default, a unit has at least 1/16 of the parameters
 
 
+@dataclass(frozen=True, repr=False)
 class OffloadStrategy(Strategy):
     """Strategy for one device, with weights, gradients and optimizer state on the host or on disk.
 
@@ -64,29 +64,25 @@ class OffloadStrategy(Strategy):
         manual_optimization=False, state_rests=False, caches_casts=False, converted_layers=False
     )
 
-    def __init__(
-        self,
-        parameters: Literal["cpu", "disk", "device"] = "cpu",
-        optimizer_state: Literal["cpu", "disk"] = "cpu",
-        *,
-        auto_wrap_policy: WrapPolicy | None = None,
-        min_num_params: int | None = None,
-        offload_folder: str | os.PathLike[str] | None = None,
-        prefetch: int = 1,
-        stream: bool | None = None,
-    ) -> None:
+    parameters: Literal["cpu", "disk", "device"] = "cpu"
+    optimizer_state: Literal["cpu", "disk"] = "cpu"
+    _: KW_ONLY
+    auto_wrap_policy: WrapPolicy | None = None
+    min_num_params: int | None = None
+    offload_folder: str | os.PathLike[str] | None = None
+    prefetch: int = 1
+    stream: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name, value, known in (
-            ("parameters", parameters, (*PLACES, "device")),
-            ("optimizer_state", optimizer_state, PLACES),
+            ("parameters", self.parameters, (*PLACES, "device")),
+            ("optimizer_state", self.optimizer_state, PLACES),
         ):
             if value not in known:
                 raise ConfigurationError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}.")
-        if prefetch < 0:
-            raise ConfigurationError(f"prefetch={prefetch}, expected 0 or more units.")
-        self.parameters, self.optimizer_state = parameters, optimizer_state
-        self.auto_wrap_policy, self.min_num_params = auto_wrap_policy, min_num_params
-        self.offload_folder = Path(offload_folder) if offload_folder is not None else None
-        self.prefetch, self.stream = prefetch, stream
+        if self.prefetch < 0:
+            raise ConfigurationError(f"prefetch={self.prefetch}, expected 0 or more units.")
 
     def check(self, settings: EngineSettings) -> None:
         """Check that the engine supports the settings.

@@ -13,6 +13,7 @@ from trainwright.checkpoint.format.optimizer import load_named_optimizer_state, 
 from trainwright.core.errors import ConfigurationError, TrainwrightError
 from trainwright.core.state import Group
 from trainwright.core.tree import local_part, map_tensors
+from trainwright.processes.process_group import length_of_time
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
@@ -78,7 +79,7 @@ class Replica:
             step=progress.step,
             device=engine.device,
             processes=engine.processes,
-            timeout=given.timeout,
+            timeout=length_of_time("timeout", given.timeout),
             host=given.host,
             replica_id=f"replica_{number}",
             min_replica_size=given.min_replicas,

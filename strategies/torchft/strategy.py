@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from trainwright.core.duration import Duration
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TorchFTStrategy(Strategy):
     """Strategy with replicas that may die and rejoin during a run. Each replica is started separately.
 
@@ -42,7 +43,8 @@ class TorchFTStrategy(Strategy):
         host: Name or address of this machine for other replicas. Default: None, which uses the machine's host name.
         within: `"fsdp"` or an `FSDPStrategy` shards the model over the processes of a replica. All processes of a
             replica are started together. If one process dies, the replica ends and must be restarted with all
-            processes. Default: None, which means replicas of one process.
+            processes. Its checkpoints are full, whatever its `state_dict_type` is. Default: None, which means replicas
+            of one process.
 
     Raises:
         ConfigurationError: A value is not valid.
@@ -52,25 +54,28 @@ class TorchFTStrategy(Strategy):
         manual_optimization=False, independent_steps=False, closures=False, trials=False, converted_layers=False
     )
 
-    def __init__(
-        self,
-        *,
-        replica: int | None = None,
-        max_replicas: int | None = None,
-        lighthouse: str | None = None,
-        min_replicas: int = 1,
-        timeout: float | datetime.timedelta | Duration | str = 60.0,
-        host: str | None = None,
-        within: FSDPStrategy | Literal["fsdp"] | None = None,
-    ) -> None:
-        self.replica = _number("replica", replica, "REPLICA_GROUP_ID")
-        self.max_replicas = _number("max_replicas", max_replicas, "NUM_REPLICA_GROUPS")
-        self.lighthouse = lighthouse or variable("TORCHFT_LIGHTHOUSE")
-        self.min_replicas = min_replicas
-        self.timeout = length_of_time("timeout", timeout)
-        self.host = host
-        self.within = self._sharding(within)
-        self.is_distributed = within is not None
+    replica: int | None = None
+    max_replicas: int | None = None
+    lighthouse: str | None = None
+    min_replicas: int = 1
+    timeout: float | datetime.timedelta | Duration | str = 60.0
+    host: str | None = None
+    within: FSDPStrategy | Literal["fsdp"] | None = None
+    inner: FSDPStrategy | None = field(init=False, compare=False)  # shards the model of a replica
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        length_of_time("timeout", self.timeout)  # checks it
+        self._set(
+            replica=_number("replica", self.replica, "REPLICA_GROUP_ID"),
+            max_replicas=_number("max_replicas", self.max_replicas, "NUM_REPLICA_GROUPS"),
+            lighthouse=self.lighthouse or variable("TORCHFT_LIGHTHOUSE"),
+            inner=self._sharding(self.within),
+        )
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.within is not None
 
     @staticmethod
     def _sharding(given: FSDPStrategy | Literal["fsdp"] | None) -> FSDPStrategy | None:
@@ -83,13 +88,11 @@ class TorchFTStrategy(Strategy):
             raise ConfigurationError(
                 f"within={given!r}: TorchFTStrategy supports 'fsdp', or FSDPStrategy without tp, cp, sp and ep."
             )
-        if found._given.get("state_dict_type", "full") != "full":
-            raise ConfigurationError("within: TorchFTStrategy writes full checkpoints, so set state_dict_type='full'.")
         return found.with_options(state_dict_type="full")
 
     def check(self, settings: EngineSettings) -> None:
-        if self.within is not None:
-            self.within.check(settings)
+        if self.inner is not None:
+            self.inner.check(settings)
         elif settings.num_processes > 1:
             raise ConfigurationError(
                 f"devices={len(settings.device_indices)}, num_nodes={settings.num_nodes}: a replica of TorchFTStrategy "
@@ -130,22 +133,22 @@ class TorchFTStrategy(Strategy):
         return replica, num, lighthouse
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        if self.within is not None:
-            return self.within.outline(task, settings)
+        if self.inner is not None:
+            return self.inner.outline(task, settings)
         return replace(super().outline(task, settings), shards=1, peak="single")
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
-        check = super().check_task if self.within is None else self.within.check_task
+        check = super().check_task if self.inner is None else self.inner.check_task
         check(task, settings)
 
     def engine(self, settings: EngineSettings) -> Engine:
-        if self.within is None:
+        if self.inner is None:
             from trainwright.strategies.torchft.replica import TorchFTEngine  # which knows this class
 
             return TorchFTEngine(self, settings)
         from trainwright.strategies.torchft.sharded import ShardedReplicaEngine  # imports much of torch
 
-        return ShardedReplicaEngine(self, self.within, settings)
+        return ShardedReplicaEngine(self, self.inner, settings)
 
 
 def _number(name: str, given: int | None, source: str) -> int | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 from weakref import WeakSet
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unknown
 from trainwright.core.host.xla_library import XLALibrary, check_versions
 from trainwright.core.process import Topology
@@ -38,6 +36,7 @@ _MOST_REPEATED = 5  # compilations for known shapes without a warning: the first
 _SPMD = ("ddp", "fsdp")
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
 class XLAStrategy(DataParallel):
     """Strategy that trains with the XLA compiler (torch_xla), on TPUs or other XLA devices.
 
@@ -65,19 +64,18 @@ class XLAStrategy(DataParallel):
     distributed_type = DistributedType.XLA
     runs_on: ClassVar[str | None] = "xla"
 
-    def __init__(
-        self,
-        *,
-        spmd: Literal["ddp", "fsdp"] | None = None,
-        downcast_bf16: bool = False,
-        timeout: float | datetime.timedelta | Duration | str | None = None,
-        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
-    ) -> None:
-        super().__init__(timeout=timeout, hang_timeout=hang_timeout)
-        if spmd is not None and spmd not in _SPMD:
-            raise unknown("spmd", spmd, _SPMD)
-        self.spmd, self.is_distributed = spmd, spmd is None
-        self.downcast_bf16 = downcast_bf16
+    process_group_backend: None = field(default=None, init=False)  # not an option
+    spmd: Literal["ddp", "fsdp"] | None = None
+    downcast_bf16: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.spmd is not None and self.spmd not in _SPMD:
+            raise unknown("spmd", self.spmd, _SPMD)
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.spmd is None
 
     def check(self, settings: EngineSettings) -> None:
         check_versions()

@@ -119,8 +119,8 @@ def test_a_deepspeed_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyP
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     found, expected = DeepSpeedPlugin(**fields).strategy(2), DeepSpeedStrategy.from_config(config)
-    assert (found.stage, found.options) == (expected.stage, expected.options)
-    assert found.config.content == expected.config.content
+    assert found.engine_config.options == expected.engine_config.options
+    assert found.engine_config.content == expected.engine_config.content
 
 
 def test_variables_that_differ_from_the_configuration_are_named(
@@ -222,21 +222,21 @@ def test_fields_and_configuration_of_a_deepspeed_plugin_may_change_after_it_was_
     assert accelerator.deepspeed_plugin is plugin
     assert plugin.zero_stage == 2
     plugin.zero_stage = 3
-    assert plugin.deepspeed_config["zero_optimization"]["stage"] == plugin.strategy(1).stage == 3
+    assert plugin.deepspeed_config["zero_optimization"]["stage"] == plugin.strategy(1).engine_config.stage == 3
     own: Any = plugin.hf_ds_config
     assert own.is_zero3()
     own.config["zero_optimization"]["stage"] = 1
-    assert (plugin.get_value("zero_optimization.stage"), plugin.strategy(1).stage) == (1, 1)
+    assert (plugin.get_value("zero_optimization.stage"), plugin.strategy(1).engine_config.stage) == (1, 1)
     copied = pickle.loads(pickle.dumps(plugin))
     copied.zero_stage = 2
-    assert (copied.strategy(1).stage, plugin.strategy(1).stage) == (2, 1)
+    assert (copied.strategy(1).engine_config.stage, plugin.strategy(1).engine_config.stage) == (2, 1)
     plugin.hf_ds_config = {"zero_optimization": {"stage": 0}}
-    assert plugin.strategy(1).stage == plugin.deepspeed_config["zero_optimization"]["stage"] == 0
+    assert plugin.strategy(1).engine_config.stage == plugin.deepspeed_config["zero_optimization"]["stage"] == 0
     # As transformers does:
     plugin.hf_ds_config = HfDeepSpeedConfig(own.config)
     plugin.deepspeed_config = plugin.hf_ds_config.config
     plugin.hf_ds_config.config["zero_optimization"]["stage"] = 2
-    assert plugin.strategy(1).stage == 2
+    assert plugin.strategy(1).engine_config.stage == 2
     # The plugin is compared as it was passed.
     assert Accelerator(cpu=True, deepspeed_plugin=equal).deepspeed_plugin is plugin
     other.gradient_clipping = 0.5
@@ -253,7 +253,7 @@ def test_another_accelerator_has_the_plugins_of_the_first() -> None:
     plain = Accelerator(cpu=True, strategy="single")
     first.state.select_deepspeed_plugin("b")
     assert first.deepspeed_plugin is second.deepspeed_plugin is plugins["b"]
-    assert (plain.deepspeed_plugin, second.strategy.stage) == (None, 1)  # type: ignore[attr-defined]  # DeepSpeed's
+    assert (plain.deepspeed_plugin, second.strategy.engine_config.stage) == (None, 1)  # type: ignore[attr-defined]  # DeepSpeed's
     assert pickle.loads(pickle.dumps(first.state)).get_deepspeed_plugin("a") is plugins["a"]
     with pytest.raises(ConfigurationError, match=r"no DeepSpeed plugin 'c'.* Known: a, b"):
         first.state.select_deepspeed_plugin("c")

@@ -47,7 +47,7 @@ def fitted(task: TaskModule, *loaders: Any, ckpt_path: Any = None, **arguments: 
 
 def _with_full_weights(strategy: Any) -> Any:
     made = STRATEGIES.get(strategy)() if strategy in ("fsdp", "tp") else strategy
-    if not hasattr(made, "weights_after_stage") or "weights_after_stage" in made._given:
+    if not hasattr(made, "weights_after_stage") or made.weights_after_stage != "main":
         return strategy
     return made.with_options(weights_after_stage="all")
 

@@ -20,10 +20,12 @@ from trainwright.strategies import (
     FSDPStrategy,
     LocalSGDStrategy,
     MegatronStrategy,
+    ModelParallelStrategy,
     OffloadStrategy,
     SingleDeviceStrategy,
     Strategy,
     TensorParallelStrategy,
+    TorchFTStrategy,
 )
 from trainwright.strategies.steps.gradients import GradientClip, HostGradients, parameters_of, stack_counts
 
@@ -32,10 +34,16 @@ _CASES: list[tuple[Callable[[], Strategy], Callable[[], Strategy], str]] = [
     (lambda: DDPStrategy(static_graph=True, ddp_comm_hook="fp16"), DDPStrategy,
      "DDPStrategy(static_graph=True, ddp_comm_hook='fp16')"),
     (lambda: LocalSGDStrategy(4), LocalSGDStrategy, "LocalSGDStrategy(local_sgd_steps=4)"),
-    (lambda: FSDPStrategy(timeout="1 min", tp=2), FSDPStrategy, "FSDPStrategy(tp=2, timeout='1 min')"),
+    (lambda: FSDPStrategy(timeout="1 min", tp=2), FSDPStrategy,
+     "FSDPStrategy(timeout=datetime.timedelta(seconds=60), tp=2)"),
     (lambda: TensorParallelStrategy(tp=2), TensorParallelStrategy, "TensorParallelStrategy(tp=2)"),
     (lambda: DeepSpeedStrategy(stage=3), lambda: DeepSpeedStrategy(stage=1), "DeepSpeedStrategy(stage=3)"),
     (lambda: OffloadStrategy("disk"), OffloadStrategy, "OffloadStrategy(parameters='disk')"),
+    (lambda: MegatronStrategy(recompute="full", engine="megatron-core"), lambda: MegatronStrategy(recompute="full"),
+     "MegatronStrategy(recompute='full', engine='megatron-core')"),
+    (lambda: ModelParallelStrategy(2, 2, False), ModelParallelStrategy,
+     "ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2, save_distributed_checkpoint=False)"),
+    (lambda: TorchFTStrategy(replica=1), TorchFTStrategy, "TorchFTStrategy(replica=1)"),
 ]  # fmt: skip
 
 
@@ -82,10 +90,28 @@ def test_strategies_pass_the_options_that_they_share_on() -> None:
 
 def test_a_strategy_does_not_change() -> None:
     strategy = DDPStrategy()
-    with pytest.raises(AttributeError, match="Pass sync_batchnorm= to its constructor"):
-        strategy.sync_batchnorm = True
+    with pytest.raises(AttributeError, match="cannot assign to field 'sync_batchnorm'"):
+        strategy.sync_batchnorm = True  # type: ignore[misc]  # it is frozen
     assert strategy.with_options(sync_batchnorm=True) == DDPStrategy(sync_batchnorm=True)
     assert strategy == DDPStrategy()
+
+
+def test_a_copy_with_other_options_is_checked_and_keeps_the_rest() -> None:
+    copied = MegatronStrategy(pp=2, engine="megatron-core").with_options(timeout=60)
+    assert copied == MegatronStrategy(pp=2, engine="megatron-core", timeout="1 min")
+    assert copied.capabilities == MegatronStrategy(engine="megatron-core").capabilities
+    assert DDPStrategy().with_options(ddp_comm_hook="fp16").comm_hook.hook == "fp16"
+    with pytest.raises(ConfigurationError, match="state_dict_type"):
+        FSDPStrategy().with_options(state_dict_type="halved")
+
+
+def test_a_subclass_without_a_decorator_may_set_attributes() -> None:
+    class Mine(DDPStrategy):
+        def __init__(self, scale: float) -> None:
+            super().__init__(bucket_cap_mb=5)
+            self.scale = scale
+
+    assert (Mine(2.0).scale, repr(Mine(2.0))) == (2.0, "Mine(bucket_cap_mb=5)")
 
 
 def test_a_method_of_lightnings_strategies_is_an_error_when_the_class_is_defined() -> None:

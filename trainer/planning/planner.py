@@ -151,7 +151,7 @@ def _strategy_facts(settings: Settings, outline: StrategyOutline | None) -> dict
     units = None if outline is None else outline.units
     return {
         "name": type(strategy).__name__,
-        "options": as_data(strategy.passed_arguments),
+        "options": as_data(strategy.changed_options),
         "units": None if units is None else len(units),
         "unit_classes": None if units is None else sorted({type(unit).__name__ for unit in units}),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import inspect
 import math
 import re
@@ -58,6 +59,8 @@ def as_data(value: object) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, datetime.timedelta):
+        return str(value)
     if isinstance(value, str):
         return _CREDENTIALS.sub(r"\1", value)
     if isinstance(value, Mapping):

@@ -25,8 +25,8 @@ from trainwright.strategies.deepspeed.zero_model import connect_schedule
 
 def test_defaults_are_lightnings() -> None:
     strategy = DeepSpeedStrategy()
-    assert strategy.stage == 2
-    assert strategy.config.content == {
+    assert strategy.engine_config.stage == 2
+    assert strategy.engine_config.content == {
         "zero_optimization": {
             "stage": 2, "sub_group_size": 10**12, "contiguous_gradients": True, "overlap_comm": True,
             "allgather_partitions": True, "reduce_scatter": True, "allgather_bucket_size": 200_000_000,
@@ -35,8 +35,8 @@ def test_defaults_are_lightnings() -> None:
         "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     for config in (None, {}):
-        assert DeepSpeedStrategy(config, zero_optimization=False).stage == 0
-    assert DeepSpeedStrategy(stage=3, thread_count=4).config.content["aio"] == {"intra_op_parallelism": 4}
+        assert DeepSpeedStrategy(config, zero_optimization=False).engine_config.stage == 0
+    assert DeepSpeedStrategy(stage=3, thread_count=4).engine_config.content["aio"] == {"intra_op_parallelism": 4}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_defaults_are_lightnings() -> None:
     [("deepspeed_stage_1_offload", 1, "cpu", "none"), ("deepspeed_stage_3_offload_nvme", 3, "nvme", "nvme")],
 )
 def test_names_mean_what_they_say(name: str, stage: int, optimizer: str, parameters: str) -> None:
-    config = STRATEGIES.get(name)().config
+    config = STRATEGIES.get(name)().engine_config
     found = (config.stage, config.offload("offload_optimizer"), config.offload("offload_param"))
     assert found == (stage, optimizer, parameters)
 
@@ -122,7 +122,7 @@ def test_stand_ins_say_what_they_stand_for() -> None:
 def _take(scheduler: Any) -> None:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
     run: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler, interval="epoch")])
-    connect_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
+    connect_schedule(None, None, run, DeepSpeedStrategy(config=config).engine_config.origin)
 
 
 def test_a_torch_schedule_over_a_torch_optimizer_is_accepted() -> None:
@@ -176,7 +176,7 @@ def test_with_offload_the_host_steps_the_groups_of_torchs_adam(kind: Any, monkey
     monkeypatch.setattr(
         checks, "cpu_adam", lambda groups, adamw_mode: SimpleNamespace(param_groups=groups, adamw_mode=adamw_mode)
     )
-    offload = DeepSpeedStrategy(stage=2, offload_optimizer=True).config
+    offload = DeepSpeedStrategy(stage=2, offload_optimizer=True).engine_config
     optimizer = kind([torch.nn.Parameter(torch.ones(2))])
     checks.check_optimizers([optimizer], torch.nn.Linear(1, 1), offload, None)  # type: ignore[arg-type]
     found: Any = checks.on_host(optimizer, offload)
@@ -185,7 +185,7 @@ def test_with_offload_the_host_steps_the_groups_of_torchs_adam(kind: Any, monkey
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         assert getattr(found, hooks) is getattr(optimizer, hooks)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5).step()  # warns of no missing step
-    assert checks.on_host(optimizer, DeepSpeedStrategy(stage=2).config) is optimizer
+    assert checks.on_host(optimizer, DeepSpeedStrategy(stage=2).engine_config) is optimizer
     for unlike in ({"amsgrad": True}, {"maximize": True}):
         optimizer = kind([torch.nn.Parameter(torch.ones(2))], **unlike)
         with pytest.raises(ConfigurationError, match="cannot step on the host"):

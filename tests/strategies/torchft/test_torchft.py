@@ -152,7 +152,6 @@ def test_a_killed_replica_rejoins_at_the_step_of_the_others(start: Any, tmp_path
         ({}, {"devices": 2}, r"runs one process.*within='fsdp'"),
         ({"within": "ddp"}, {}, "within='ddp'.*supports 'fsdp'"),
         ({"within": FSDPStrategy(tp=2)}, {}, "without tp"),
-        ({"within": FSDPStrategy(state_dict_type="sharded")}, {}, "state_dict_type='full'"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], arguments: dict[str, Any], problem: str) -> None:
