@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.configs.parsing import build, parse
+from trainwright.cli.configs.parsing import accept_strategies, build, parse
 from trainwright.cli.configs.save_config_callback import resolved_yaml, save_config
 from trainwright.cli.import_path import add_project_to_import_path
 from trainwright.cli.main import INTERRUPTED
@@ -134,6 +134,7 @@ def build_parser(stage: Stage) -> Any:
             default=None,
             help=f"safetensors file to write (default: {PREDICTIONS_NAME} in trainer.default_root_dir); none: no file",
         )
+    accept_strategies()
     parser.add_class_arguments(Trainer, "trainer")
     group_trainer_options(parser)
     parser.add_subclass_arguments(TaskModule, "task", required=False)

@@ -19,7 +19,7 @@ from trainwright.cli.configs.cli_parser import ReduceLROnPlateau, class_of
 from trainwright.cli.configs.cli_parser import _parser_class as parser_class
 from trainwright.cli.configs.option_groups import group_trainer_options
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.configs.parsing import build, listed, parse, plain
+from trainwright.cli.configs.parsing import accept_strategies, build, listed, parse, plain
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.cli.import_path import add_project_to_import_path
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
@@ -234,6 +234,7 @@ class CLI:
         return parser
 
     def _add_core(self, parser: CLIParser) -> None:
+        accept_strategies()
         parser.add_class_arguments(class_of(self.trainer_class), "trainer", instantiate=False, fail_untyped=False)
         group_trainer_options(parser)
         defaults = {f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks" and _is_plain(v)}

@@ -163,6 +163,15 @@ class _Constructor:
             raise _Failure(error) from None
 
 
+def accept_strategies() -> None:
+    """Let a configuration name the class of a strategy. jsonargparse takes a dataclass as the only class otherwise."""
+    from jsonargparse import set_parsing_settings
+
+    from trainwright.strategies.strategy import Strategy
+
+    set_parsing_settings(subclasses_enabled=[Strategy])
+
+
 def build(parser: ArgumentParser, settings: Namespace) -> Any:
     """Return the settings with objects instead of class paths. Errors of constructors are raised unchanged.
 
