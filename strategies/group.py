@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,7 @@ class LoopEngine:
         device: Device of the computation.
         parameters: Function that returns the parameters with accumulated gradients of models. `()`: of all models.
         scales_loss: Losses are scaled for fp16. Default: False.
+        averages_each: Every backward averages gradients over ranks, not only the last one of a group. Default: False.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class LoopEngine:
         parameters: Callable[[Sequence[nn.Module]], list[torch.Tensor]],
         *,
         scales_loss: bool = False,
+        averages_each: bool = False,
     ) -> None:
+        self.averages_each = averages_each
         self.gradients, self.ranks, self.device = gradients, ranks, device
         self.parameters = parameters
         # Sums over items may overflow fp16. They are then divided by an estimate of the count, which is 1 otherwise.
@@ -97,6 +102,7 @@ class StepGroup:
         num_losses: Number of losses that were weighed since the last optimizer step.
         lacks_backward: The present micro-batch is the last one, and only earlier ones have run a backward so far.
         micro_batch: What the loader knows about the present micro-batch.
+        factor_after_backward: Factor for the gradients after the last backward. None: they are right.
     """
 
     def __init__(self, models: Sequence[nn.Module], engine: LoopEngine) -> None:
@@ -114,7 +120,7 @@ class StepGroup:
         self._has_sums = False  # gradients of earlier micro-batches
         self._num_items: Any = None  # of this rank's earlier micro-batches; None: they have no counts
         self._counted_at = 0  # position of the newest micro-batch with a count
-        self._due: Any = None  # factor for the gradients after the last backward
+        self.factor_after_backward: Any = None
 
     @property
     def is_open(self) -> bool:
@@ -124,8 +130,10 @@ class StepGroup:
     @property
     def has_unfinished_sums(self) -> bool:
         """True if there are gradients that were neither averaged over ranks nor divided by the number of items."""
-        is_unfinished = self.num_losses > 0 and (not self.is_complete or self.lacks_backward)
-        return is_unfinished and (self._num_items is not None or self._engine.num_averaged > 1)
+        if not self.num_losses or (self.is_complete and not self.lacks_backward):
+            return False
+        is_local = self._engine.num_averaged > 1 and not self._engine.averages_each
+        return is_local or self._num_items is not None
 
     def begin(self, reading: Pass | None, num_steps: int, *, ends_with_data: bool, is_mean: bool) -> None:
         """Begin the next micro-batch of the group, or the first one of the next group.
@@ -179,7 +187,7 @@ class StepGroup:
         self.position = self._num_missing = self._counted_at = 0
         self.is_complete, self.has_failed, self.is_short, self._is_corrected = True, False, False, False
         self.drop_sums()
-        self._due = None
+        self.factor_after_backward = None
 
     def drop_sums(self) -> None:
         """Forget the losses of earlier micro-batches, because their gradients were freed."""
@@ -268,18 +276,17 @@ class StepGroup:
         if self._is_corrected or not self._has_sums:
             return True
         if not self._engine.gradients.scales_sums:
-            self._due = factor
+            self.factor_after_backward = factor
             return False
         self._is_corrected = True
         self._engine.gradients.scale(self._engine.parameters(self.models), factor)
         return True
 
-    def complete(self) -> None:
-        """Multiply the gradients after the last backward, if the engine could not do so before."""
-        factor, self._due = self._due, None
-        if factor is not None:
-            self._is_corrected = True
-            self._engine.gradients.scale(self._engine.parameters(self.models), factor)
+    def correct_after_backward(self) -> None:
+        """Multiply the gradients after the last backward, because the engine could not do so before."""
+        factor, self.factor_after_backward = self.factor_after_backward, None
+        self._is_corrected = True
+        self._engine.gradients.scale(self._engine.parameters(self.models), factor)
 
     def _shares(self, count: Any, total: Any, unit: float, loss: torch.Tensor) -> tuple[Any, Any]:
         """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
@@ -381,12 +388,15 @@ class StepGroups:
         """
         if self._is_inside:
             self._outer.append(self._current)
-        group = self._group_of(models)
+        key = tuple(map(id, models))
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = StepGroup(models, self._engine)
         self._current, self._is_inside = group, True
         if group.has_failed:
             self._free(group)
         group.begin(
-            self._pass_for(group),
+            self._passes[-1] if self._passes else self._pass_before(group),
             self.num_steps,
             ends_with_data=self.ends_with_data,
             is_mean=self.short_group == "mean",
@@ -405,17 +415,8 @@ class StepGroups:
         else:
             self._is_inside = False
 
-    def _group_of(self, models: Sequence[nn.Module]) -> StepGroup:
-        key = tuple(map(id, models))
-        group = self._groups.get(key)
-        if group is None:
-            group = self._groups[key] = StepGroup(models, self._engine)
-        return group
-
-    def _pass_for(self, group: StepGroup) -> Pass | None:
-        """Return the pass to which the next micro-batch of a group belongs."""
-        if self._passes:
-            return self._passes[-1]
+    def _pass_before(self, group: StepGroup) -> Pass | None:
+        """Return the pass that has ended if the next micro-batch of a group belongs to it, or else None."""
         ended = self._ended
         if ended is not None and group.habit.holds_batches_of(ended, self.num_steps):
             return ended
@@ -429,22 +430,23 @@ class StepGroups:
                 f"the last of {num_micro_batches} micro-batch(es) of a group raised an error, so that no optimizer "
                 "step followed. The gradients of the group were freed, because this micro-batch starts a new group.",
                 TrainwrightWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def discard_open(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Free gradients, and let their next micro-batch start a new group. While a loader is read, they are free."""
+        """Free gradients that are not in `grad`, and let their next micro-batch start a new group.
+
+        While a loader is read, the group of the newest micro-batch continues, without the losses before it.
+        """
         if self._passes:
             group = self._current
             if group is not None and group.lacks_backward and self._overlaps(group, parameters()):
                 group.drop_sums()
             return
-        self._engine.gradients.free(parameters())
-        open_groups = [group for group in self._groups.values() if group.is_open]
-        if not open_groups:
-            return
-        for group in open_groups:
-            if self._overlaps(group, parameters()):
+        if self._engine.gradients.accumulates_elsewhere:
+            self._engine.gradients.free(parameters())
+        for group in self._groups.values():
+            if group.is_open and self._overlaps(group, parameters()):
                 group.reset()
 
     def _overlaps(self, group: StepGroup, parameters: Iterable[torch.Tensor]) -> bool:
@@ -486,7 +488,7 @@ class StepGroups:
         raise ConfigurationError(
             "save_state() was called within a group of micro-batches, whose gradients are not saved. Call it after "
             "optimizer.step(), where accelerator.sync_gradients is True. If a loop was left within a group, call "
-            "optimizer.step() and optimizer.zero_grad() first, or optimizer.zero_grad() alone to drop its gradients."
+            "optimizer.zero_grad() first, which drops its gradients."
         )
 
     # Groups that the loop determines itself
@@ -507,7 +509,12 @@ class StepGroups:
     @property
     def holds_back(self) -> bool:
         """True if `set_sync_gradients` was called with False: no optimizer step follows."""
-        return self.has_set_sync and not self.sync_gradients
+        return self._set_before is not None and not self.sync_gradients
+
+    @property
+    def averages_now(self) -> bool:
+        """True if the backward of the present micro-batch averages gradients over ranks."""
+        return self.sync_gradients or self._engine.averages_each
 
     # Weights
 
@@ -525,7 +532,7 @@ class StepGroups:
         self.is_unfinished = not group.is_complete
         if num_items is not None:
             return group.weigh(loss, num_items)
-        if self.has_set_sync:
+        if self._set_before is not None:
             group.refuse_plain()
             return loss  # who determines the groups also weighs their losses
         if group.is_short and self.warns:
@@ -555,8 +562,10 @@ class StepGroups:
         return self._weighing.num_losses <= 1 if self._set_before is None else self._set_before
 
     def complete(self) -> None:
-        """Finish the gradients after the last backward of a group."""
-        self._weighing.complete()
+        """Finish the gradients after the last backward of a group. Collective in engines that reduce them here."""
+        self._engine.gradients.complete()
+        if self._weighing.factor_after_backward is not None:
+            self._weighing.correct_after_backward()
 
     def _warn_of_short_group(self, num_micro_batches: int) -> None:
         self.warns = False
@@ -570,6 +579,49 @@ class StepGroups:
             TrainwrightWarning,
             stacklevel=4,
         )
+
+
+class MicroBatchBlock:
+    """Context of one micro-batch in a user-written loop.
+
+    Args:
+        groups: The groups of the loop.
+        models: Models that are trained in the context. Empty: all models.
+        no_sync: Returns a context in which the backward of a model averages no gradients over ranks.
+    """
+
+    __slots__ = ("_groups", "_held_back", "_models", "_no_sync")
+
+    def __init__(
+        self,
+        groups: StepGroups,
+        models: Sequence[nn.Module],
+        no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+    ) -> None:
+        self._groups, self._models, self._no_sync = groups, models, no_sync
+        self._held_back: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._groups.begin(self._models)
+        if self._groups.averages_now:
+            return
+        try:
+            with ExitStack() as stack:
+                for model in self._models:
+                    stack.enter_context(self._no_sync(model))
+                self._held_back = stack.pop_all()
+        except BaseException:
+            self._groups.end(has_failed=True)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._held_back is not None:
+                self._held_back.close()
+        finally:
+            self._groups.end(has_failed=error is not None)
 
 
 def _checked(num_items: object) -> Any:
@@ -603,7 +655,7 @@ def _warn_of_late_micro_batch() -> None:
         "back. The last group of this pass was divided into two optimizer steps. In the next passes, the group ends "
         "with the last batch that is held back.",
         TrainwrightWarning,
-        stacklevel=6,
+        stacklevel=5,
     )
 
 
@@ -614,5 +666,5 @@ def _warn_of_ambiguous_padding() -> None:
         "place of the repeated ones. Begin each micro-batch before the next batch is requested, or pass "
         "DataLoaderConfiguration(even_batches=True).",
         TrainwrightWarning,
-        stacklevel=6,
+        stacklevel=5,
     )

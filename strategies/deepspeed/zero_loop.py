@@ -32,6 +32,7 @@ class ZeroGradients(Gradients):
 
     # Before the last backward, the stages hold different parts of the sums. Afterwards all hold averaged shards.
     scales_sums = False
+    accumulates_elsewhere = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

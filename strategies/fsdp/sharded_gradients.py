@@ -24,6 +24,8 @@ class ShardedGradients(Gradients):
         models: All models that the engine has prepared.
     """
 
+    accumulates_elsewhere = True
+
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.models: list[ParallelModel] = []

@@ -143,9 +143,11 @@ class Gradients:
     Attributes:
         averaged: The last backward of an optimizer step averages gradients over ranks. Default: True.
         scales_sums: True if `scale` also works on accumulated gradients before the last backward.
+        accumulates_elsewhere: Gradients before the last backward are not in `p.grad`.
     """
 
     scales_sums: bool = True
+    accumulates_elsewhere: bool = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

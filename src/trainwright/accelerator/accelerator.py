@@ -65,7 +65,7 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Turn
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
-from trainwright.strategies.group import LoopEngine
+from trainwright.strategies.group import LoopEngine, MicroBatchBlock
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
@@ -259,6 +259,7 @@ class Accelerator:
             self.device,
             self._accumulated_parameters,
             scales_loss=self._scale is not None,
+            averages_each=self._syncs_each_batch,
         )
         self._groups = LoopGroups(loop_engine, num_steps, plugin, warns=warns)
         self._prepared = PreparedObjects(
@@ -621,7 +622,6 @@ class Accelerator:
             return None
         self.engine.backward(loss, **kwargs)
         if self._groups.sync_gradients:
-            self.engine.gradients.complete()
             self._groups.complete()
             if self._signal is not None and not self._joins:
                 self._signal.end_step()
@@ -658,8 +658,7 @@ class Accelerator:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Return a context for one micro-batch. Only the last context of a group averages gradients over processes.
 
         In the other contexts, `step` and `zero_grad` of prepared optimizers have no effect.
@@ -667,20 +666,7 @@ class Accelerator:
         Args:
             models: Models that are trained in the context, each with one forward and backward.
         """
-        groups = self._groups
-        groups.begin(models)
-        has_failed = True
-        try:
-            if groups.sync_gradients or self._syncs_each_batch:
-                yield
-            else:
-                with ExitStack() as stack:
-                    for model in models:
-                        stack.enter_context(self.no_sync(model))
-                    yield
-            has_failed = False
-        finally:
-            groups.end(has_failed=has_failed)
+        return MicroBatchBlock(self._groups, models, self.no_sync)
 
     def _accumulated_parameters(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
         """Return the parameters of models, and of the optimizers of these models. Without models, of all."""

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import QUIET, assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.fsdp.sharded import Block, Blocks
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.units import warn_of_large_rest
+from trainwright.trainer.trainer import Trainer
 
 _WIDTH, _NUM_BLOCKS = 64, 6
 
@@ -126,7 +127,10 @@ def _end(folder: Path) -> dict[str, Any]:
     for which in ("all", "main", "none"):
         torch.manual_seed(5)
         task = Grown()
-        trainer = _fit(FSDPStrategy(weights_after_stage=which), task)
+        trainer = Trainer(
+            **QUIET | {"devices": "auto", "max_steps": 2}, strategy=FSDPStrategy(weights_after_stage=which)
+        )
+        trainer.fit(task, _batches(8))
         found[which] = {
             name: value if which == "all" else value.device.type for name, value in weights_of(task.blocks).items()
         }
