@@ -10,22 +10,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.device_types import properties
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.passes import FULL, Habit, MicroBatch, Pass
-from trainwright.strategies.steps.gradients import Gradients, item_weights, stack_counts
+from trainwright.strategies.steps.gradients import Gradients, item_weights, parameters_of, stack_counts
 
 
-class LoopEngine:
-    """What groups use of a loop's engine.
+class LoopGradients:
+    """The accumulated gradients of a loop's models, as groups use them.
 
     Args:
         gradients: The engine's gradient operations.
@@ -63,8 +64,11 @@ class LoopEngine:
         """Number of different batches that are averaged in a round."""
         return self.ranks.num_readers if self.gradients.averaged else 1
 
-    def unit_near(self, count: float | torch.Tensor) -> float:
-        """Return the divisor of sums over items, equal on every rank. The first call is collective under fp16."""
+    def agree_on_unit(self, count: float | torch.Tensor) -> float:
+        """Return the divisor of sums over items, equal on every rank.
+
+        Under fp16, the first call is collective and waits for the device of the count. Otherwise, the divisor is 1.
+        """
         if self.unit is None:
             counts = self.ranks.gather_integers([int(count)])
             # A power of two near the first count. A division by it is exact.
@@ -92,7 +96,7 @@ class StepGroup:
 
     Args:
         models: The models. `()`: all models.
-        engine: See `LoopEngine`.
+        loop: See `LoopGradients`.
 
     Attributes:
         position: Number of the present micro-batch in the group (1-based).
@@ -105,18 +109,22 @@ class StepGroup:
         factor_after_backward: Factor for the gradients after the last backward. None: they are right.
     """
 
-    def __init__(self, models: Sequence[nn.Module], engine: LoopEngine) -> None:
+    def __init__(self, models: Sequence[nn.Module], loop: LoopGradients) -> None:
         self.models = models  # referenced, so that no other model gets the same id
-        self._engine = engine
+        self._loop = loop
         self.habit = Habit()
         self.position = 0
-        self.is_complete, self.has_failed, self.is_short = True, False, False
-        self._num_steps, self._is_mean = 1, False
+        self.is_complete = True
+        self.has_failed = False
+        self.is_short = False
+        self._num_steps = 1
+        self._is_mean = False
         self._divisor: float = 1  # of losses before the last micro-batch
         self._num_missing = 0  # micro-batches of padding in the group, over all ranks
         self.micro_batch = FULL
         self._is_corrected = False
-        self.num_losses, self.lacks_backward = 0, False
+        self.num_losses = 0
+        self.lacks_backward = False
         self._has_sums = False  # gradients of earlier micro-batches
         self._num_items: Any = None  # of this rank's earlier micro-batches; None: they have no counts
         self._counted_at = 0  # position of the newest micro-batch with a count
@@ -132,7 +140,7 @@ class StepGroup:
         """True if there are gradients that were neither averaged over ranks nor divided by the number of items."""
         if not self.num_losses or (self.is_complete and not self.lacks_backward):
             return False
-        is_local = self._engine.num_averaged > 1 and not self._engine.averages_each
+        is_local = self._loop.num_averaged > 1 and not self._loop.averages_each
         return is_local or self._num_items is not None
 
     def begin(self, reading: Pass | None, num_steps: int, *, ends_with_data: bool, is_mean: bool) -> None:
@@ -151,7 +159,9 @@ class StepGroup:
             self.num_losses, self._num_items = num_losses, num_items
         elif self.is_complete:
             self.reset()
-        self.is_complete, self._num_steps, self._is_mean = False, num_steps, is_mean
+        self.is_complete = False
+        self._num_steps = num_steps
+        self._is_mean = is_mean
         self.position += 1
         self._has_sums = self.num_losses > 0
         is_last = False
@@ -178,27 +188,42 @@ class StepGroup:
         """Begin a group of one micro-batch, whose loss is divided by `num_steps` nevertheless."""
         self.reset()
         self.position = 1
-        self._num_steps, self._is_mean, self._divisor = num_steps, False, num_steps
+        self._num_steps = self._divisor = num_steps
+        self._is_mean = False
+        self.micro_batch = micro_batch
+        self._count_missing(micro_batch)
+
+    def continue_alone(self, micro_batch: MicroBatch) -> None:
+        """Begin the next micro-batch of a group that the loop determines itself."""
+        self.position += 1
+        self._has_sums = self.num_losses > 0
         self.micro_batch = micro_batch
         self._count_missing(micro_batch)
 
     def reset(self) -> None:
         """Forget the micro-batches of the group."""
-        self.position = self._num_missing = self._counted_at = 0
-        self.is_complete, self.has_failed, self.is_short, self._is_corrected = True, False, False, False
+        self.position = 0
+        self.is_complete = True
+        self.has_failed = False
+        self.is_short = False
+        self._num_missing = 0
+        self._counted_at = 0
+        self._is_corrected = False
         self.drop_sums()
         self.factor_after_backward = None
 
     def drop_sums(self) -> None:
         """Forget the losses of earlier micro-batches, because their gradients were freed."""
-        self.num_losses, self.lacks_backward, self._has_sums = 0, False, False
+        self.num_losses = 0
+        self.lacks_backward = False
+        self._has_sums = False
         self._num_items = None
 
     def _count_missing(self, micro_batch: MicroBatch) -> None:
-        if not self._engine.gradients.averaged:
+        if not self._loop.gradients.averaged:
             self._num_missing += micro_batch.is_padding
         elif micro_batch.num_real is not None:
-            self._num_missing += self._engine.num_readers - micro_batch.num_real
+            self._num_missing += self._loop.num_readers - micro_batch.num_real
 
     def _foreseen_divisor(self, reading: Pass) -> float:
         num_left = self.habit.num_left(reading, self._num_steps)
@@ -210,7 +235,7 @@ class StepGroup:
         divisor = self.position if self._is_mean else self._num_steps
         if not self._num_missing:
             return divisor
-        num_all = self._engine.num_readers * self.position
+        num_all = self._loop.num_readers * self.position
         return divisor * max(num_all - self._num_missing, 1) / num_all
 
     # Weights
@@ -247,18 +272,23 @@ class StepGroup:
         which is collective.
 
         Raises:
-            TaskError: `num_items` is not a count, or is passed twice for one micro-batch.
+            TaskError: `num_items` is not a count, is passed twice for one micro-batch, or was not passed before.
         """
         count = _checked(num_items)
         if self.micro_batch.is_padding:
             count = 0
+        if self._num_items is None and self.num_losses > 1:
+            raise TaskError(
+                "backward() was called with num_items= in a step whose earlier losses had none: the mean over all "
+                "items is not known then. Pass num_items= for every micro-batch of the step, or for none."
+            )
         if self._counted_at == self.position:
             raise TaskError(
                 "backward(num_items=…) was called twice for one micro-batch: its items would count twice. Add the "
                 "losses, each of them a mean over the items, and call backward once."
             )
         total = count if self._num_items is None else self._num_items + count
-        unit = self._engine.unit_near(count)
+        unit = self._loop.agree_on_unit(count)
         self._counted_at = self.position
         if not self.is_complete:
             self._num_items = total
@@ -275,28 +305,28 @@ class StepGroup:
         """Multiply the accumulated gradients. Return False if the engine can do so only after the last backward."""
         if self._is_corrected or not self._has_sums:
             return True
-        if not self._engine.gradients.scales_sums:
+        if not self._loop.gradients.scales_sums:
             self.factor_after_backward = factor
             return False
         self._is_corrected = True
-        self._engine.gradients.scale(self._engine.parameters(self.models), factor)
+        self._loop.gradients.scale(self._loop.parameters(self.models), factor)
         return True
 
     def correct_after_backward(self) -> None:
         """Multiply the gradients after the last backward, because the engine could not do so before."""
         factor, self.factor_after_backward = self.factor_after_backward, None
         self._is_corrected = True
-        self._engine.gradients.scale(self._engine.parameters(self.models), factor)
+        self._loop.gradients.scale(self._loop.parameters(self.models), factor)
 
     def _shares(self, count: Any, total: Any, unit: float, loss: torch.Tensor) -> tuple[Any, Any]:
         """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
-        engine, world = self._engine, self._engine.num_averaged  # ranks average their gradients
+        loop, world = self._loop, self._loop.num_averaged  # ranks average their gradients
         if world == 1 and not isinstance(total, torch.Tensor):
             if total == 0:
-                engine.warn_of_no_items()
+                loop.warn_of_no_items()
             return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
-        own, of_group = stack_counts([count, total], engine.device).unbind()
-        of_all = of_group if world == 1 else engine.ranks.sum(of_group.clone())
+        own, of_group = stack_counts([count, total], loop.device).unbind()
+        of_all = of_group if world == 1 else loop.ranks.sum(of_group.clone())
         dtype = _dtype_of_weights(loss)
         return item_weights(own, of_all, world, dtype), item_weights(unit, of_all, world, dtype)
 
@@ -305,7 +335,7 @@ class StepGroups:
     """The groups of a user-written loop: one for each set of models that the loop trains alternately.
 
     Args:
-        engine: See `LoopEngine`.
+        loop: See `LoopGradients`.
         num_steps: Micro-batches of a group.
         ends_with_data: The last micro-batch of a pass completes a short group. False: the next pass continues it.
         short_group: `"mean"`: losses of a short group are divided by its number of micro-batches. Otherwise by
@@ -314,34 +344,35 @@ class StepGroups:
     Attributes:
         num_steps: Micro-batches of a group. May be changed.
         sync_gradients: An optimizer step follows the present micro-batch.
-        is_unfinished: The newest group has not run its last backward.
+        has_set_sync: `set_sync_gradients` was called.
     """
 
     def __init__(
         self,
-        engine: LoopEngine,
+        loop: LoopGradients,
         num_steps: int,
         *,
         ends_with_data: bool = True,
         short_group: Literal["steps", "mean"] | None = None,
         warns: bool = False,
     ) -> None:
-        self._engine = engine
+        self._loop = loop
         self.num_steps = num_steps
         self.ends_with_data, self.short_group = ends_with_data, short_group
         self.sync_gradients = True
         self.warns = warns and short_group is None
-        self._groups: dict[tuple[int, ...], StepGroup] = {}  # by the ids of their models
+        # By the ids of their models, in order: `accumulate(a, b)` and `accumulate(b, a)` count their own micro-batches.
+        self._groups: dict[tuple[int, ...], StepGroup] = {}
         self._current: StepGroup | None = None  # of the newest block
         self._is_inside = False  # a block
         self._outer: list[StepGroup | None] = []  # groups of the blocks around the newest one
         self._delivered_at_block: tuple[Pass | None, int] = (None, 0)
-        self._alone = StepGroup((), engine)  # of backwards in a loop without blocks
+        self._alone = StepGroup((), loop)  # of backwards in a loop without blocks
         self._weighing = self._alone  # the group of the newest loss
         self._passes: list[Pass] = []  # the innermost one is the last
         self._ended: Pass | None = None  # the newest training pass, if it was read to its end
-        self._set_before: bool | None = None  # the value before the newest `set_sync_gradients`; None: never called
-        self.is_unfinished = False  # see the class
+        self.has_set_sync = False
+        self._begins_own_group = True  # the next micro-batch of a loop that has called `set_sync_gradients`
 
     # Passes over loaders
 
@@ -391,7 +422,7 @@ class StepGroups:
         key = tuple(map(id, models))
         group = self._groups.get(key)
         if group is None:
-            group = self._groups[key] = StepGroup(models, self._engine)
+            group = self._groups[key] = StepGroup(models, self._loop)
         self._current, self._is_inside = group, True
         if group.has_failed:
             self._free(group)
@@ -402,7 +433,6 @@ class StepGroups:
             is_mean=self.short_group == "mean",
         )
         self.sync_gradients = group.is_complete
-        self.is_unfinished = group.lacks_backward or not group.is_complete
         if self._passes:
             self._delivered_at_block = self._passes[-1], self._passes[-1].num_delivered
 
@@ -411,7 +441,9 @@ class StepGroups:
         if has_failed and self._current is not None:
             self._current.has_failed = self._current.is_complete
         if self._outer:
-            self._current = self._outer.pop()
+            self._current = outer = self._outer.pop()
+            if outer is not None:
+                self.sync_gradients = outer.is_complete
         else:
             self._is_inside = False
 
@@ -425,7 +457,7 @@ class StepGroups:
     def _free(self, group: StepGroup) -> None:
         num_micro_batches = group.position
         group.reset()
-        if self._engine.gradients.free(self._engine.parameters(group.models)):
+        if self._loop.gradients.free(self._loop.parameters(group.models)):
             warnings.warn(
                 f"the last of {num_micro_batches} micro-batch(es) of a group raised an error, so that no optimizer "
                 "step followed. The gradients of the group were freed, because this micro-batch starts a new group.",
@@ -436,38 +468,48 @@ class StepGroups:
     def discard_open(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Free gradients that are not in `grad`, and let their next micro-batch start a new group.
 
-        While a loader is read, the group of the newest micro-batch continues, without the losses before it.
+        While a loader is read, the group of the newest micro-batch continues, without the losses before it. Its
+        gradients are only looked for if there may be some, because this is called in every step.
         """
         if self._passes:
             group = self._current
             if group is not None and group.lacks_backward and self._overlaps(group, parameters()):
+                if self._loop.gradients.accumulates_elsewhere:
+                    self._loop.gradients.free(parameters())
                 group.drop_sums()
             return
-        if self._engine.gradients.accumulates_elsewhere:
-            self._engine.gradients.free(parameters())
+        if self._loop.gradients.accumulates_elsewhere:
+            self._loop.gradients.free(parameters())
         for group in self._groups.values():
             if group.is_open and self._overlaps(group, parameters()):
                 group.reset()
 
-    def _overlaps(self, group: StepGroup, parameters: Iterable[torch.Tensor]) -> bool:
-        return not set(map(id, parameters)).isdisjoint(map(id, self._engine.parameters(group.models)))
+    def drop_open(self) -> None:
+        """Free the gradients of all groups that no optimizer step has used, and let the next micro-batch start anew."""
+        for group in self._groups.values():
+            if group.is_open:
+                self._loop.gradients.free(self._loop.parameters(group.models))
+                group.reset()
 
-    def refuse_unfinished(self, parameters: Iterable[torch.Tensor]) -> None:
+    def _overlaps(self, group: StepGroup, parameters: Iterable[torch.Tensor]) -> bool:
+        return not set(map(id, parameters)).isdisjoint(map(id, self._loop.parameters(group.models)))
+
+    def refuse_unfinished(self, optimizer: Optimizer) -> None:
         """Raise an error before a step with gradients that are not averaged or not divided by the number of items.
 
         Raises:
-            TaskError: A group of the parameters has not run its last backward.
+            TaskError: A group of the optimizer's parameters has not run its last backward.
         """
-        held = list(parameters)
-        if self.has_set_sync or not any(
-            group.has_unfinished_sums and self._overlaps(group, held) for group in self._groups.values()
-        ):
+        if self.has_set_sync:
             return
-        raise TaskError(
-            "optimizer.step() was called without a backward in the last micro-batch of its group, which averages the "
-            "gradients over processes and divides them by the number of items. Leave the block before "
-            "optimizer.step(), so that the next step uses the gradients, or call optimizer.zero_grad() to drop them."
-        )
+        for group in self._groups.values():
+            if group.has_unfinished_sums and self._overlaps(group, parameters_of([optimizer])):
+                raise TaskError(
+                    "optimizer.step() was called without a backward in the last micro-batch of its group, which "
+                    "averages the gradients over processes and divides them by the number of items. If a loop was left "
+                    "within a group, continue the group in the next pass, or call optimizer.zero_grad() to drop its "
+                    "gradients. If a block is left without a backward, leave it before optimizer.step()."
+                )
 
     def num_held(self, reading: Pass) -> int:
         """Return how many of the newest batches of a pass the loop holds: it has received them, but not begun them.
@@ -499,22 +541,18 @@ class StepGroups:
         From then on, losses are not divided. A loop that determines its groups must weigh the losses, and may read
         several batches before the first backward.
         """
-        self._set_before, self.sync_gradients = self.sync_gradients, value
-
-    @property
-    def has_set_sync(self) -> bool:
-        """True once `set_sync_gradients` was called."""
-        return self._set_before is not None
+        self.has_set_sync = True
+        self.sync_gradients = value
 
     @property
     def holds_back(self) -> bool:
         """True if `set_sync_gradients` was called with False: no optimizer step follows."""
-        return self._set_before is not None and not self.sync_gradients
+        return self.has_set_sync and not self.sync_gradients
 
     @property
     def averages_now(self) -> bool:
         """True if the backward of the present micro-batch averages gradients over ranks."""
-        return self.sync_gradients or self._engine.averages_each
+        return self.sync_gradients or self._loop.averages_each
 
     # Weights
 
@@ -529,10 +567,9 @@ class StepGroups:
         self._weighing = group
         group.num_losses += 1
         group.lacks_backward = False
-        self.is_unfinished = not group.is_complete
         if num_items is not None:
             return group.weigh(loss, num_items)
-        if self._set_before is not None:
+        if self.has_set_sync:
             group.refuse_plain()
             return loss  # who determines the groups also weighs their losses
         if group.is_short and self.warns:
@@ -542,7 +579,7 @@ class StepGroups:
     @property
     def _is_plain(self) -> bool:
         """True if each batch is a group, and the present one is not padding: the usual loop, which must be fast."""
-        if self.num_steps > 1 or self._current is not None or self._set_before is not None:
+        if self.num_steps > 1 or self._current is not None or self.has_set_sync:
             return False
         return not self._passes or self._passes[-1].batch() is FULL
 
@@ -551,19 +588,21 @@ class StepGroups:
         if self._current is not None:
             group, self._current = self._current, None
             return group
-        if self._set_before in (None, True):  # otherwise, the loop continues its own group
+        if self._begins_own_group or not self.has_set_sync:
             self._alone.begin_alone(self.micro_batch, self.num_steps)
-        self._alone.is_complete = self.sync_gradients
+        else:
+            self._alone.continue_alone(self.micro_batch)
+        self._alone.is_complete = self._begins_own_group = self.sync_gradients
         return self._alone
 
     @property
     def starts_group(self) -> bool:
         """True if the newest loss is of the first micro-batch of its optimizer step."""
-        return self._weighing.num_losses <= 1 if self._set_before is None else self._set_before
+        return self._weighing.num_losses <= 1
 
     def complete(self) -> None:
         """Finish the gradients after the last backward of a group. Collective in engines that reduce them here."""
-        self._engine.gradients.complete()
+        self._loop.gradients.complete()
         if self._weighing.factor_after_backward is not None:
             self._weighing.correct_after_backward()
 
@@ -587,7 +626,7 @@ class MicroBatchBlock:
     Args:
         groups: The groups of the loop.
         models: Models that are trained in the context. Empty: all models.
-        no_sync: Returns a context in which the backward of a model averages no gradients over ranks.
+        no_sync: Returns a context in which the backward of models averages no gradients over ranks.
     """
 
     __slots__ = ("_groups", "_held_back", "_models", "_no_sync")
@@ -596,20 +635,18 @@ class MicroBatchBlock:
         self,
         groups: StepGroups,
         models: Sequence[nn.Module],
-        no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+        no_sync: Callable[[Sequence[nn.Module]], AbstractContextManager[Any]],
     ) -> None:
         self._groups, self._models, self._no_sync = groups, models, no_sync
-        self._held_back: ExitStack | None = None
+        self._held_back: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         self._groups.begin(self._models)
         if self._groups.averages_now:
             return
         try:
-            with ExitStack() as stack:
-                for model in self._models:
-                    stack.enter_context(self._no_sync(model))
-                self._held_back = stack.pop_all()
+            self._held_back = self._no_sync(self._models)
+            self._held_back.__enter__()
         except BaseException:
             self._groups.end(has_failed=True)
             raise
@@ -619,7 +656,7 @@ class MicroBatchBlock:
     ) -> None:
         try:
             if self._held_back is not None:
-                self._held_back.close()
+                self._held_back.__exit__(kind, error, trace)
         finally:
             self._groups.end(has_failed=error is not None)
 

@@ -80,7 +80,7 @@ class StateWriter:
 
         def write() -> None:
             before()
-            if self._engine.is_main:  # rank 0 of another replica writes nothing
+            if self._engine.is_main:  # False on rank 0 of another replica of TorchFTStrategy, which writes nothing
                 _write_full(snapshot, targets, writer)
 
         processes = Processes() if alone else self._engine.processes
@@ -110,7 +110,7 @@ class StateWriter:
             contents = self._agree(partial(self._prepare, snapshot, share, folders, writer), names)
             if not self._engine.is_main:
                 for target, folder in zip(targets, folders, strict=True):
-                    self._do(writer, target, partial(self._meet().write_share, folder, contents))
+                    self._do(writer, target, partial(self._save_group().write_share, folder, contents))
             publish = partial(self._publish, contents, targets, drafts, writer)
             self._engine.processes.on_main_rank(publish, f"write {names}")
         finally:
@@ -122,7 +122,7 @@ class StateWriter:
         if self._group is not None:
             self._group.hurry(_GRACE_S)
 
-    def _meet(self) -> SaveGroup:
+    def _save_group(self) -> SaveGroup:
         processes = self._engine.processes
         if self._group is None or self._processes is not processes:
             self._processes = processes
@@ -147,7 +147,7 @@ class StateWriter:
                     f"{folder}, which rank 0 has created, does not exist here. Store checkpoints on a file system that "
                     "all nodes share, or let rank 0 write full checkpoints (state_dict_type='full')."
                 )
-        self._meet()
+        self._save_group()
         if writer is not None:
             writer.stage(contents)
         return contents
@@ -158,7 +158,7 @@ class StateWriter:
         contents: Contents | None = None
         try:
             contents = prepare()
-        except (OSError, CheckpointError) as error:
+        except Exception as error:  # noqa: BLE001  # the other ranks wait for this one
             problem = error
         reports = self._engine.processes.gather_object(
             None if problem is None else f"{type(problem).__name__}: {problem}"
@@ -178,7 +178,7 @@ class StateWriter:
         for target in targets:
             draft = drafts.pop(0)
             write = partial(
-                self._meet().write_and_publish, draft, replace(contents, metrics=plain_metrics(target.metrics))
+                self._save_group().write_and_publish, draft, replace(contents, metrics=plain_metrics(target.metrics))
             )
             try:
                 self._do(writer, target, write)

@@ -256,8 +256,9 @@ class DDPEngine(ParallelEngine):
         return plain and self.comm_hook.power_sgd is None and self.data_ranks.size > 2
 
     def begin_evaluation(self) -> None:
-        # A training forward starts with rank 0's buffers, but then updates them on each rank.
-        if self._replica is not None and self.ddp_options.get("broadcast_buffers", True):
+        # A training forward starts with rank 0's buffers, but then updates them on each rank. With manual optimization,
+        # there is no replica that starts with them.
+        if self.ddp_options.get("broadcast_buffers", True):
             for buffer in self.task.buffers():
                 dist.broadcast(buffer, src=0)
 

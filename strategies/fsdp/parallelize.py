@@ -355,6 +355,15 @@ class ParallelModel:
         if self.usage is not None:
             self.usage.record()
 
+    def shards_of_gathered(self) -> dict[int, torch.Tensor]:
+        """Return the shard of each parameter that a forward has gathered, by the id of the gathered one."""
+        found: dict[int, torch.Tensor] = {}
+        for sharded in self._sharded_parameters():
+            gathered = getattr(sharded, "_unsharded_param", None)
+            if gathered is not None:
+                found[id(gathered)] = sharded.sharded_param
+        return found
+
     def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
         """Yield accumulated gradients that have not been reduced over the ranks. Not collective.
 

@@ -30,6 +30,10 @@ class ShardedGradients(Gradients):
         super().__init__(device)
         self.models: list[ParallelModel] = []
 
+    def stored(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        shards = {key: shard for model in self.models for key, shard in model.shards_of_gathered().items()}
+        return [shards.get(id(parameter), parameter) for parameter in parameters]
+
     def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
         return ShardScaler(self.device.type, **options)
 

@@ -153,6 +153,10 @@ class Gradients:
         self.device = device
         self.averaged = True
 
+    def stored(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters of models as optimizers hold them, also while a model is being computed."""
+        return list(parameters)
+
     def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
         """Return a loss scaler for float16.
 

@@ -235,12 +235,12 @@ def data_of(program: Program) -> Any:
 
 
 class Net(nn.Module):
-    """Weight `number` of two layers with two rows each is the loss of micro-batch `number`."""
+    """Weight `number` of two layers with four rows each is the loss of micro-batch `number`."""
 
     def __init__(self, num_weights: int) -> None:
         super().__init__()
-        self.first = nn.Linear(num_weights, 2, bias=False)
-        self.second = nn.Linear(num_weights, 2, bias=False)
+        self.first = nn.Linear(num_weights, 4, bias=False)
+        self.second = nn.Linear(num_weights, 4, bias=False)
         nn.init.zeros_(self.first.weight)
         nn.init.zeros_(self.second.weight)
 
@@ -249,7 +249,7 @@ class Net(nn.Module):
 
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         inputs = nn.functional.one_hot(numbers, self.first.in_features).to(self.first.weight.dtype)
-        rows = (numbers // 2 % 2).unsqueeze(1)
+        rows = (numbers // 2 % 4).unsqueeze(1)
         is_first = numbers % 2 == 0
         of_both = torch.where(is_first.unsqueeze(1), self.first(inputs), self.second(inputs))
         return of_both.gather(1, rows)

@@ -172,6 +172,69 @@ def test_a_group_continues_in_the_next_pass_without_sync_with_dataloader(options
     assert schedule.get_last_lr() == [0.5 ** sum(steps)]
 
 
+def test_counts_after_a_loss_without_one_are_an_error() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).mean())
+    with accelerator.accumulate(model), pytest.raises(TaskError, match="earlier losses had none"):
+        accelerator.backward(model(torch.ones(1, 1)).mean(), num_items=4)
+
+
+def test_a_group_is_stepped_at_its_own_end_beside_and_around_other_groups() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    (outer, inner), stepped = (nn.Linear(1, 1, bias=False) for _ in range(2)), []
+    outer, inner, of_outer, of_inner = accelerator.prepare(
+        outer, inner, *(torch.optim.SGD(net.parameters(), lr=1.0) for net in (outer, inner))
+    )
+    for _ in range(2):
+        with accelerator.accumulate(outer):
+            for _ in range(2):
+                with accelerator.accumulate(inner):
+                    accelerator.backward(inner(torch.ones(1, 1)).mean())
+                    of_inner.step()
+            before = outer.weight.item()
+            accelerator.backward(outer(torch.ones(1, 1)).mean())
+            of_outer.step()
+            stepped.append(outer.weight.item() != before)
+    assert stepped == [False, True]
+    of_inner.zero_grad()
+    with accelerator.accumulate(outer):
+        accelerator.backward(outer(torch.ones(1, 1)).mean(), num_items=5)
+    for _ in range(2):
+        with accelerator.accumulate(inner):
+            accelerator.backward(inner(torch.ones(1, 1)).mean())
+    with pytest.raises(TaskError, match="without a backward in the last micro-batch"):
+        of_outer.step()
+
+
+def test_load_state_drops_the_gradients_of_a_group_that_was_left(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    start = net.weight.item()
+    accelerator.save_state(tmp_path / "state")
+    for load in (True, False, False):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), 100.0 if load else 1.0)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if load:
+            accelerator.load_state(tmp_path / "state")
+    assert net.weight.item() == pytest.approx(start - 1.0)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_loop_that_sets_where_a_group_ends_may_count_items(repeats: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    for value, num_items in ((1.0, 1), (3.0, 2), (6.0, 3)):
+        if repeats or num_items != 2:
+            accelerator.gradient_state._set_sync_gradients(num_items == 3)
+        accelerator.backward(model(torch.full((1, 1), value)).mean(), num_items=num_items)
+    assert model.weight.grad.item() == pytest.approx((1 + 2 * 3 + 3 * 6) / 6)
+
+
 def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tuple[int, torch.Tensor]:
     """Train two steps of three micro-batches; returns the exchanges of gradients, and the weights."""
     torch.manual_seed(0)
@@ -182,8 +245,8 @@ def _exchanges_and_weights(accelerator: Accelerator, hold_back: str = "") -> tup
     with Operators() as operators:
         for number in range(6):
             x = torch.randn(2, 3, generator=generator)
-            if not hold_back:
-                with accelerator.accumulate(model):
+            if hold_back in ("", "all models"):
+                with accelerator.accumulate(*() if hold_back else (model,)):
                     accelerator.backward(model(x).square().mean())
                     optimizer.step()
                     optimizer.zero_grad()
@@ -208,7 +271,35 @@ def _loops_that_sync_each_batch() -> dict[str, Any]:
         "no_sync": _exchanges_and_weights(Accelerator(cpu=True, strategy=DDPStrategy(sync_each_batch=True)), "both"),
         "no_sync of the model": _exchanges_and_weights(Accelerator(cpu=True), "model"),
         "no_sync of backward alone": _exchanges_and_weights(Accelerator(cpu=True), "backward"),
+        "all models": _exchanges_and_weights(Accelerator(cpu=True, gradient_accumulation_steps=3), "all models"),
     }
+
+
+def _gradient_after_zero_grad(strategy: str) -> float:
+    """Drop the gradients of a group between the forward and the backward of its last micro-batch."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=2)
+    net = nn.Linear(2, 2, bias=False)
+    nn.init.zeros_(net.weight)
+    model, optimizer, loader = accelerator.prepare(
+        net, torch.optim.SGD(net.parameters(), lr=1.0), DataLoader(torch.ones(8, 2))
+    )
+    for x in itertools.islice(loader, 2):
+        with accelerator.accumulate(model):
+            loss = model(x).sum()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+    state = accelerator.get_state_dict(model)
+    return -float(state["weight"].mean()) if state else 0.5
+
+
+def _gradients_after_zero_grad() -> list[float]:
+    return [_gradient_after_zero_grad(strategy) for strategy in ("ddp", "fsdp")]
+
+
+@pytest.mark.distributed
+def test_zero_grad_before_the_last_backward_drops_the_gradients_of_the_group() -> None:
+    assert run_distributed(_gradients_after_zero_grad, 2, init=False, timeout=120) == [[0.5, 0.5]] * 2
 
 
 @pytest.mark.distributed
@@ -216,7 +307,7 @@ def test_gradients_cross_once_per_step_or_micro_batch_and_train_the_same() -> No
     for found in run_distributed(_loops_that_sync_each_batch, 2, init=False, timeout=120):
         assert {name: count for name, (count, _) in found.items()} == {
             "held back": 2, "plugin": 6, "no_sync": 2, "no_sync of the model": 2,
-            "no_sync of backward alone": 6,
+            "no_sync of backward alone": 6, "all models": 2,
         }  # fmt: skip
         for _, weights in found.values():
             torch.testing.assert_close(weights, found["held back"][1])

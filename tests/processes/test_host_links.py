@@ -26,3 +26,13 @@ def test_the_end_of_a_rank_is_noticed_and_other_programs_are_refused() -> None:
     main.close()
     assert ended == [(3, False)]
     assert not HostLinks(note).connect("127.0.0.1", address, 3)
+
+
+def test_a_connection_without_data_is_not_lost() -> None:
+    ended: list[tuple[int, bool]] = []
+    links = HostLinks(lambda rank, is_unreachable: ended.append((rank, is_unreachable)))
+    one, other = socket.socketpair()
+    with one, other:
+        one.setblocking(False)
+        links._read(one, 3)
+    assert not ended

@@ -65,7 +65,7 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Turn
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
-from trainwright.strategies.group import LoopEngine, MicroBatchBlock
+from trainwright.strategies.group import LoopGradients, MicroBatchBlock
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
@@ -253,7 +253,7 @@ class Accelerator:
 
             megatron = MegatronLoop(self._settings.megatron, self.engine, self.forward_backward, num_steps)
         plugin = self._settings.accumulation
-        loop_engine = LoopEngine(
+        loop_gradients = LoopGradients(
             self.engine.gradients,
             self.engine.data_ranks,
             self.device,
@@ -261,7 +261,7 @@ class Accelerator:
             scales_loss=self._scale is not None,
             averages_each=self._syncs_each_batch,
         )
-        self._groups = LoopGroups(loop_engine, num_steps, plugin, warns=warns)
+        self._groups = LoopGroups(loop_gradients, num_steps, plugin, warns=warns)
         self._prepared = PreparedObjects(
             self.state,
             self.engine,
@@ -595,13 +595,17 @@ class Accelerator:
         Args:
             loss: Scalar with a graph: the mean over the rows, or the `num_items` items, of the micro-batch.
             num_items: Number of items (tokens, samples) that `loss` is the mean over. May be a tensor on the device,
-                which is read without waiting. Pass it for every micro-batch of a group, or for none. Default: None.
+                which is read without waiting, except in the first micro-batch under fp16. Pass it for every micro-batch
+                of a group, or for none. Default: None.
             kwargs: Arguments of `torch.Tensor.backward`. With `learning_rate`, `lomo_backward` runs instead.
 
         Raises:
             TaskError: The loss has no graph or several elements, or `num_items` is not a count, is passed twice for one
                 micro-batch, or is passed for only some micro-batches of a group.
         """
+        # The block of `accumulate` has decided whether this backward averages gradients over processes (see
+        # `MicroBatchBlock`). It does so in hooks of torch: DDP's and FSDP's are called within `engine.backward`.
+        # `complete` adds what no hook does: the correction of weights, split layers, experts.
         if kwargs.get("learning_rate") is not None:
             return self.lomo_backward(loss, cast("float", kwargs["learning_rate"]))
         if not loss.requires_grad:
@@ -615,9 +619,7 @@ class Accelerator:
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._groups.starts_group)
         if self._groups.holds_back:
-            with ExitStack() as stack:
-                for model in self._prepared.models:
-                    stack.enter_context(self.no_sync(model))
+            with self._no_sync_of(()):
                 self.engine.backward(loss, **kwargs)
             return None
         self.engine.backward(loss, **kwargs)
@@ -664,13 +666,21 @@ class Accelerator:
         In the other contexts, `step` and `zero_grad` of prepared optimizers have no effect.
 
         Args:
-            models: Models that are trained in the context, each with one forward and backward.
+            models: Models that are trained in the context, each with one forward and backward. None: all models.
         """
-        return MicroBatchBlock(self._groups, models, self.no_sync)
+        return MicroBatchBlock(self._groups, models, self._no_sync_of)
+
+    def _no_sync_of(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context in which backward averages no gradients of models. Without models, of all."""
+        with ExitStack() as stack:
+            for model in models or self._prepared.models:
+                stack.enter_context(self.no_sync(model))
+            return stack.pop_all()
 
     def _accumulated_parameters(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
         """Return the parameters of models, and of the optimizers of these models. Without models, of all."""
-        found = {id(p): p for model in models or self._prepared.models for p in model.parameters()}
+        of_models = (p for model in models or self._prepared.models for p in model.parameters())
+        found = {id(p): p for p in self.engine.gradients.stored(of_models)}
         for optimizer in self._prepared.optimizers:
             held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
             if not models or not held.keys().isdisjoint(found):
@@ -685,7 +695,7 @@ class Accelerator:
         Args:
             model: The prepared model, or the model that was passed to `prepare`.
         """
-        return self.engine.no_sync(self._prepared.engine_of(model))
+        return self.engine.no_sync(self._prepared.inner_of(model))
 
     def trigger_sync_in_backward(self, model: nn.Module) -> Any:
         """Return a context in which backward averages gradients, although the forward ran within `no_sync`.
@@ -698,7 +708,7 @@ class Accelerator:
         Raises:
             ConfigurationError: DistributedDataParallel has `find_unused_parameters=True`.
         """
-        return self.engine.sync_next_backward(self._prepared.engine_of(model))
+        return self.engine.sync_next_backward(self._prepared.inner_of(model))
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: EvenBatches | None = None) -> Iterator[None]:
@@ -717,7 +727,7 @@ class Accelerator:
             even_batches: Value of `even_batches` for passes of prepared loaders that begin in the context. Default:
                 None, which is the Accelerator's value.
         """
-        block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
+        block = self.engine.join([self._prepared.inner_of(one) for one in joinables])
         if block is None:
             warnings.warn(
                 "join_uneven_inputs() has no effect here: it is for models that several processes train with "
@@ -1124,6 +1134,7 @@ class Accelerator:
             refuse_option("load_state", "load_kwargs")
         self._meet("load_state()")  # a call of one rank alone would leave replicas with different weights
         self._checkpoints.load(self._checkpoints.source(input_dir), self._objects())
+        self._groups.drop_open()  # their gradients are those of the earlier weights
 
     def _objects(self) -> LoopObjects:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._prepared.models]

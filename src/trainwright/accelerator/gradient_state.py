@@ -12,7 +12,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.group import LoopEngine, StepGroups
+from trainwright.strategies.group import LoopGradients, StepGroups
 from trainwright.strategies.steps.gradients import Gradients
 
 
@@ -64,7 +64,7 @@ class LoopGroups(StepGroups):
     """The groups of an Accelerator's loop.
 
     Args:
-        engine: See `LoopEngine`.
+        loop: See `LoopGradients`.
         num_steps: Micro-batches of one optimizer step.
         plugin: Options of accumulation.
         warns: Warn about the first short group if the plugin's `short_group` is None.
@@ -74,7 +74,9 @@ class LoopGroups(StepGroups):
     _living: ClassVar[weakref.WeakValueDictionary[int, LoopGroups]] = weakref.WeakValueDictionary()
     _numbers: ClassVar[itertools.count[int]] = itertools.count()
 
-    def __init__(self, engine: LoopEngine, num_steps: int, plugin: GradientAccumulationPlugin, *, warns: bool) -> None:
+    def __init__(
+        self, engine: LoopGradients, num_steps: int, plugin: GradientAccumulationPlugin, *, warns: bool
+    ) -> None:
         super().__init__(
             engine,
             num_steps,
@@ -92,7 +94,7 @@ class LoopGroups(StepGroups):
         if living:
             return living[-1]
         host = torch.device("cpu")
-        alone = LoopEngine(Gradients(host), DataRanks.of(Processes()), host, lambda models: [])
+        alone = LoopGradients(Gradients(host), DataRanks.of(Processes()), host, lambda models: [])
         return LoopGroups(alone, 1, GradientAccumulationPlugin(), warns=False)
 
 

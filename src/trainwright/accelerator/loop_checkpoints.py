@@ -292,6 +292,8 @@ class LoopCheckpoints:
         entry = snapshot.trainer.get(_ENTRY)
         state = objects.state(self._engine)
         self._check(path, snapshot, objects)
+        if not self.load_hooks:  # which may load weights themselves
+            self._checked_weights(snapshot, objects, objects.models if objects.weights else [])
         for own, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
             state.check_optimizer_state(own, saved)
         self._load_weights(path, snapshot, objects)
@@ -334,19 +336,26 @@ class LoopCheckpoints:
         left = list(objects.models) if objects.weights else []
         for hook in list(self.load_hooks.values()):
             hook(left, str(path))
-        saved = {} if snapshot.model is None else snapshot.model
-        loads = []
-        for index, model in enumerate(objects.models):
-            if any(model is one for one in left):
-                prefix = objects.prefix(index)
-                weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
-                state = self._engine.make_state(model, [])
-                state.check_model_state(weights)  # all models, before the first one is changed
-                loads.append((state, weights))
+        loads = self._checked_weights(snapshot, objects, left)
         with torch.no_grad() if self.load_hooks else nullcontext():
             for state, weights in loads:
                 state.load_model_state(weights)
         self._engine.weights_changed()
+
+    def _checked_weights(
+        self, snapshot: Snapshot, objects: LoopObjects, models: Sequence[nn.Module]
+    ) -> list[tuple[FullState, dict[str, Any]]]:
+        """Return the states of models with their weights in a checkpoint, which fit all of them."""
+        saved = {} if snapshot.model is None else snapshot.model
+        found = []
+        for index, model in enumerate(objects.models):
+            if any(model is one for one in models):
+                prefix = objects.prefix(index)
+                weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
+                state = self._engine.make_state(model, [])
+                state.check_model_state(weights)
+                found.append((state, weights))
+        return found
 
     def _check(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
         """Check that a checkpoint fits the objects apart from tensors, before any object is changed."""

@@ -366,6 +366,8 @@ def first_failure(error: Any, logs: str | Path) -> FirstFailure:
         file = max(Path(logs).glob(f"*/attempt_*/{one.local_rank}/stderr.log"), default=None)
         text = "" if file is None else file.read_text(errors="replace")
         line = _error_line(text)
+        if one.exitcode == -signal.SIGKILL and "Traceback (" not in text:
+            line = ""  # the last output of a killed process is no error
         blamed.update(int(found) for found in _BLAMES.findall(text))
         if one.exitcode < 0:
             # The agent (torch 2.13) sends SIGTERM to the other processes, and SIGKILL if they still run after 30 s.

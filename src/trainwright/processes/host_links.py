@@ -49,7 +49,7 @@ class HostLinks:
         return f"{server.getsockname()[1]} {self._token.decode()}"
 
     def connect(self, host: str, address: str, rank: int) -> bool:
-        """Connect this rank to rank 0. Return False if rank 0 cannot be reached at another port than that of the store.
+        """Connect this rank to rank 0. Return False if that fails, for example because a firewall blocks the port.
 
         Args:
             host: the host of rank 0.
@@ -59,10 +59,14 @@ class HostLinks:
         port, token = address.split()
         try:
             connection = socket.create_connection((host, int(port)), timeout=_PROBE_S)
-            connection.sendall(token.encode() + rank.to_bytes(4, "big"))
         except OSError:
             return False
-        self._add(connection, 0)
+        try:
+            connection.sendall(token.encode() + rank.to_bytes(4, "big"))
+            self._add(connection, 0)
+        except OSError:
+            connection.close()
+            return False
         self._thread.start()
         return True
 
@@ -103,6 +107,8 @@ class HostLinks:
         missing = _TOKEN_BYTES + 4 - len(self._greetings[connection])
         try:
             found = connection.recv(missing)
+        except BlockingIOError:  # it was reported as readable without data
+            return
         except OSError:
             found = b""
         greeting = self._greetings[connection] + found
@@ -119,6 +125,8 @@ class HostLinks:
             if connection.recv(1):
                 return
             is_unreachable = False
+        except BlockingIOError:  # it was reported as readable without data
+            return
         except ConnectionResetError:
             is_unreachable = False
         except OSError:  # ETIMEDOUT, EHOSTUNREACH, ENETUNREACH
@@ -139,7 +147,7 @@ class HostLinks:
             "TCP_KEEPIDLE": _PROBE_S,
             "TCP_KEEPALIVE": _PROBE_S,
             "TCP_KEEPINTVL": _PROBE_S,
-            "TCP_KEEPCNT": _SILENCE_S // _PROBE_S - 1,
+            "TCP_KEEPCNT": _SILENCE_S // _PROBE_S - 1,  # the first probe follows after 5 s of silence
             "TCP_USER_TIMEOUT": 1000 * _SILENCE_S,
         }
         for name, value in options.items():

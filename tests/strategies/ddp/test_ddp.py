@@ -119,16 +119,29 @@ class SeesBuffers(RegressionTask):
         self.seen.append(float(self.mark))
 
 
-def _buffers_on_rank() -> list[float]:
-    task = SeesBuffers()
-    trainer = quiet_trainer(devices="auto", max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(task, regression_loader(4), regression_loader(2))
-    return task.seen
+class SteppedByHand(SeesBuffers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers().step()
+
+
+def _buffers_on_rank() -> list[list[float]]:
+    found = []
+    for task in (SeesBuffers(), SteppedByHand()):
+        trainer = quiet_trainer(devices="auto", strategy="ddp", max_epochs=2, num_sanity_val_steps=0)
+        trainer.fit(task, regression_loader(4), regression_loader(2))
+        found.append(task.seen)
+    return found
 
 
 @pytest.mark.distributed
 def test_every_rank_evaluates_with_rank_zeros_buffers() -> None:
-    assert run_distributed(_buffers_on_rank, 2) == [[2.0, 4.0], [2.0, 4.0]]
+    for found in run_distributed(_buffers_on_rank, 2, init=False):
+        assert found == [[2.0, 4.0], [2.0, 4.0]]
 
 
 def _groups_left(strategy: str) -> list[bool]:

@@ -76,8 +76,7 @@ class AcceleratedOptimizer(Optimizer):
         """Step if the current micro-batch is the last of its group. Return the result, or None with a loss scaler."""
         if not self._groups.sync_gradients:
             return None
-        if self._groups.is_unfinished:
-            self._groups.refuse_unfinished(parameters_of([self.optimizer]))
+        self._groups.refuse_unfinished(self.optimizer)
         if self.scaler is None:
             self.num_steps += 1
             return self.optimizer.step() if closure is None else self.optimizer.step(closure)

@@ -256,8 +256,8 @@ class PreparedObjects:
         engine = self._engine
         return AcceleratedModel(model, prepared, call, self._make_context, engine.explain_error, engine.no_sync)
 
-    def engine_of(self, model: object) -> Any:
-        """Return the module that trains a model, or the optimizer that a prepared optimizer steps."""
+    def inner_of(self, model: object) -> Any:
+        """Return the engine's wrapper of a prepared model, or the optimizer that a prepared optimizer steps."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
