@@ -146,6 +146,17 @@ def test_a_program_trains(lightning: Any) -> None:
     assert not torch.equal(before, model.layer.weight)
 
 
+def test_init_args_are_those_of_the_call(lightning: Any) -> None:
+    from lightning.pytorch.utilities.parsing import get_init_args  # type: ignore[import-not-found]  # as above
+
+    class Net(lightning.LightningModule):  # type: ignore[misc]  # as above
+        def __init__(self, width: int, depth: int = 2, **more: int) -> None:
+            super().__init__()
+            self.found = get_init_args(sys._getframe())
+
+    assert Net(4, size=5).found == {"width": 4, "depth": 2, "size": 5}
+
+
 def test_it_refuses_an_imported_lightning_and_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     with trainwright.as_lightning() as first:
         assert trainwright.as_lightning() is first

@@ -40,15 +40,15 @@ def get_filesystem(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     return import_object("fsspec.core:url_to_fs")(os.fspath(path), **kwargs)[0]
 
 
-def get_init_args(frame: FrameType) -> tuple[Any | None, dict[str, Any]]:
-    """Return the object that an `__init__` initializes, and the arguments of the call.
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of a call of an `__init__`, without the object itself.
 
     Args:
-        frame: A frame of the `__init__`, as `inspect.currentframe()` returns it. In another frame the object is None.
+        frame: The frame of the call, as `inspect.currentframe()` returns it. In other functions the result is empty.
     """
     variables = inspect.getargvalues(frame).locals
     if "__class__" not in variables:
-        return None, {}
+        return {}
     parameters = list(inspect.signature(variables["__class__"].__init__).parameters.values())
     arguments = {}
     for parameter in parameters[1:]:
@@ -56,7 +56,7 @@ def get_init_args(frame: FrameType) -> tuple[Any | None, dict[str, Any]]:
             arguments.update(variables[parameter.name])
         elif parameter.kind is not parameter.VAR_POSITIONAL:
             arguments[parameter.name] = variables[parameter.name]
-    return variables[parameters[0].name], arguments
+    return arguments
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:

@@ -324,8 +324,9 @@ def _foreign_text(given: type, cls: type, library: str) -> str:
     if file is not None and "site-packages" in Path(file).parts:
         package = given.__module__.partition(".")[0]
         return (
-            f"{text}. It belongs to the installed package {package}, which Trainwright does not change. Define a {new} "
-            f"in your program that has a {given.__name__} as an attribute and calls its methods, or copy its code."
+            f"{text}. It belongs to the installed package {package}, which Trainwright does not change. Call "
+            f"trainwright.as_{library.lower()}() before {package} is imported, or define a {new} in your program that "
+            f"has a {given.__name__} as an attribute and calls its methods."
         )
     return (
         f"{text}. Change `from {home} import {name}` to `from {target} import {new}`"
