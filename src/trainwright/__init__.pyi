@@ -53,6 +53,7 @@ from trainwright.core.host.memory import clear_device_cache as clear_device_cach
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
 from trainwright.core.host.memory import release_memory as release_memory
 from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
+from trainwright.core.names.lightning_stand_in import as_lightning as as_lightning
 from trainwright.core.names.stand_in import as_accelerate as as_accelerate
 from trainwright.core.names.version import __version__ as __version__
 from trainwright.core.rng import seed_everything as seed_everything

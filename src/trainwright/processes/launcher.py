@@ -28,6 +28,7 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
 from trainwright.core.host.folders import is_in_use, mark_in_use
+from trainwright.core.names.replacement import active_replacements
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
 _GRACE_S = 10.0  # how long the others may take to end after one has failed, or all leave together
@@ -254,9 +255,10 @@ def clear_environment() -> Iterator[None]:
 
 
 def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
-    """Return two pickles for `trainwright.processes.worker`: the work, and definitions that it needs.
+    """Return three pickles for `trainwright.processes.worker`: replaced libraries, the work, and its definitions.
 
-    The definitions are classes and functions that a new interpreter cannot import. The worker adds them to modules.
+    The worker replaces the libraries first, because modules that the work needs may import them. The definitions are
+    classes and functions that a new interpreter cannot import. The worker adds them to modules.
 
     Args:
         work: `(before, work, sys.argv)`, which `worker.main` unpickles.
@@ -286,6 +288,7 @@ def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     file = io.BytesIO()
     try:
         pickler = Pickler(file)
+        pickler.dump(active_replacements())
         pickler.dump(work)
         pickler.dump(definitions)
         return file.getvalue()

@@ -18,6 +18,7 @@ from typing import Any
 
 from trainwright.core import unraised
 from trainwright.core.errors import PREEMPTED, Preempted
+from trainwright.core.names.replacement import repeat
 from trainwright.core.process import started_by_trainer, variable
 from trainwright.processes.loop_watch import report_error
 
@@ -87,6 +88,7 @@ def main(work_file: str) -> int:
     try:
         with open(work_file, "rb") as file:
             unpickler = pickle.Unpickler(file)
+            repeat(unpickler.load())
             before, work, sys.argv = unpickler.load()
             definitions = unpickler.load()
         sys.modules["__main__"] = ModuleType("__main__")  # that of the script, instead of this file

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.foreign_names import LIBRARIES, RENAMED, answer, own_module
+from trainwright.core.names.foreign_names import LIBRARIES, answer, own_name
 
 # Arguments of Lightning's Trainer that a saved configuration holds, with the default that means "not used".
 UNUSED = {"plugins": None, "model_registry": None, "enable_autolog_hparams": True}
@@ -21,27 +21,6 @@ _PACKAGES: dict[str, tuple[str, str | None]] = {
     "strategy": ("trainwright.strategies", None),
     "profiler": ("trainwright.profilers", None),
 }
-
-
-def public_names(module: str) -> Iterable[str]:
-    """Return the public names of a package of Trainwright. Empty if there is no such package."""
-    try:
-        found: Iterable[str] = getattr(import_module(module), "__all__", ())
-    except ImportError:
-        return ()
-    return found
-
-
-def own_name(path: str) -> str | None:
-    """Return Trainwright's class path for a class `path` of Lightning or Accelerate. None: there is no such class."""
-    module, _, name = path.rpartition(".")
-    library = LIBRARIES[path.partition(".")[0]]
-    if name in RENAMED[library]:
-        return RENAMED[library][name]
-    own = own_module(module)
-    if own is None:
-        return None
-    return f"{own}.{name}" if name in public_names(own) else None
 
 
 def is_unused(name: str, text: str) -> bool:

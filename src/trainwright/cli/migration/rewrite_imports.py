@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from trainwright.cli.configs.class_names import UNUSED, is_unused, own_name
+from trainwright.cli.configs.class_names import UNUSED, is_unused
 from trainwright.core.hooks import REMOVED_HOOKS
-from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module
+from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module, own_name
 
 FACE = "trainwright"
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")

@@ -1,4 +1,4 @@
-"""File names and choices under the names of Hugging Face Accelerate. Imports no torch."""
+"""Emulated versions, and file names and choices under the names of Hugging Face Accelerate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from enum import StrEnum
 
 ACCELERATE_VERSION = "1.15.0"
 """The version of accelerate whose names, arguments and behaviour are here."""
+LIGHTNING_VERSION = "2.6.6"
+"""The version of Lightning whose names, arguments and behaviour are here."""
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
 OPTIMIZER_NAME = "optimizer"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ MODULES: Mapping[str, str | None] = {
     **{f"accelerate.{name}": f"trainwright.{name}" for name in _EQUAL_MODULES.split()},
     "lightning": "trainwright",
     "lightning.fabric": None,
+    **{f"lightning.fabric.{name}": f"trainwright.{name}" for name in ("loggers", "strategies", "utilities")},
     "lightning.pytorch": "trainwright",
     **dict.fromkeys((f"lightning.pytorch.{name}" for name in ("accelerators", "demos", "loops", "plugins")), None),
     **{
@@ -52,16 +54,22 @@ MODULES: Mapping[str, str | None] = {
             "tuner",
             "utilities",
             "utilities.model_summary",
+            "utilities.types",
         )
     },
 }
 """Module → Trainwright's module with the same names. Also for sub-modules. None: the same names mean other things."""
 
 _T = TypeVar("_T")
+_FUNCTIONS = "trainwright.utilities.lightning_functions"
 
 
 def _each(names: str, answer: str) -> dict[str, str]:
     return dict.fromkeys(names.split(), answer)
+
+
+def _in(module: str, names: str) -> dict[str, str]:
+    return {name: f"{module}.{name}" for name in names.split()}
 
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
@@ -78,8 +86,48 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "ThroughputMonitor": "trainwright.callbacks.Throughput",
         **_each(
             "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerConfig "
-            "OptimizerLRSchedulerConfig LRSchedulerConfigType",
+            "OptimizerLRSchedulerConfig LRSchedulerConfigType Optimizable "
+            "_DEVICE _MAP_LOCATION_TYPE _PARAMETERS _PATH",
             "typing.Any",
+        ),
+        **_in("trainwright.trainer.run_state", "RunningStage TrainerFn TrainerStatus"),
+        "TrainerState": "trainwright.trainer.run_state.RunState",
+        "LightningOptimizer": "trainwright.trainer.optimization.ManualOptimizer",
+        "LRSchedulerConfig": "trainwright.core.run.SchedulerConfig",
+        "_LRFinder": "trainwright.callbacks.lr_finder.LRFinder",
+        "EarlyStoppingReason": "trainwright.callbacks.early_stopping.EarlyStoppingReason",
+        "WriteInterval": "trainwright.callbacks.prediction_writer.WriteInterval",
+        "Tqdm": "tqdm.tqdm",
+        **_in("trainwright.loggers.logger", "DummyExperiment DummyLogger"),
+        "HyperparametersMixin": "trainwright.core.hyperparameters.HyperparametersMixin",
+        "DataHooks": "trainwright.core.hooks.DataHooks",
+        **_each("CheckpointHooks ModelHooks", "trainwright.core.hooks.TaskHooks"),
+        "PossibleUserWarning": "trainwright.TrainwrightWarning",
+        "LightningDeprecationWarning": "builtins.DeprecationWarning",
+        "SIGTERMException": "trainwright.Preempted",
+        "is_oom_error": "trainwright.core.host.memory.is_out_of_memory",
+        "extract_batch_size": "trainwright.core.tree.batch_size",
+        **_in(
+            _FUNCTIONS,
+            "garbage_collection_cuda get_filesystem get_init_args get_model_size_mb is_overridden isolate_rng "
+            "lightning_getattr lightning_hasattr lightning_setattr load_hparams_from_yaml pl_worker_init_function "
+            "LRSchedulerTypeTuple rank_zero_debug rank_zero_experiment recursive_detach save_hparams_to_yaml",
+        ),
+        **_in(
+            "trainwright.utilities.boring_classes",
+            "BoringDataModule BoringModel DemoModel ManualOptimBoringModel RandomDataset RandomDictDataset "
+            "RandomIterableDataset RandomIterableDatasetWithLen",
+        ),
+        **_in("lightning_utilities.core.imports", "RequirementCache module_available package_available"),
+        "WarningCache": "lightning_utilities.core.rank_zero.WarningCache",
+        "Namespace": "jsonargparse.Namespace",
+        "ArgsType": "typing.Any",
+        "ReduceOp": "torch.distributed.ReduceOp",
+        **_each("LRScheduler _TORCH_LRSCHEDULER", "torch.optim.lr_scheduler.LRScheduler"),
+        # trainwright.cli has a sub-class, which takes the monitored metric.
+        **_each(
+            "lightning.fabric.utilities.types.ReduceLROnPlateau lightning.pytorch.utilities.types.ReduceLROnPlateau",
+            "torch.optim.lr_scheduler.ReduceLROnPlateau",
         ),
     },
     "Accelerate": {
@@ -87,7 +135,10 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "set_seed": "trainwright.utils.set_seed",
     },
 }
-"""Library → its name → Trainwright's full name, if it differs or is in another module than `MODULES` has."""
+"""Library → its name → the full name of the counterpart, if it differs or is in another module than `MODULES` has.
+
+A name that has different meanings in two modules is listed with its module.
+"""
 
 
 _LIGHTNING = {
@@ -120,10 +171,23 @@ _LIGHTNING = {
         "CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices",
         "pass Trainer(accelerator='cpu'), 'gpu' or 'auto', and devices=….",
     ),
+    **_each(
+        "_MultiProcessingLauncher _SubprocessScriptLauncher _Launcher",
+        "the Trainer starts processes itself; Trainer(launcher='torchrun' | 'slurm' | 'mpi') names another launcher.",
+    ),
+    **_each(
+        "RichProgressBarTheme CustomProgress",
+        "override open, draw and close of trainwright.callbacks.ProgressBar.",
+    ),
+    "lightning.pytorch.utilities.model_summary.ModelSummary": "use summarize of the same module.",
+    **_each("StrategyRegistry AcceleratorRegistry", "use trainwright.strategies.STRATEGIES (docs/extending.md)."),
+    "UnrepeatedDistributedSampler": "evaluations read each sample once; delete the use.",
+    "UnrepeatedDistributedSamplerWrapper": "evaluations read each sample once; delete the use.",
+    "convert_zero_checkpoint_to_fp32_state_dict": "run trainwright checkpoint convert.",
     **_each("plugins", "strategies, precision and launchers are arguments of Trainer."),
     **_each("accelerators", "pass Trainer(accelerator='cpu'), 'gpu' or 'auto'."),
     **_each("loops", "override hooks of TaskModule, or keep your own loop with trainwright.Accelerator."),
-    **_each("demos", "write the small model or data set yourself; `trainwright new` creates a project to start from."),
+    **_each("demos", "import the models and data sets from trainwright.utilities.boring_classes."),
     "Fabric": "use trainwright.Accelerator: prepare() for setup() and setup_dataloaders(), accelerator.backward(loss).",
     **_each("find_shared_parameters set_shared_parameters", "use find_tied_parameters and retie_parameters."),
     **_each(
@@ -148,7 +212,10 @@ _ACCELERATE = {
 }
 
 ANSWERS: Mapping[str, Mapping[str, str]] = {"Lightning": _LIGHTNING, "Accelerate": _ACCELERATE}
-"""Library → its name without a counterpart in Trainwright → advice on what to use instead."""
+"""Library → its name without a counterpart in Trainwright → advice on what to use instead.
+
+The advice for a package of Lightning, such as `loops`, is also that for its names.
+"""
 
 
 def canonical(path: str) -> str:
@@ -165,6 +232,27 @@ def own_module(module: str) -> str | None:
     return MODULES.get(path)
 
 
+def own_name(path: str) -> str | None:
+    """Return the full name of the counterpart of a `path` of Lightning or Accelerate. None: there is none."""
+    path = canonical(path)
+    module, _, name = path.rpartition(".")
+    renamed = RENAMED[LIBRARIES[path.partition(".")[0]]]
+    found = renamed.get(path) or renamed.get(name)
+    if found is not None:
+        return found
+    own = own_module(module)
+    return f"{own}.{name}" if own is not None and name in public_names(own) else None
+
+
+def public_names(module: str) -> Iterable[str]:
+    """Return the public names of a package of Trainwright. Empty if there is no such package."""
+    try:
+        found: Iterable[str] = getattr(import_module(module), "__all__", ())
+    except ImportError:
+        return ()
+    return found
+
+
 def answer(name: str, library: str | None = None) -> str | None:
     """Return a sentence with the replacement of another library's name. None for an unknown name."""
     for known in [library] if library else ANSWERS:
@@ -173,6 +261,15 @@ def answer(name: str, library: str | None = None) -> str | None:
         if name in ANSWERS[known]:
             return f"{name} of {known} is not here: {ANSWERS[known][name]}"
     return None
+
+
+def answer_for(path: str) -> str:
+    """Return a sentence with advice for a `path` of Lightning that has no counterpart."""
+    module, _, name = path.rpartition(".")
+    for key in (path, name, *reversed(module.split("."))):
+        if key in _LIGHTNING:
+            return f"{name} of Lightning is not here: {_LIGHTNING[key]}"
+    return f"{path} has no counterpart in Trainwright."
 
 
 def missing(module: str, name: str, public: Iterable[str]) -> Exception:
@@ -227,8 +324,9 @@ def _foreign_text(given: type, cls: type, library: str) -> str:
     if file is not None and "site-packages" in Path(file).parts:
         package = given.__module__.partition(".")[0]
         return (
-            f"{text}. It belongs to the installed package {package}, which Trainwright does not change. Define a {new} "
-            f"in your program that has a {given.__name__} as an attribute and calls its methods, or copy its code."
+            f"{text}. It belongs to the installed package {package}, which Trainwright does not change. Call "
+            f"trainwright.as_{library.lower()}() before {package} is imported, or define a {new} in your program that "
+            f"has a {given.__name__} as an attribute and calls its methods."
         )
     return (
         f"{text}. Change `from {home} import {name}` to `from {target} import {new}`"

@@ -1,0 +1,196 @@
+"""Trainwright in the place of Lightning: modules, metadata, scripts, and programs that sub-class Lightning's names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainwright
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.constants import LIGHTNING_VERSION
+
+
+@pytest.fixture
+def lightning() -> Iterator[Any]:
+    with trainwright.as_lightning():
+        yield importlib.import_module("lightning")
+
+
+# Import lines of installed packages; each name is a counterpart, or a class that raises when it is called.
+IMPORTS = """
+from lightning import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.fabric import Fabric, seed_everything
+from lightning.fabric.loggers.logger import Logger, rank_zero_experiment
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.fabric.utilities.seed import isolate_rng
+from lightning.fabric.utilities.types import _PATH, LRScheduler, ReduceLROnPlateau
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, loggers, tuner
+from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
+from lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, LearningRateFinder, RichModelSummary
+from lightning.pytorch.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from lightning.pytorch.callbacks.lr_monitor import LearningRateMonitor
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.core import LightningDataModule, LightningModule
+from lightning.pytorch.core.datamodule import LightningDataModule
+from lightning.pytorch.core.hooks import CheckpointHooks, DataHooks, ModelHooks
+from lightning.pytorch.core.mixins import HyperparametersMixin
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.saving import load_hparams_from_yaml
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel, RandomDataset
+from lightning.pytorch.loggers import CometLogger, CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.utilities import _scan_checkpoints
+from lightning.pytorch.loops import _EvaluationLoop, _FitLoop
+from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from lightning.pytorch.plugins import CheckpointIO, MixedPrecision, PrecisionPlugin
+from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.precision.precision import Precision
+from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.tuner.lr_finder import _LRFinder
+from lightning.pytorch.tuner.tuning import Tuner
+from lightning.pytorch.utilities import grad_norm, move_data_to_device, rank_zero_only
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE, _RICH_AVAILABLE
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.model_summary import LayerSummary, ModelSummary, summarize
+from lightning.pytorch.utilities.parsing import AttributeDict, get_init_args, lightning_hasattr
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, LRSchedulerConfigType
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+@pytest.mark.usefixtures("lightning")
+def test_packages_can_import(line: str) -> None:
+    found: dict[str, Any] = {}
+    exec(line, found)
+    old = line.replace("lightning.pytorch", "pytorch_lightning").replace("lightning.fabric", "lightning_fabric")
+    again: dict[str, Any] = {}
+    exec(old, again)
+    del found["__builtins__"], again["__builtins__"]
+    same = [name for name, value in found.items() if not isinstance(value, type(sys)) and again[name] is not value]
+    assert same == []
+
+
+def test_a_class_is_the_same_under_all_spellings(lightning: Any) -> None:
+    import pytorch_lightning as pl  # type: ignore[import-not-found]  # exists under the replacement
+
+    assert lightning.LightningModule is pl.LightningModule is lightning.pytorch.LightningModule
+    assert pl.LightningModule is trainwright.TaskModule
+    assert pl.callbacks.early_stopping.EarlyStopping is trainwright.EarlyStopping
+    assert pickle.loads(pickle.dumps(lightning.LightningModule)) is trainwright.TaskModule
+    assert "LightningModule" in lightning.pytorch.__all__
+    assert not hasattr(lightning, "no_such_name")
+    for name in ("lightning", "pytorch-lightning", "pytorch_lightning"):
+        assert importlib.metadata.version(name) == lightning.__version__ == pl.__version__ == LIGHTNING_VERSION
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("lightning.no_such_module")
+
+
+def test_a_name_without_a_counterpart_answers_when_it_is_used(lightning: Any) -> None:
+    class Environment(lightning.pytorch.plugins.environments.SLURMEnvironment):  # type: ignore[misc]  # defined here
+        pass
+
+    with pytest.raises(ConfigurationError, match=r"use trainwright\.Accelerator"):
+        lightning.Fabric(devices=1)
+    with pytest.raises(ConfigurationError, match="Trainer\\(launcher="):
+        Environment()
+    with pytest.raises(AttributeError, match="Trainer\\(accelerator='cpu'\\)"):
+        lightning.pytorch.accelerators.CUDAAccelerator.is_available()
+    assert not isinstance(3, lightning.Fabric)
+
+
+def test_a_program_trains(lightning: Any) -> None:
+    from lightning.pytorch.demos.boring_classes import (  # type: ignore[import-not-found]  # as above
+        BoringDataModule,
+        BoringModel,
+    )
+
+    class Count(lightning.Callback):  # type: ignore[misc]  # as above
+        steps = 0
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.steps += 1
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    count = Count()
+    trainer = lightning.Trainer(
+        max_epochs=1, limit_train_batches=3, callbacks=count, enable_model_summary=False, accelerator="cpu", **quiet
+    )
+    model = BoringModel()
+    before = model.layer.weight.detach().clone()
+    trainer.fit(model, datamodule=BoringDataModule())
+    assert count.steps == 3
+    assert not torch.equal(before, model.layer.weight)
+
+
+def test_init_args_are_those_of_the_call(lightning: Any) -> None:
+    from lightning.pytorch.utilities.parsing import get_init_args  # type: ignore[import-not-found]  # as above
+
+    class Net(lightning.LightningModule):  # type: ignore[misc]  # as above
+        def __init__(self, width: int, depth: int = 2, **more: int) -> None:
+            super().__init__()
+            self.found = get_init_args(sys._getframe())
+
+    assert Net(4, size=5).found == {"width": 4, "depth": 2, "size": 5}
+
+
+def test_it_refuses_an_imported_lightning_and_can_be_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with trainwright.as_lightning() as first:
+        assert trainwright.as_lightning() is first
+        importlib.import_module("pytorch_lightning.callbacks")
+    assert not any(name.startswith(("lightning.", "pytorch_lightning")) for name in sys.modules)
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", sys)
+    with pytest.raises(ConfigurationError, match=r"^pytorch_lightning is imported already"):
+        trainwright.as_lightning()
+
+
+_SCRIPT = """
+import sys
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import trainwright
+
+class Net(BoringModel):
+    def on_train_end(self):
+        import lightning.pytorch
+        assert lightning.pytorch.Trainer is pl.Trainer
+
+if __name__ == "__main__":
+    pl.Trainer(fast_dev_run=True, accelerator="cpu", devices=int(sys.argv[1])).fit(Net())
+    print(pl.Trainer is trainwright.Trainer, sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_a_script_runs_unchanged(tmp_path: Path, devices: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "trainwright.as_lightning", str(script), devices]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip().endswith(f"True {[devices]}")
