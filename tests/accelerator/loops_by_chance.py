@@ -138,14 +138,14 @@ class Program:
         """Return whether a rank's batch in a round is not padding."""
         return self.even_batches is True or batch < self.num_batches_of(rank, world)
 
-    @property
-    def has_certain_end(self) -> bool:
-        """True if the loop shows which micro-batch is the last one of a pass."""
+    def has_certain_end(self, world: int) -> bool:
+        """Return whether the loop shows which micro-batch is the last one of a pass."""
         if self.is_by_hand:
             return True
         if self.kind == "fetch":
             return self.passes == [None] * len(self.passes)
-        return self.kind == "plain" or (self.kind == "parts" and self.num_batches > 1 and self.resumes_after is None)
+        shows_parts = self.num_batches_of(0, world) > 1 and self.resumes_after is None
+        return self.kind == "plain" or (self.kind == "parts" and shows_parts)
 
 
 @dataclass(frozen=True)
@@ -460,7 +460,7 @@ def difference(program: Program, folder: Path, strategy: Any = "auto") -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainwrightWarning)
         found = run(program, strategy, folder)
-        if found.has_resumed and program.has_certain_end:
+        if found.has_resumed and program.has_certain_end(found.world):
             whole = run(replace(program, resumes_after=None), strategy, folder)
             if found != replace(whole, has_resumed=True):
                 return f"{program}: resumed {found.contents} {found.steps}, not {whole.contents} {whole.steps}"
@@ -468,7 +468,7 @@ def difference(program: Program, folder: Path, strategy: Any = "auto") -> str:
         return ""  # only the main process has the weights
     steps, groups = found.steps, found.groups
     left = groups.pop()
-    if not program.has_certain_end:
+    if not program.has_certain_end(found.world):
         # Nothing is dropped or doubled, and no group is too large. The steps show the groups.
         begun = [one for one in itertools.chain(*groups, left) if not program.is_left(one.number)]
         sizes = [len({at % _MOST for at in step}) for step in steps]
