@@ -158,6 +158,25 @@ def test_a_file_that_cannot_be_read_leaves_all_unchanged(
     assert good.read_text() == "import lightning as L\n"
 
 
+def test_check_names_the_files_and_a_summary_counts_what_is_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = {
+        "old.py": "import lightning as L\n",
+        "new.py": "import trainwright\n",
+        "hard.py": "from lightning import Fabric\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    assert main(["migrate", "--check", str(tmp_path)]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path / 'old.py'}: would be rewritten\n"
+    assert shown.err.endswith("trainwright migrate: 1 file of 3 to rewrite, 1 change to make by hand in 1 file.\n")
+    assert (tmp_path / "old.py").read_text() == texts["old.py"]
+    assert main(["migrate", str(tmp_path / "old.py")]) == 0
+    assert main(["migrate", "--check", str(tmp_path / "old.py")]) == 0
+
+
 def test_attributes_that_a_trainer_does_not_have_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

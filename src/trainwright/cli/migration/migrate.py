@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 
 from trainwright.cli.migration.rewrite_config import rewrite_class_paths
@@ -16,14 +16,14 @@ from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
 from trainwright.cli.migration.rewrite_launch import check_config, is_command_file, rewrite_launch
 from trainwright.core.errors import ConfigurationError
 
-_UNSETTLED = 1  # exit code: manual changes are needed
+_UNSETTLED = 1  # exit code: manual changes are needed, or with `--check` any changes
 
 
 def migrate(argv: Sequence[str]) -> int:
     """Rewrite files in place, or print changes with `--diff`. Print the remaining manual changes with file and line.
 
     Returns:
-        0, or 1 if manual changes are needed.
+        0, or 1 if manual changes are needed, or with `--check` any changes.
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
@@ -33,7 +33,8 @@ def migrate(argv: Sequence[str]) -> int:
             "class_path of LightningCLI) in YAML files. Print what is not supported in "
             "Accelerate's configuration files, which `trainwright launch` reads as they are."
         ),
-        epilog="Exit code: 0, or 1 if manual changes are needed, or 2 for a file that cannot be read.",
+        epilog="Exit code: 0, or 1 if manual changes are needed (with --check: any changes), or 2 for a file that "
+        "cannot be read.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -45,17 +46,26 @@ def migrate(argv: Sequence[str]) -> int:
         "begin with a dot, and virtual environments, are left out",
     )
     parser.add_argument("--diff", action="store_true", help="print what would change, and write nothing")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="print which files would change, and write nothing: for continuous integration",
+    )
     arguments = parser.parse_args(list(argv))
     files: list[Path] = []
     for path in arguments.files:
         files.extend(_files_below(path) if path.is_dir() else [path])
     done = [(path, *_rewritten(path)) for path in dict.fromkeys(files)]
-    if not arguments.diff:
-        _check_writable([path for path, before, after in done if before != after.code])
+    changed = [path for path, before, after in done if before != after.code]
+    writes = not arguments.diff and not arguments.check
+    if writes:
+        _check_writable(changed)
     for path, before, after in done:
         if arguments.diff:
             _print_diff(path, before, after.code)
-        elif before != after.code:
+        elif path in changed and arguments.check:
+            print(f"{path}: would be rewritten")
+        elif path in changed:
             try:
                 _write(path, after.code)
             except OSError as error:
@@ -67,7 +77,15 @@ def migrate(argv: Sequence[str]) -> int:
     left = [(path, each) for path, _, after in done for each in after.unsettled]
     for path, each in left:
         print(f"{path}:{each.line}: {each.text}", file=sys.stderr)
-    return _UNSETTLED if left else 0
+    if len(done) > 1:
+        verb = "rewritten" if writes else "to rewrite"
+        by_hand = f"{_number(left, 'change')} to make by hand in {_number({path for path, _ in left}, 'file')}"
+        print(f"trainwright migrate: {_number(changed, 'file')} of {len(done)} {verb}, {by_hand}.", file=sys.stderr)
+    return _UNSETTLED if left or (arguments.check and changed) else 0
+
+
+def _number(found: Sized, noun: str) -> str:
+    return f"{len(found)} {noun}" + "s" * (len(found) != 1)
 
 
 def _files_below(folder: Path) -> list[Path]:
