@@ -253,13 +253,15 @@ class MetricBuffer:
             if len(slot.values) >= FOLD_EVERY:
                 slot.fold()
 
-    def _weight(self, batch_size: int | None) -> float:
+    def _weight(self, batch_size: float | Tensor | None) -> float:
         if batch_size is None:
             batch_size = 1 if self.batch is None else find_batch_size(self.batch)
+        if isinstance(batch_size, Tensor) and batch_size.device.type == "cpu" and batch_size.numel() == 1:
+            batch_size = batch_size.item()  # reading it does not synchronize with a device
         if isinstance(batch_size, (int, float)) and batch_size >= 0:
             return batch_size if self.share is None or self.batch is None else batch_size * self.share
         raise ConfigurationError(
-            f"log(batch_size={batch_size!r}): expected a number of samples, 0 or more, on the host (not a tensor)."
+            f"log(batch_size={batch_size!r}): expected a number of samples, 0 or more, on the host."
         )
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:

@@ -164,7 +164,7 @@ def test_a_value_that_is_not_one_number_is_refused(value: Any, text: str) -> Non
     [
         ({"name": 5}, "name"),
         ({"batch_size": -1}, "batch_size"),
-        ({"batch_size": torch.tensor(4)}, "batch_size"),
+        ({"batch_size": torch.tensor([4, 5])}, "batch_size"),
         ({"reduce_fx": "median"}, "reduce_fx"),
         ({"on_step": False, "on_epoch": False}, "would have no effect"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -194,3 +195,59 @@ def test_a_script_runs_unchanged(tmp_path: Path, devices: str) -> None:
     found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip().endswith(f"True {[devices]}")
+
+
+class Kept(trainwright.TaskModule):
+    """A task that adds an object to its checkpoints, as tasks of libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).mean()
+        self.log("loss", loss, batch_size=torch.tensor(1))  # type: ignore[arg-type]  # as neuralforecast does
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint |= {"normalizer": object(), "mean": 2.0}
+
+
+def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Path) -> None:
+    class Loads(lightning.fabric.plugins.io.torch_io.TorchCheckpointIO):  # type: ignore[misc]  # defined here
+        def load_checkpoint(self, path: str) -> dict[str, Any]:
+            raise NotImplementedError
+
+    with pytest.warns(trainwright.TrainwrightWarning, match="Loads.load_checkpoint is not called"):
+        trainer = trainwright.Trainer(
+            max_epochs=1, default_root_dir=tmp_path, plugins=[Loads()], logger=False, accelerator="cpu"
+        )
+    task = Kept()
+    with pytest.warns(trainwright.TrainwrightWarning, match="written without the entry 'normalizer'"):
+        trainer.fit(task, torch.utils.data.DataLoader(torch.ones(2, 1)))
+    found = torch.load(trainer.checkpoint_callback.best_model_path, map_location="cpu", weights_only=True)
+    assert (found["global_step"], found["mean"]) == (2, 2.0)
+    assert torch.equal(found["state_dict"]["net.weight"], task.net.weight)
+
+
+def test_a_plugin_that_saves_is_an_error(lightning: Any) -> None:
+    class Saves(lightning.fabric.plugins.io.torch_io.TorchCheckpointIO):  # type: ignore[misc]  # defined here
+        def save_checkpoint(self, *args: Any) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(ConfigurationError, match="a checkpoint is a folder"):
+        Saves()
+
+
+def imported_version() -> str:
+    return str(importlib.import_module("lightning").__version__)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("lightning")
+def test_spawned_processes_import_trainwright() -> None:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(imported_version) == LIGHTNING_VERSION

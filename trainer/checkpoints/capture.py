@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from trainwright.checkpoint import Snapshot
-from trainwright.core.errors import CheckpointError
+from trainwright.checkpoint.format.codec import encode
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.hyperparameters import HYPER_PARAMETERS, copy_hparams
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.names.replacement import is_replaced
 from trainwright.core.rng import rng_state
 from trainwright.core.state import class_names
 from trainwright.loggers.metric_values import objects_state
 from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
+
+
+def _savable(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries that a checkpoint can contain. Warn about the others.
+
+    Tasks of libraries add objects that Lightning pickles. Their users cannot change them. In a program of Trainwright,
+    such an entry is an error.
+    """
+    kept = {}
+    for name, value in entries.items():
+        try:
+            encode({name: value}, shards={})
+        except CheckpointError as error:
+            warnings.warn(
+                f"on_save_checkpoint: the checkpoint is written without the entry {name!r}. {error}",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+        else:
+            kept[name] = value
+    return kept
 
 
 def half_done(run: StageRun) -> str | None:
@@ -122,6 +146,8 @@ def _collect(
     model = shown["state_dict"]
     own = shown.own
     hparams = own.pop(HYPER_PARAMETERS, {})
+    if is_replaced("lightning"):
+        own = _savable(own)
     trainer: dict[str, Any] = {**task.saved_hyperparameters(hparams), "task": own}
     if not weights_only:
         trainer |= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainwright.core.duration import Duration, parse_time
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import DummyLogger
@@ -175,7 +176,10 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
             "number of batches."
         )
     for name, instead in _NOT_SERVED.items():
-        if (value := getattr(arguments, name)) is not None and value != []:
+        value = getattr(arguments, name)
+        if name == "plugins" and value:
+            value = _without_loaders(value)
+        if value is not None and value != []:
             raise ConfigurationError(f"{name}={value!r}: {instead}")
     if arguments.barebones:
         _check_barebones(arguments)
@@ -457,3 +461,19 @@ def _select(arguments: TrainerArguments, clip: GradientClip | None) -> Selection
     if not dist.is_initialized():
         check_address(selection.topology)
     return selection
+
+
+def _without_loaders(plugins: Any) -> Any:
+    """Return the plugins without those that only load checkpoint files of Lightning. Warn about these."""
+    from trainwright.core.names.lightning_stand_in import only_loads
+
+    if not isinstance(plugins, list):
+        return plugins
+    for plugin in filter(only_loads, plugins):
+        warnings.warn(
+            f"plugins: {type(plugin).__name__}.load_checkpoint is not called, because checkpoints are folders of "
+            "safetensors and JSON, which are loaded without unpickling.",
+            TrainwrightWarning,
+            stacklevel=4,
+        )
+    return [plugin for plugin in plugins if not only_loads(plugin)]

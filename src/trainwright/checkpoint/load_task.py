@@ -22,7 +22,9 @@ from trainwright.core.hyperparameters import (
     HYPER_PARAMETERS_NAME,
     Hyperparameters,
     from_plain_data,
+    read_hyperparameters,
 )
+from trainwright.core.names.constants import LIGHTNING_VERSION
 from trainwright.core.yaml_text import parse_yaml
 
 TaskT = TypeVar("TaskT", bound=torch.nn.Module)
@@ -88,6 +90,30 @@ def load_task_from_checkpoint(
     strict = getattr(task, "strict_loading", True) if strict is None else strict
     load_plain_state(task, shown["state_dict"], strict=strict)
     return task
+
+
+def load_as_lightning(path: Path | str, map_location: Any = None) -> dict[str, Any]:
+    """Return the weights, hyper-parameters and entries of `on_save_checkpoint` as in a checkpoint file of Lightning.
+
+    Optimizers, schedules and the state of callbacks are not included, because their formats differ.
+
+    Args:
+        path: a checkpoint folder.
+        map_location: the device of the weights. Default: None, the CPU, as with a dict or a function.
+    """
+    snapshot = read_checkpoint(Path(path), parts=("trainer", "model"))
+    weights = snapshot.model or {}
+    if isinstance(map_location, (str, torch.device)):
+        weights = {name: tensor.to(map_location) for name, tensor in weights.items()}
+    hyperparameters, _ = read_hyperparameters(snapshot.trainer)
+    return {
+        **snapshot.trainer.get("task", {}),
+        "epoch": snapshot.state.get("epoch", 0),
+        "global_step": snapshot.state.get("step", 0),
+        "pytorch-lightning_version": LIGHTNING_VERSION,
+        "state_dict": weights,
+        HYPER_PARAMETERS: hyperparameters,
+    }
 
 
 def load_data_from_checkpoint(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from abc import ABCMeta
 from importlib import import_module
@@ -58,7 +60,15 @@ class LightningReplacement(Replacement):
         return _Module(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: `create_module` returns a complete module."""
+        """Let `torch.load` read checkpoints. `create_module` returns a complete module."""
+        # Not in `as_lightning()`, which must not import torch. A program with a checkpoint imports Lightning first.
+        _load_folders()
+
+    def remove(self) -> None:
+        """Let later imports find the installed library. Names that scripts have already imported do not change."""
+        super().remove()
+        torch: Any = import_module("torch")
+        torch.load = getattr(torch.load, "without_folders", torch.load)
 
 
 class _Module(ReplacedModule):
@@ -90,6 +100,30 @@ class _Module(ReplacedModule):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}", name=name)
 
 
+def _load_folders() -> None:
+    """Let `torch.load` read a checkpoint folder as the dict that a checkpoint file of Lightning contains."""
+    torch: Any = import_module("torch")
+    original = torch.load
+    if hasattr(original, "without_folders"):
+        return
+
+    @functools.wraps(original)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # torch.load of a folder is an error, so this changes no other result.
+        if isinstance(f, (str, os.PathLike)) and os.path.isdir(f):
+            return import_module("trainwright.checkpoint.load_task").load_as_lightning(f, map_location)
+        return original(f, map_location, *args, **kwargs)
+
+    load.without_folders = original  # type: ignore[attr-defined]  # for `remove`
+    torch.load = load
+
+
+def only_loads(plugin: object) -> bool:
+    """Return whether a plugin is a TorchCheckpointIO that overrides loading, and neither saving nor removing."""
+    cls: Any = type(plugin)
+    return isinstance(cls, _Absent) and bool(cls.only_loads())
+
+
 def _counterpart(module: str, name: str) -> Any:
     """Return Trainwright's object for a name of Lightning, or a class that raises an error when it is used."""
     path = f"{module}.{name}"
@@ -113,8 +147,20 @@ class _Absent(ABCMeta):
     them be combined with abstract classes.
     """
 
-    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.only_loads():
+            return super().__call__(*args, **kwargs)
         raise ConfigurationError(cls._advice())
+
+    def only_loads(cls) -> bool:
+        """Return whether this is a TorchCheckpointIO that overrides loading, and neither saving nor removing.
+
+        Checkpoints of Trainwright can be loaded without it, so the Trainer accepts it.
+        """
+        own = [each for each in cls.__mro__ if isinstance(each, _Absent) and each not in _absent.values()]
+        known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
+        saves = any({"save_checkpoint", "remove_checkpoint"} & vars(each).keys() for each in own)
+        return bool(own) and known == ["TorchCheckpointIO"] and not saves
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(cls._advice() if not name.startswith("__") else name, name=name)

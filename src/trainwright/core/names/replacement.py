@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import re
 import runpy
 import sys
@@ -59,6 +60,7 @@ class Replacement(DistributionFinder, Loader, ABC):
             if package in sys.modules:
                 raise ConfigurationError(f"{package} is imported already, by this script or by a library {advice}")
         sys.meta_path.insert(0, self)
+        _repeat_in_spawned_processes()
         return self
 
     def remove(self) -> None:
@@ -114,7 +116,39 @@ def active_replacements() -> list[Callable[[], object]]:
 def repeat(replacements: Iterable[Callable[[], Any]]) -> None:
     """Start replacements that `active_replacements` returned in another process."""
     for replacement in replacements:
-        sys.meta_path.insert(0, replacement())
+        if not any(type(finder) is replacement for finder in sys.meta_path):
+            sys.meta_path.insert(0, replacement())
+            _repeat_in_spawned_processes()
+
+
+def is_replaced(package: str) -> bool:
+    """Return whether Trainwright replaces a package in this process."""
+    return any(isinstance(finder, Replacement) and package in finder.packages for finder in sys.meta_path)
+
+
+class _RepeatWhenUnpickled:
+    """An object whose unpickling repeats this process's replacements in another process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return repeat, (active_replacements(),)
+
+
+def _repeat_in_spawned_processes() -> None:
+    """Repeat the replacements in processes that multiprocessing spawns, such as the workers of a DataLoader."""
+    original = multiprocessing.spawn.get_preparation_data
+    if getattr(original, "repeats_replacements", False):
+        return
+
+    # A spawned process unpickles this dict before it imports the script. multiprocessing has no other hook before that
+    # import, and scripts import the replaced library.
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
+        if active_replacements():
+            data["trainwright"] = _RepeatWhenUnpickled()
+        return data
+
+    get_preparation_data.repeats_replacements = True  # type: ignore[attr-defined]  # mark it, so that it is set once
+    multiprocessing.spawn.get_preparation_data = get_preparation_data
 
 
 def run_script(arguments: Sequence[str], replace: Callable[[], object], library: str) -> None:
