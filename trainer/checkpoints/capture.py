@@ -146,7 +146,7 @@ def _collect(
     model = shown["state_dict"]
     own = shown.own
     hparams = own.pop(HYPER_PARAMETERS, {})
-    if is_replaced("lightning"):
+    if own and is_replaced("lightning"):
         own = _savable(own)
     trainer: dict[str, Any] = {**task.saved_hyperparameters(hparams), "task": own}
     if not weights_only:
