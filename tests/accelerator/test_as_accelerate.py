@@ -36,6 +36,11 @@ import trainwright
 assert accelerate.Accelerator is trainwright.Accelerator
 assert accelerate.utils.operations.gather is trainwright.gather
 assert accelerate.__version__ == importlib.metadata.version("accelerate")
+from accelerate.accelerator import DataLoaderConfiguration
+from accelerate.test_utils import RegressionModel, test_script
+from accelerate.utils.operations import copy_tensor_to_devices
+assert test_script.Accelerator is trainwright.Accelerator
+assert copy_tensor_to_devices(sys.modules["torch"].ones(2)).tolist() == [1, 1]
 assert not hasattr(accelerate, "no_such_name")
 try:
     from accelerate import no_such_name

@@ -57,7 +57,8 @@ _HOMES = {
     ),
     "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader",
     "processes.collectives": (
-        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device honor_type is_namedtuple "
+        "convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device honor_type "
+        "is_namedtuple "
         "is_torch_tensor listify pad_input_tensors slice_tensors"
     ),
     "core.errors": "DistributedOperationException",
@@ -97,15 +98,16 @@ _UTILS = {
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (
-        "clear_environment get_cpu_distributed_information override_numa_affinity parse_choice_from_env "
-        "parse_flag_from_env "
-        "patch_environment set_numa_affinity str_to_bool"
+        "check_cuda_fp8_capability clear_environment get_cpu_distributed_information override_numa_affinity "
+        "parse_choice_from_env parse_flag_from_env patch_environment set_numa_affinity str_to_bool"
     ),
     "fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_parameters_from_modules "
         "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
     ),
-    "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
+    "imports": " ".join(
+        name for name in _HOMES["core.names.packages"].split() if name.endswith(("_available", "_gaudi1"))
+    ),
     "megatron_lm": (
         "AbstractTrainStep BertTrainStep GPTTrainStep MegatronLMDummyDataLoader MegatronLMDummyScheduler T5TrainStep "
         "avg_losses_across_data_parallel_group gather_across_data_parallel_groups"
@@ -126,9 +128,9 @@ _UTILS = {
     ),
     "operations": (
         "DistributedOperationException broadcast broadcast_object_list concatenate "
-        "convert_outputs_to_fp32 convert_to_fp32 find_batch_size find_device gather gather_object honor_type "
-        "is_namedtuple is_torch_tensor listify pad_across_processes pad_input_tensors recursively_apply reduce "
-        "send_to_device slice_tensors"
+        "convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather "
+        "gather_object honor_type is_namedtuple is_torch_tensor listify pad_across_processes pad_input_tensors "
+        "recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (
         "convert_model_to_fp8_ao filter_linear_layers filter_first_and_last_linear_layers "

@@ -1,1 +1,3 @@
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
+from trainwright.accelerator.gradient_state import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration

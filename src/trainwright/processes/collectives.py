@@ -246,6 +246,26 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the tensor of the one process that passes it, on every process. Collective.
+
+    Args:
+        tensor: the tensor, on one process. None on all others, which need not know its shape and dtype.
+
+    Raises:
+        ConfigurationError: no process, or more than one, passes a tensor. Raised on every process.
+    """
+    owners = [tensor] if tensor is not None else []
+    shapes = gather_object([(owner.shape, owner.dtype) for owner in owners])
+    if len(shapes) != 1:
+        raise ConfigurationError(f"copy_tensor_to_devices got {len(shapes)} tensors. Pass a tensor on one process.")
+    if tensor is None:
+        shape, dtype = shapes[0]
+        tensor = torch.zeros(shape, dtype=dtype, device=PartialState().device)
+    copied: torch.Tensor = reduce(tensor, "sum")
+    return copied
+
+
 def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Return means, sums or maxima of nested tensors over all processes. Collective. The arguments are not changed.
 

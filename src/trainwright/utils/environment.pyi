@@ -4,5 +4,6 @@ from trainwright.core.host.cpu_affinity import set_numa_affinity as set_numa_aff
 from trainwright.core.names.kwargs_handler import parse_choice_from_env as parse_choice_from_env
 from trainwright.core.names.kwargs_handler import parse_flag_from_env as parse_flag_from_env
 from trainwright.core.names.kwargs_handler import str_to_bool as str_to_bool
+from trainwright.core.names.packages import check_cuda_fp8_capability as check_cuda_fp8_capability
 from trainwright.processes.launcher import clear_environment as clear_environment
 from trainwright.processes.launcher import patch_environment as patch_environment

@@ -4,6 +4,7 @@ from trainwright.processes.collectives import broadcast_object_list as broadcast
 from trainwright.processes.collectives import concatenate as concatenate
 from trainwright.processes.collectives import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from trainwright.processes.collectives import convert_to_fp32 as convert_to_fp32
+from trainwright.processes.collectives import copy_tensor_to_devices as copy_tensor_to_devices
 from trainwright.processes.collectives import find_batch_size as find_batch_size
 from trainwright.processes.collectives import find_device as find_device
 from trainwright.processes.collectives import gather as gather

@@ -36,6 +36,7 @@ is_comet_ml_available = _is_there("comet_ml")
 is_datasets_available = _is_there("datasets")
 is_deepspeed_available = _is_there("deepspeed")
 is_dvclive_available = _is_there("dvclive")
+is_import_timer_available = _is_there("import_timer")
 is_ipex_available = _is_there("intel_extension_for_pytorch")
 is_lomo_available = _is_there("lomo_optim")
 is_matplotlib_available = _is_there("matplotlib")
@@ -115,6 +116,31 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     return torch.cuda.is_bf16_supported() if is_cuda_available() else not is_mps_available()
 
 
+def is_rocm_available() -> bool:
+    """Return whether torch is built for ROCm and finds an AMD GPU."""
+    import torch
+
+    return torch.version.hip is not None and torch.cuda.is_available()
+
+
+def is_habana_gaudi1() -> bool:
+    """Return whether the device is a Gaudi of the first generation."""
+    if not is_hpu_available():
+        return False
+    devices = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(devices._get_device_type() == devices.synDeviceType.synDeviceGaudi)
+
+
+def is_pippy_available() -> bool:
+    """Return True: pipelines are a part of torch."""
+    return True
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Return whether torchdata is installed, in a version with `StatefulDataLoader` (0.8 or later)."""
+    return is_torchdata_available() and compare_versions("torchdata", ">=", "0.8.0")
+
+
 def is_fp16_available() -> bool:
     """Return whether this machine's device trains in float16. True for accelerators, False for the CPU."""
     import torch
@@ -125,6 +151,20 @@ def is_fp16_available() -> bool:
 def is_fp8_available() -> bool:
     """Return whether a package that trains in 8 bits is installed: transformer_engine, torchao or msamp."""
     return is_transformer_engine_available() or is_torchao_available() or is_msamp_available()
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Return whether transformer_engine is installed and the device computes in its format MXFP8."""
+    if not is_transformer_engine_available():
+        return False
+    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Return whether the CUDA device computes in 8 bits, which requires compute capability 8.9 or later."""
+    import torch
+
+    return torch.cuda.get_device_capability() >= (8, 9)
 
 
 def is_peft_model(model: object) -> bool:

@@ -67,8 +67,8 @@ class Replacement(DistributionFinder, Loader, ABC):
         """Let later imports find the installed library. Names that scripts have already imported do not change."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            for name, module in list(sys.modules.items()):
-                if isinstance(module, ReplacedModule) and name.partition(".")[0] in self.packages:
+            for name in list(sys.modules):
+                if name.partition(".")[0] in self.packages:
                     del sys.modules[name]
 
     def __enter__(self) -> Self:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from trainwright.core.names.constants import ACCELERATE_VERSION
 from trainwright.core.names.replacement import ReplacedModule, Replacement
 
 _NAME = "accelerate"
+_TEST_HELPERS = "accelerate.test_utils"
 
 
 def as_accelerate() -> AccelerateReplacement:
@@ -57,6 +58,17 @@ class AccelerateReplacement(Replacement):
     packages = (_NAME,)
     distributions = (_NAME,)
     version = ACCELERATE_VERSION
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the specification of a module of accelerate, or None for any other module."""
+        if fullname.startswith(f"{_TEST_HELPERS}."):
+            return None  # Python finds it in the folder of the installed package.
+        if fullname != _TEST_HELPERS:
+            return super().find_spec(fullname, path, target)
+        # Scripts and tests of accelerate import its helpers, which then import Trainwright's names.
+        installed = PathFinder.find_spec(_NAME)
+        folders = None if installed is None else installed.submodule_search_locations
+        return None if folders is None else PathFinder.find_spec(fullname, folders)
 
     def is_package(self, fullname: str) -> bool | None:
         """Return whether a module has sub-modules. None: there is no such module."""
