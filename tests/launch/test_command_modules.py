@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.commands.config import default_config_file, load_config_from_file
 from trainwright.commands.launch import launch_command, launch_command_parser
 
 _MODULES = {
@@ -71,3 +72,10 @@ def test_the_modules_are_also_those_of_accelerate() -> None:
     run = [sys.executable, "-m", "trainwright.as_accelerate", "-m", "accelerate.commands.env", "--help"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert "trainwright env" in done.stdout
+
+
+def test_a_program_reads_the_configuration_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    assert load_config_from_file(path).to_dict() == {"num_processes": 3, "mixed_precision": "bf16"}
+    assert default_config_file.endswith("default_config.yaml")
