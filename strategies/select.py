@@ -97,6 +97,8 @@ def select(
     if not isinstance(num_nodes, int) or num_nodes < 1:
         raise ConfigurationError(f"num_nodes={num_nodes!r}: write a whole number of at least 1.")
     topology = detect(launcher)
+    if isinstance(strategy, Engine):  # the `trainer.strategy` of another Trainer
+        strategy = strategy.strategy
     if isinstance(strategy, str) and ":" in strategy:
         strategy = make_strategy(strategy)
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
