@@ -114,7 +114,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
             "lightning_getattr lightning_hasattr lightning_setattr load_hparams_from_yaml pl_worker_init_function "
             "LRSchedulerTypeTuple rank_zero_debug rank_zero_experiment recursive_detach save_hparams_to_yaml",
         ),
-        **_in("trainwright.utilities.lightning_registries", "AcceleratorRegistry StrategyRegistry"),
+        **_in("trainwright.strategies.lightning_registries", "AcceleratorRegistry StrategyRegistry"),
         **_in(
             "trainwright.utilities.boring_classes",
             "BoringDataModule BoringModel DemoModel ManualOptimBoringModel RandomDataset RandomDictDataset "

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from trainwright.strategies import STRATEGIES
+from trainwright.strategies.registry import STRATEGIES
 
 _ClassT = TypeVar("_ClassT", bound=type)
 
