@@ -15,6 +15,8 @@ NEWEST_TORCHAO := 0.18.0
 VENV_DEMO := .venv-demo
 STAMP_DEMO := $(VENV_DEMO)/.installed
 STAMP_DOCS := $(VENV_DEMO)/.docs-installed
+# The packages of $(VENV), and libraries on Lightning that need other versions of some of them.
+VENV_ECOSYSTEM := .venv-ecosystem
 VENV_OLDEST := .venv-oldest
 VENV_NEWEST := .venv-newest
 # Two workers, each with one file at a time, so that the tests of a file share their fixtures.
@@ -81,13 +83,22 @@ $(STAMP_DEMO): pyproject.toml constraints.txt
 test: $(STAMP)
 	$(SUITE) -m "not (engines or exhaustive or torture)"
 
-test-engines: $(STAMP)
+test-engines: $(STAMP) $(VENV_ECOSYSTEM)/.installed
 	$(OPERATIONS) CPUAdamBuilder
 	$(SUITE) -m "engines and not (exhaustive or torture)"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(VENV_ECOSYSTEM)/.installed
 	$(OPERATIONS) CPUAdamBuilder AsyncIOBuilder
 	$(SUITE) -m "not torture"
+
+# Python reads the packages of $(VENV) after those of this environment.
+$(VENV_ECOSYSTEM)/.installed: PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+$(VENV_ECOSYSTEM)/.installed: $(STAMP) pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" \
+		> "$$($(@D)/bin/python $(PURELIB))/base.pth"
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ecosystem]"
+	@touch $@
 
 # torch_xla fits one version of torch only, so it has an environment of its own (7 GB).
 $(XLA)/.installed: pyproject.toml

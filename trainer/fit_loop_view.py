@@ -96,8 +96,38 @@ class _Loop:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"trainer.fit_loop has no {name!r} here. It has the limits and the progress: max_epochs, min_epochs, "
-            "max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, epoch_loop. See also "
-            "trainer.state."
+            "max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, epoch_loop, and "
+            "epoch_loop.val_loop. See also trainer.state."
+        )
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Source of the loaders of a loop."""
+
+    _find_run: Callable[[], StageRun]
+    _stage: str
+
+    def is_defined(self) -> bool:
+        """Return whether the call of `fit`, the data module or the task has loaders for this loop."""
+        run = self._find_run()
+        return run.data.sources.has(self._stage, run.task)
+
+
+class ValidationLoopView:
+    """The validation within a fit: `trainer.fit_loop.epoch_loop.val_loop`.
+
+    Args:
+        find_run: Function that returns the Trainer's current or last run.
+    """
+
+    def __init__(self, find_run: Callable[[], StageRun]) -> None:
+        self._data_source = DataSource(find_run, "validate")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"trainer.fit_loop.epoch_loop.val_loop has no {name!r} here. Use trainer.num_val_batches, "
+            "trainer.val_dataloaders and trainer.has_validation."
         )
 
 
@@ -105,6 +135,11 @@ class EpochLoopView(_Loop):
     """The progress of the batches: `trainer.fit_loop.epoch_loop`."""
 
     __slots__ = ()
+
+    @property
+    def val_loop(self) -> ValidationLoopView:
+        """The validation within the fit."""
+        return ValidationLoopView(self._find_run)
 
     @property
     def global_step(self) -> int:
@@ -129,6 +164,11 @@ class FitLoopView(_Loop):
 
     max_epochs = _Limit()
     min_epochs = _Limit()
+
+    # Libraries read this private name of Lightning, and that of `val_loop`.
+    @property
+    def _data_source(self) -> DataSource:
+        return DataSource(self._find_run, "train")
 
     @property
     def done(self) -> bool:

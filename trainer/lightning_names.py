@@ -132,6 +132,28 @@ def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenat
     return ask
 
 
+class ConnectorView:
+    """What libraries read of `trainer._accelerator_connector`.
+
+    Args:
+        run: the Trainer's current or last run.
+    """
+
+    def __init__(self, run: StageRun) -> None:
+        self._run = run
+
+    @property
+    def is_distributed(self) -> bool:
+        """True if the run has more than one process."""
+        return self._run.engine.processes.world_size > 1
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"trainer._accelerator_connector has no {name!r} here, only is_distributed. Use trainer.strategy, "
+            "trainer.world_size, trainer.precision and trainer.device."
+        )
+
+
 class LightningNames:
     """The attributes of a Trainer that callbacks, tasks and code for Lightning read."""
 
@@ -215,6 +237,9 @@ class LightningNames:
         ),
         "Number of data ranks and this process's data rank; None for one process.",
     )
+
+    # pruning callbacks of optuna-integration and darts read it
+    _accelerator_connector = Fact[ConnectorView](ConnectorView, "Part of Lightning's connector of the same name.")
 
     # Progress
 

@@ -64,6 +64,7 @@ from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS, _OUT_DICT, _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.tuner.lr_finder import _LRFinder
 from lightning.pytorch.tuner.tuning import Tuner
@@ -77,7 +78,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.model_summary import LayerSummary, ModelSummary, summarize
 from lightning.pytorch.utilities.parsing import AttributeDict, get_init_args, lightning_hasattr
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from lightning.pytorch.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, LRSchedulerConfigType
+from lightning.pytorch.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, LRSchedulerConfigType, _EVALUATE_OUTPUT
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 """.strip().splitlines()
 
@@ -240,6 +241,28 @@ def test_a_plugin_that_saves_is_an_error(lightning: Any) -> None:
 
     with pytest.raises(ConfigurationError, match="a checkpoint is a folder"):
         Saves()
+
+
+def test_libraries_register_strategies_and_accelerators(lightning: Any) -> None:
+    from lightning.pytorch.accelerators import (  # type: ignore[import-not-found]  # as above
+        Accelerator,
+        AcceleratorRegistry,
+    )
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry  # type: ignore[import-not-found]  # as above
+
+    class Chip(Accelerator):  # type: ignore[misc]  # as above
+        name = "chip"
+
+    AcceleratorRegistry.register(Chip().name, Chip, description="a chip")
+    with pytest.raises(ConfigurationError, match="accelerator='chip' is unknown"):
+        lightning.Trainer(accelerator="chip")
+
+    @StrategyRegistry.register("ddp_static", static_graph=True, override=True)
+    class Static(DDPStrategy):  # type: ignore[misc]  # as above
+        pass
+
+    assert "ddp_static" in StrategyRegistry.available_strategies()
+    assert lightning.Trainer(strategy="ddp_static", accelerator="cpu", logger=False).settings is not None
 
 
 def imported_version() -> str:

@@ -113,6 +113,25 @@ def test_fit_loop_has_the_progress() -> None:
     assert quiet_trainer(max_epochs=5, limit_train_batches=0).fit_loop.done
 
 
+def test_libraries_can_read_private_names_of_lightning() -> None:
+    """Gluonts asks for validation data, and optuna-integration for several processes."""
+    seen: list[object] = []
+
+    def note(trainer: Any, *_: object) -> None:
+        loop = trainer.fit_loop
+        seen.append((loop._data_source.is_defined(), loop.epoch_loop.val_loop._data_source.is_defined()))
+        seen.append(trainer._accelerator_connector.is_distributed)
+
+    for val_loader in (None, regression_loader(4)):
+        callback = LambdaCallback(setup=note)
+        trainer = fitted(RegressionTask(), regression_loader(4), val_loader, max_epochs=1, callbacks=callback)
+    assert seen == [(True, False), False, (True, True), False]
+    with pytest.raises(AttributeError, match=r"Use trainer\.num_val_batches"):
+        _ = trainer.fit_loop.epoch_loop.val_loop.run
+    with pytest.raises(AttributeError, match=r"Use trainer\.strategy"):
+        _ = trainer._accelerator_connector.use_ddp
+
+
 def test_the_limits_of_fit_loop_continue_a_fit() -> None:
     task = RegressionTask()
     trainer = fitted(task, regression_loader(4), max_epochs=1)

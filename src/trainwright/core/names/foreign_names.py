@@ -87,7 +87,8 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         **_each(
             "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler OptimizerConfig "
             "OptimizerLRSchedulerConfig LRSchedulerConfigType Optimizable "
-            "_DEVICE _MAP_LOCATION_TYPE _PARAMETERS _PATH",
+            "_DEVICE _MAP_LOCATION_TYPE _METRICS _OUT_DICT _PARAMETERS _PATH _PBAR_DICT "
+            "_EVALUATE_OUTPUT _PREDICT_OUTPUT _VALUE",
             "typing.Any",
         ),
         **_in("trainwright.trainer.run_state", "RunningStage TrainerFn TrainerStatus"),
@@ -113,6 +114,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
             "lightning_getattr lightning_hasattr lightning_setattr load_hparams_from_yaml pl_worker_init_function "
             "LRSchedulerTypeTuple rank_zero_debug rank_zero_experiment recursive_detach save_hparams_to_yaml",
         ),
+        **_in("trainwright.strategies.lightning_registries", "AcceleratorRegistry StrategyRegistry"),
         **_in(
             "trainwright.utilities.boring_classes",
             "BoringDataModule BoringModel DemoModel ManualOptimBoringModel RandomDataset RandomDictDataset "
@@ -180,7 +182,6 @@ _LIGHTNING = {
         "override open, draw and close of trainwright.callbacks.ProgressBar.",
     ),
     "lightning.pytorch.utilities.model_summary.ModelSummary": "use summarize of the same module.",
-    **_each("StrategyRegistry AcceleratorRegistry", "use trainwright.strategies.STRATEGIES (docs/extending.md)."),
     "UnrepeatedDistributedSampler": "evaluations read each sample once; delete the use.",
     "UnrepeatedDistributedSamplerWrapper": "evaluations read each sample once; delete the use.",
     "convert_zero_checkpoint_to_fp32_state_dict": "run trainwright checkpoint convert.",

@@ -166,7 +166,9 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.trainer.connectors.checkpoint_connector": "_CheckpointConnector",
     "lightning.pytorch.trainer.connectors.data_connector": "_DataConnector _DataHookSelector",
     "lightning.pytorch.trainer.connectors.logger_connector": "_LoggerConnector",
-    "lightning.pytorch.trainer.connectors.logger_connector.result": "_ResultCollection _ResultMetric",
+    "lightning.pytorch.trainer.connectors.logger_connector.result": (
+        "_METRICS _OUT_DICT _PBAR_DICT _ResultCollection _ResultMetric _VALUE"
+    ),
     "lightning.pytorch.trainer.connectors.signal_connector": "_SignalConnector",
     "lightning.pytorch.trainer.states": "RunningStage TrainerFn TrainerState TrainerStatus",
     "lightning.pytorch.trainer.trainer": "Trainer",
@@ -203,7 +205,8 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.utilities.signature_utils": "is_param_in_hook_signature",
     "lightning.pytorch.utilities.types": (
         f"{_FABRIC_TYPES} EVAL_DATALOADERS LRSchedulerConfig LRSchedulerConfigType LRSchedulerTypeUnion "
-        "OptimizerConfig OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS"
+        "OptimizerConfig OptimizerLRScheduler OptimizerLRSchedulerConfig STEP_OUTPUT TRAIN_DATALOADERS "
+        "_EVALUATE_OUTPUT _PREDICT_OUTPUT"
     ),
     "lightning.pytorch.utilities.warnings": "PossibleUserWarning",
     # Fabric

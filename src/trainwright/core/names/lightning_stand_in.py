@@ -148,7 +148,7 @@ class _Absent(ABCMeta):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.only_loads():
+        if cls.only_loads() or cls._is_own_accelerator():
             return super().__call__(*args, **kwargs)
         raise ConfigurationError(cls._advice())
 
@@ -161,6 +161,14 @@ class _Absent(ABCMeta):
         known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
         saves = any({"save_checkpoint", "remove_checkpoint"} & vars(each).keys() for each in own)
         return bool(own) and known == ["TorchCheckpointIO"] and not saves
+
+    def _is_own_accelerator(cls) -> bool:
+        """Return whether this is a sub-class of Accelerator. Libraries create one to register its name.
+
+        `Trainer(accelerator=…)` does not accept it.
+        """
+        known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
+        return cls not in _absent.values() and known == ["Accelerator"]
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(cls._advice() if not name.startswith("__") else name, name=name)
