@@ -77,7 +77,7 @@ def test_the_started_script_also_runs_without_accelerate(
 ) -> None:
     found: list[list[str]] = []
     monkeypatch.setattr("trainwright.commands.launch.launch", lambda argv: found.append(argv) or 0)
-    monkeypatch.setattr("trainwright.commands.launch.is_active", lambda: True)
+    monkeypatch.setattr("trainwright.commands.launch.replaces_accelerate", lambda: True)
     launch_command(launch_command_parser().parse_args(given))
     assert found == [started]
 

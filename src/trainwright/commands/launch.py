@@ -10,8 +10,7 @@ import json
 import sys
 
 from trainwright.cli.main import main
-from trainwright.core.names.stand_in import is_active
-from trainwright.launch.launch import launch
+from trainwright.launch.launch import launch, replaces_accelerate
 from trainwright.launch.reading import SHORT, known_options
 
 __all__ = ["launch_command", "launch_command_parser"]
@@ -63,7 +62,7 @@ def launch_command(args: argparse.Namespace) -> None:
     is_module = bool(getattr(args, "module", None))
     no_python = bool(getattr(args, "no_python", None))
     program = [args.training_script, *args.training_script_args]
-    if is_active() and not no_python:
+    if replaces_accelerate() and not no_python:
         # The replacement ends with this process. Without this, the started processes would import accelerate.
         if is_module:
             program.insert(0, "-m")
