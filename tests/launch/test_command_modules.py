@@ -65,6 +65,24 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert ended.value.code == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        (["script.py", "--x"], ["--module", "--", "trainwright.as_accelerate", "script.py", "--x"]),
+        (["-m", "package.script"], ["--module", "--", "trainwright.as_accelerate", "-m", "package.script"]),
+        (["--no_python", "program"], ["--no_python", "--", "program"]),
+    ],
+)
+def test_the_started_script_also_runs_without_accelerate(
+    given: list[str], started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    monkeypatch.setattr("trainwright.commands.launch.launch", lambda argv: found.append(argv) or 0)
+    monkeypatch.setattr("trainwright.commands.launch.replaces_accelerate", lambda: True)
+    launch_command(launch_command_parser().parse_args(given))
+    assert found == [started]
+
+
 @pytest.mark.slow
 def test_the_modules_are_also_those_of_accelerate() -> None:
     program = "import trainwright; trainwright.as_accelerate(); from accelerate.commands.launch import launch_command"
