@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
@@ -186,6 +188,14 @@ _SCRIPTS: list[tuple[dict[str, Any], Callable[[Loop], Any], str]] = [
     ({"use_stateful_dataloader": False}, lambda loop: list(loop.accelerator.skip_first_batches(loop.loader, 4)), ""),
     ({"use_stateful_dataloader": False}, _train_with_continue, ""),
 ]
+
+
+def test_a_loader_with_a_state_is_one_of_torchdata_on_request() -> None:
+    loop = Loop(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    other = pickle.loads(pickle.dumps(loop.loader))
+    for loader in (loop.loader, other):
+        assert isinstance(loader, StatefulDataLoader)
+        assert loader.state_dict()["epoch"] == 0
 
 
 @pytest.mark.parametrize(("options", "train", "line"), _SCRIPTS)

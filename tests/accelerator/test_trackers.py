@@ -149,6 +149,12 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.parametrize("kind", [trackers.TensorBoardTracker, trackers.DVCLiveTracker, trackers.MLflowTracker])
+def test_a_tracker_may_be_created_before_the_accelerator(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "PartialState", None)
+    assert not kind("project" if kind is trackers.TensorBoardTracker else None).logger.muted
+
+
 class InFolder(Recorder):
     name = "in_folder"
     requires_logging_directory = True

@@ -20,6 +20,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.host import cpu_affinity
 from trainwright.logging import get_logger
 from trainwright.utils import (
+    CannotPadNestedTensorWarning,
     RNGType,
     clear_environment,
     compare_versions,
@@ -113,6 +114,12 @@ def test_variables_that_a_function_or_a_test_sets_are_undone(monkeypatch: pytest
         assert (os.environ["ACCELERATE_A"], "ACCELERATE_B" in os.environ) == ("1", False)
     assert child.test_two() == "2"
     assert os.environ["ACCELERATE_A"] == "1"
+
+
+def test_nested_tensors_are_not_padded() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(3), torch.ones(1)], layout=torch.jagged)
+    with pytest.warns(CannotPadNestedTensorWarning, match="to_padded_tensor"):
+        assert utils.pad_across_processes([ragged])[0] is ragged
 
 
 def test_tensors_are_sliced_listed_and_widened() -> None:

@@ -45,6 +45,7 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     args = parser.parse_args(
         ["--num-processes", "2", "--cpu", "-m", "--mixed_precision=bf16", "package.script", "--x", "1"]
     )
+    assert (args.num_processes, args.cpu, args.multi_gpu) == (2, True, False)
     args.num_machines = 1
     launch_command(args)
     words, script = found[0][:-4], found[0][-4:]

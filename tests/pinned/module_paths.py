@@ -61,7 +61,7 @@ _HOMES = {
         "is_namedtuple "
         "is_torch_tensor listify pad_input_tensors slice_tensors"
     ),
-    "core.errors": "DistributedOperationException",
+    "core.errors": "CannotPadNestedTensorWarning DistributedOperationException",
     "processes.launcher": (
         "clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading patch_environment "
         "purge_accelerate_environment"
@@ -129,7 +129,7 @@ _UTILS = {
         "save_offload_index"
     ),
     "operations": (
-        "DistributedOperationException broadcast broadcast_object_list concatenate "
+        "CannotPadNestedTensorWarning DistributedOperationException broadcast broadcast_object_list concatenate "
         "convert_outputs_to_fp32 convert_to_fp32 copy_tensor_to_devices find_batch_size find_device gather "
         "gather_object honor_type is_namedtuple is_torch_tensor listify pad_across_processes pad_input_tensors "
         "recursively_apply reduce send_to_device slice_tensors"

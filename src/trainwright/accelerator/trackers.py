@@ -109,7 +109,6 @@ class LoggerTracker(GeneralTracker):
         self.run_name = run_name
         self._folder = Path(logging_dir or ".")
         self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
-        self.logger.muted = not PartialState().is_main_process
         self._step, self._has_warned = -1, False
 
     @property
@@ -118,6 +117,8 @@ class LoggerTracker(GeneralTracker):
         return self.logger.experiment
 
     def start(self) -> None:
+        # Not in `__init__`: a tracker may be created before the Accelerator, which connects the processes.
+        self.logger.muted = not PartialState().is_main_process
         if not self.logger.muted:
             self.logger.start(RunInfo(self._folder, self.run_name))
 
@@ -228,7 +229,15 @@ class ClearMLTracker(LoggerTracker, kind=LoggerType.CLEARML):
 
 
 class DVCLiveTracker(LoggerTracker, kind=LoggerType.DVCLIVE):
-    """DVCLive: files in `dvclive/run_name` of the folder; options are those of `DVCLiveLogger` and `dvclive.Live`."""
+    """DVCLive: files in `dvclive/run_name` of the folder; options are those of `DVCLiveLogger` and `dvclive.Live`.
+
+    Args:
+        run_name: Default: None, which is `"default"`.
+        logging_dir, options: See `LoggerTracker`.
+    """
+
+    def __init__(self, run_name: str | None = None, logging_dir: str | None = None, **options: Any) -> None:
+        self._make_logger(run_name or "default", logging_dir, options)
 
 
 class TrackioTracker(LoggerTracker, kind=LoggerType.TRACKIO):

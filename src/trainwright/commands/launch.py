@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from typing import Any
 
 from trainwright.cli.main import main
 from trainwright.launch.launch import launch, replaces_accelerate
@@ -23,18 +24,22 @@ def launch_command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trainwright launch", allow_abbrev=False)
     short = {name: flag for flag, name in SHORT.items()}
 
-    def add(name: str, action: str) -> None:
+    def add(name: str, **options: Any) -> None:
         flags = {f"--{name}", f"--{name.replace('_', '-')}"}
         if name in short:
             flags.add(short[name])
-        parser.add_argument(*sorted(flags), dest=name, default=None, action=action)
+        parser.add_argument(*sorted(flags), dest=name, **options)
 
     for option in known_options().values():
-        with_value = "append" if option.repeats else "store"
-        add(option.name, "store_true" if option.is_flag else with_value)
+        if option.is_flag:
+            add(option.name, action="store_true")
+        elif option.repeats:
+            add(option.name, action="append")
+        else:
+            add(option.name, type=option.parse_argument)
     for name in _FURTHER:
-        add(name, "store_true")
-    add("config_file", "store")
+        add(name, action="store_true")
+    add("config_file")
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
@@ -53,6 +58,8 @@ def launch_command(args: argparse.Namespace) -> None:
     words: list[str] = []
     for name in (*known_options(), "config_file"):
         value = getattr(args, name, None)
+        if value is False and known_options()[name].is_flag:
+            continue  # a flag that was not given: the configuration file may set it
         if isinstance(value, (list, tuple)):
             value = "\n".join(map(str, value))
         if isinstance(value, dict):

@@ -93,6 +93,10 @@ class TrainwrightWarning(UserWarning):
     """Base class of the warnings of Trainwright; training continues."""
 
 
+class CannotPadNestedTensorWarning(TrainwrightWarning):
+    """`pad_across_processes` received a nested tensor, which it does not change."""
+
+
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """Return `" Did you mean 'x'?"` for the closest of `candidates`, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)

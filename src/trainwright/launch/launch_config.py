@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -103,6 +104,13 @@ class Option:
                 f"{', '.join(self.choices)}.{self.other}"
             )
         return found
+
+    def parse_argument(self, text: str) -> Any:
+        """Return the value of a text on the command line, for argparse."""
+        try:
+            return self.parse(text, f"--{self.name}")
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def as_bool(text: str) -> bool:

@@ -12,13 +12,19 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
 
-from trainwright.core.errors import ConfigurationError, DistributedOperationException, unknown
+from trainwright.core.errors import (
+    CannotPadNestedTensorWarning,
+    ConfigurationError,
+    DistributedOperationException,
+    unknown,
+)
 from trainwright.core.tree import is_container, iterate_tensors, named_leaves, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
@@ -313,7 +319,8 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
 
     Args:
         tensor: each tensor with the same number of dimensions on every process.
-        dim: the dimension. Tensors without it are unchanged. Default: 0.
+        dim: the dimension. Tensors without it are unchanged, and (with a warning) nested tensors of `torch.nested`.
+            Default: 0.
         pad_index: the padding value. Default: 0.
         pad_first: pad at the front instead of the end. Default: False.
 
@@ -323,19 +330,24 @@ def pad_across_processes(tensor: object, dim: int = 0, pad_index: int = 0, pad_f
             processes. Raised on every process.
     """
     state = PartialState()
-    if state.num_processes == 1:
-        _tensors("pad_across_processes", tensor)
-        return tensor
-    _ready("pad_across_processes", state, tensor, dim, lengths_differ=True)
+    if state.num_processes > 1:
+        _ready("pad_across_processes", state, tensor, dim, lengths_differ=True)
     leaves = _tensors("pad_across_processes", tensor)
-    if not leaves:
+    if any(leaf.is_nested for leaf in leaves):
+        text = "pad_across_processes does not pad nested tensors. Call their to_padded_tensor() first."
+        warnings.warn(text, CannotPadNestedTensorWarning, stacklevel=2)
+    if state.num_processes == 1 or not leaves:
         return tensor
-    sizes = [leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else -1 for leaf in leaves]
+
+    def is_padded(leaf: torch.Tensor) -> bool:
+        return not leaf.is_nested and -leaf.dim() <= dim < leaf.dim()
+
+    sizes = [leaf.shape[dim] if is_padded(leaf) else -1 for leaf in leaves]
     longest = iter([max(column) for column in zip(*state.joined().gather_integers(sizes), strict=True)])
 
     def pad_one(leaf: torch.Tensor) -> torch.Tensor:
         wanted = next(longest)
-        if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] == wanted:
+        if not is_padded(leaf) or leaf.shape[dim] == wanted:
             return leaf
         shape = list(leaf.shape)
         shape[dim] = wanted

@@ -1,3 +1,4 @@
+from trainwright.core.errors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from trainwright.core.errors import DistributedOperationException as DistributedOperationException
 from trainwright.processes.collectives import broadcast as broadcast
 from trainwright.processes.collectives import broadcast_object_list as broadcast_object_list

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -348,6 +349,31 @@ class AcceleratedLoader(SkippableLoader):
         if name.startswith("__") or "prepared" not in vars(self):
             raise AttributeError(name)
         return getattr(self.prepared.raw, name)
+
+
+@functools.cache
+def stateful_loader_class() -> type[AcceleratedLoader]:
+    """Return the class for `use_stateful_dataloader=True`, of which torchdata's `StatefulDataLoader` is a base class.
+
+    Programs check the base class before they call `state_dict`. No method of it is used. Without torchdata, return
+    `AcceleratedLoader`.
+    """
+    try:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    except ImportError:
+        return AcceleratedLoader
+
+    class StatefulLoader(AcceleratedLoader, StatefulDataLoader):  # type: ignore[misc]  # torchdata's types differ
+        """An `AcceleratedLoader` that is an instance of `StatefulDataLoader`."""
+
+        def __reduce__(self) -> tuple[Callable[[], AcceleratedLoader], tuple[()], dict[str, Any]]:
+            return _new_stateful_loader, (), dict(vars(self))
+
+    return StatefulLoader
+
+
+def _new_stateful_loader() -> AcceleratedLoader:
+    return object.__new__(stateful_loader_class())
 
 
 def _generator_of(loader: object) -> torch.Generator | None:

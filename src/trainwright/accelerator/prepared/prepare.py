@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.gradient_state import LoopGroups
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart, stateful_loader_class
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import (
     AcceleratedOptimizer,
@@ -339,7 +339,8 @@ class PreparedObjects:
             else:
                 prepared = prepare_loader(used, options)
             continues = self._config.use_stateful_dataloader
-            return AcceleratedLoader(own, prepared, self._groups, mover, self._rng_types, continues, self.models)
+            kind = stateful_loader_class() if continues else AcceleratedLoader
+            return kind(own, prepared, self._groups, mover, self._rng_types, continues, self.models)
 
         return self._once(own, self.dataloaders, make)
 
