@@ -42,6 +42,13 @@ class Hyperparameters(dict[str, Any]):
     def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
+    # A container of OmegaConf is compared only with plain dicts.
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Hyperparameters:
         return Hyperparameters({key: copy.deepcopy(value, memo) for key, value in self.items()})
 
