@@ -61,6 +61,7 @@ class ShownMetrics:
     def show(self, flushed: Flushed) -> None:
         """Show metrics to callbacks and the progress bar."""
         self.callback.update(flushed.callback)
+        self.logged.update(flushed.logged)
         self.progress_bar.update(flushed.prog_bar)
 
     def load(self, metrics: Mapping[str, float]) -> None:
@@ -279,10 +280,19 @@ class StageRun:
     @property
     def callback_metrics(self) -> Mapping[str, MetricValue]:
         """The latest value of every logged metric; see `Run.callback_metrics`."""
+        self._show_new()
+        return self.logs.shown.callback
+
+    @property
+    def logged_metrics(self) -> Mapping[str, MetricValue]:
+        """The latest value of every metric that goes to the loggers."""
+        self._show_new()
+        return as_values(self.logs.shown.logged)
+
+    def _show_new(self) -> None:
         # After an error the device may be unusable.
         if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:
             self.logs.shown.show(self.logs.metrics.peek_new())
-        return self.logs.shown.callback
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
         """Log a value of a callback; see `TaskModule.log` for the options."""
