@@ -25,6 +25,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 # Keys of a checkpoint's trainer part.
 HYPER_PARAMETERS = "hyper_parameters"
+DATAMODULE_HYPER_PARAMETERS = "datamodule_hyper_parameters"
 HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that held the entries
 HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # positions of replaced values, see `to_plain_data`
 HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # arguments that load_from_checkpoint requires: descriptions
