@@ -9,11 +9,6 @@ def _each(names: str, answer: str) -> dict[str, str]:
 
 ABSENT = {
     "FILE_EXTENSION": "A checkpoint is a folder, whose name has no extension.",
-    **_each(
-        "CHECKPOINT_JOIN_CHAR CHECKPOINT_EQUALS_CHAR",
-        "Override format_checkpoint_name, or write the name yourself: filename='{epoch:02d}_{val_loss:.2f}' with "
-        "auto_insert_metric_name=False.",
-    ),
     "to_yaml": "best_k_models holds the same as a dict; the folder's index.json holds it on disk.",
     "file_exists": "Use pathlib.Path(path).is_dir().",
     "check_monitor_top_k": "Compare with best_k_models; override on_validation_end to decide otherwise.",

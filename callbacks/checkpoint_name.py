@@ -71,16 +71,17 @@ def _check_folder_name(example: str, template: str, owner: str) -> None:
     )
 
 
-def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool) -> str:
+def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool, equals: str = "=") -> str:
     """Fill in `template`: `"{epoch}-{val_loss:.2f}"` becomes `"epoch=3-val_loss=0.12"`.
 
-    Without `insert_names` it becomes `"3-0.12"`. The value of a missing metric is `nan`.
+    Without `insert_names` it becomes `"3-0.12"`. `equals` is the text between a name and its value. The value
+    of a missing metric is `nan`.
     """
 
     def one(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""
         text = _format_value(name, metrics.get(name), spec, template)
-        return f"{name.replace('/', '_')}={text}" if insert_names else text
+        return f"{name.replace('/', '_')}{equals}{text}" if insert_names else text
 
     return _FIELD.sub(one, template)
 

@@ -116,8 +116,9 @@ class EarlyStopping(Callback):
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.best_score = MetricValue(worst(self.mode) if best is None else best)
-        self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
-        self.stopping_reason_message = state_dict["stopping_reason_message"]
+        # States of Lightning before 2.6 have no reason.
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", EarlyStoppingReason.NOT_STOPPED))
+        self.stopping_reason_message = state_dict.get("stopping_reason_message")
 
     def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
         if trainer.stage == "fit" and not trainer.sanity_checking and not self._looks_at_epoch_end(trainer):

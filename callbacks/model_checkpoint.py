@@ -67,6 +67,9 @@ class ModelCheckpoint(Callback):
     reads_only = True
     order = Order.LAST
     CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_JOIN_CHAR = "-"
+    CHECKPOINT_EQUALS_CHAR = "="
+    FILE_EXTENSION = ""  # a checkpoint is a folder
     STARTING_VERSION = 1
 
     def __init__(
@@ -215,9 +218,13 @@ class ModelCheckpoint(Callback):
             prefix: text before the name, followed by a hyphen. Default: None.
         """
         template = filename or self.filename or DEFAULT_TEMPLATE
-        name = format_name(template, metrics, insert_names=self.auto_insert_metric_name)
-        name = name if prefix is None else f"{prefix}-{name}"
-        return name if ver is None else f"{name}-v{ver}"
+        name = format_name(
+            template, metrics, insert_names=self.auto_insert_metric_name, equals=self.CHECKPOINT_EQUALS_CHAR
+        )
+        join = self.CHECKPOINT_JOIN_CHAR
+        name = name if prefix is None else f"{prefix}{join}{name}"
+        name = name if ver is None else f"{name}{join}v{ver}"
+        return f"{name}{self.FILE_EXTENSION}"
 
     def state_dict(self) -> dict[str, Any]:
         return {

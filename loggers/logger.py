@@ -171,7 +171,7 @@ class Logger(ABC):
             step: number of earlier batches of this stage in the run. These steps are not those of training.
             stage: `"validate"` or `"test"`.
         """
-        self.log_metrics(metrics, step)
+        self.log_metrics(metrics=metrics, step=step)
 
     def log_image(self, key: str, image: Any, step: int) -> None:
         """Record an image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL."""
@@ -330,9 +330,11 @@ def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., 
         if self.muted or (starts and self._run is None and not self._begin()):
             return None
         if method.__name__ == "log_metrics":
-            step = args[1] if len(args) > 1 else options.pop("step", None)
+            options |= zip(("metrics", "step"), args, strict=False)
+            step = options.get("step")
             self._step_of_call = self._step_of_call + 1 if step is None else step
-            args = (*args[:1], self._step_of_call)
+            # By name, because a logger written for Lightning may declare the step first.
+            return method(self, **{**options, "step": self._step_of_call})
         return method(self, *args, **options)
 
     return call

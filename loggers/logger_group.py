@@ -91,7 +91,7 @@ class LoggerGroup:
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record host-side numbers at a step with every logger. No effect without numbers."""
         if metrics:
-            self._each("log_metrics", metrics, step)
+            self._each("log_metrics", metrics=metrics, step=step)
 
     def log_evaluation_step(self, metrics: Mapping[str, float], step: int, stage: str) -> None:
         """Record the numbers of one evaluation step with every logger; see `Logger.log_evaluation_step`."""
@@ -139,9 +139,9 @@ class LoggerGroup:
                 if logger in self.active:
                     self._call(logger, "load_state_dict", found)
 
-    def _each(self, method: str, *args: object) -> None:
+    def _each(self, method: str, *args: object, **options: Any) -> None:
         for logger in self.active:
-            self._call(logger, method, *args)
+            self._call(logger, method, *args, **options)
 
     def _call(self, logger: Logger, method: str, *args: object, strict: bool = False, **options: object) -> None:
         try:

@@ -390,6 +390,7 @@ class MetricBuffer:
         if not self.in_step:
             of_epoch = new_of_epoch(own)
             flushed.callback.update(of_epoch.callback)
+            flushed.logged.update(of_epoch.logged)
             flushed.prog_bar.update(of_epoch.prog_bar)
         return flushed
 

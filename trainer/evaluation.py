@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.tree import Batch, map_tensors, too_deep
 from trainwright.data.groups import check_end
 from trainwright.data.prepared import PreparedLoader
@@ -181,9 +183,21 @@ class Prediction:
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
+        self._warn_of_nothing(outputs)
         ranks = self._run.engine.data_ranks
         merged = in_dataset_order(ranks.gather(outputs)[:: ranks.parts])
         return merged if self._run.data.evaluation("predict").is_list else merged[0]
+
+    def _warn_of_nothing(self, outputs: list[list[Any]]) -> None:
+        flat = list(itertools.chain.from_iterable(outputs))
+        missing = sum(output is None for output in flat)
+        if missing and self._run.engine.is_main:
+            warnings.warn(
+                f"{type(self._run.task).__name__}.predict_step returned None for {missing} of {len(flat)} batches. "
+                "Return the predictions, or pass return_predictions=False.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
 
 
 def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tuple[EvaluationData, list[int | None]]:

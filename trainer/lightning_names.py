@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.roles import ProgressDisplay, Stopper
 from trainwright.core.errors import nearest
-from trainwright.core.metric_value import MetricValue, as_values
+from trainwright.core.metric_value import MetricValue
 from trainwright.core.run import SchedulerConfig, Stage
 from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
@@ -355,7 +355,7 @@ class LightningNames:
         lambda run: run.callback_metrics, "The latest value of every logged metric; see `Run.callback_metrics`."
     )
     logged_metrics = Fact[Mapping[str, MetricValue]](
-        lambda run: as_values(run.logs.shown.logged), "The latest value of every metric that went to the loggers."
+        lambda run: run.logged_metrics, "The latest value of every metric that goes to the loggers."
     )
     progress_bar_metrics = Fact[Mapping[str, float]](
         lambda run: run.logs.shown.progress_bar, "The latest value of every metric logged with `prog_bar=True`."

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.run import SchedulerConfig
@@ -129,14 +129,23 @@ def _schedule(given: object, monitor: str | None, origin: str) -> SchedulerConfi
     frequency = entry.get("frequency", 1)
     if not isinstance(frequency, int) or frequency < 1:
         raise ConfigurationError(f"{origin}.configure_optimizers: frequency={frequency!r} must be at least 1.")
+    if "interval" not in entry and isinstance(scheduler, OneCycleLR):
+        warnings.warn(
+            f"{origin}.configure_optimizers: OneCycleLR steps once per epoch, because no interval is given. It usually "
+            "counts optimizer steps: {'scheduler': …, 'interval': 'step'}. To silence this warning, set the interval.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
     monitor = entry.get("monitor", monitor)
+    reduces = isinstance(scheduler, ReduceLROnPlateau) or bool(entry.get("reduce_on_plateau"))
     return SchedulerConfig(
         scheduler=scheduler,
         interval=interval,
         frequency=frequency,
-        monitor=monitor if isinstance(scheduler, ReduceLROnPlateau) or entry.get("reduce_on_plateau") else None,
+        monitor=monitor if reduces else None,
         strict=entry.get("strict", True),
         name=entry.get("name"),
+        reduce_on_plateau=reduces,
     )
 
 

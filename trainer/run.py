@@ -18,7 +18,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.callbacks.roles import ProgressDisplay, Saver
 from trainwright.checkpoint.run_folder import RunFolder
-from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.metric_value import MetricValue, as_values
 from trainwright.core.process import try_output
 from trainwright.core.run import Run, SaveRequest, Stage
@@ -61,6 +61,7 @@ class ShownMetrics:
     def show(self, flushed: Flushed) -> None:
         """Show metrics to callbacks and the progress bar."""
         self.callback.update(flushed.callback)
+        self.logged.update(flushed.logged)
         self.progress_bar.update(flushed.prog_bar)
 
     def load(self, metrics: Mapping[str, float]) -> None:
@@ -279,10 +280,19 @@ class StageRun:
     @property
     def callback_metrics(self) -> Mapping[str, MetricValue]:
         """The latest value of every logged metric; see `Run.callback_metrics`."""
+        self._show_new()
+        return self.logs.shown.callback
+
+    @property
+    def logged_metrics(self) -> Mapping[str, MetricValue]:
+        """The latest value of every metric that goes to the loggers."""
+        self._show_new()
+        return as_values(self.logs.shown.logged)
+
+    def _show_new(self) -> None:
         # After an error the device may be unusable.
         if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:
             self.logs.shown.show(self.logs.metrics.peek_new())
-        return self.logs.shown.callback
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
         """Log a value of a callback; see `TaskModule.log` for the options."""
@@ -462,8 +472,12 @@ class StageRun:
         return self._manual_step().no_sync()
 
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""
-        clip = GradientClip.parse(max_value, algorithm)
+        """Clip the gradients of one optimizer's parameters; see `TaskModule.clip_gradients`."""
+        arguments = self.settings.arguments
+        clip = GradientClip.parse(
+            _only_value("gradient_clip_val", max_value, arguments.gradient_clip_val),
+            _only_value("gradient_clip_algorithm", algorithm, arguments.gradient_clip_algorithm),
+        )
         if clip is None:
             return
         step = self.engine.step
@@ -471,3 +485,14 @@ class StageRun:
             step.clip_gradients(optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer, clip)
         else:  # gradients of an automatic step are divided by the loss scale before a hook can clip them
             self.engine.gradients.clip(parameters_of([optimizer]), clip)
+
+
+def _only_value(name: str, given: Any, of_trainer: Any) -> Any:
+    """Return an argument of `clip_gradients`, or the Trainer's if it is None. They may not contradict each other."""
+    if given is None:
+        return of_trainer
+    if of_trainer is not None and given != of_trainer:
+        raise ConfigurationError(
+            f"clip_gradients received {name}={given!r}, but the Trainer has {name}={of_trainer!r}. Remove one of them."
+        )
+    return given

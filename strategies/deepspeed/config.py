@@ -163,7 +163,11 @@ class EngineConfig:
                 f'Accelerator, gradient_accumulation_steps={found!r}), or write "auto" in the configuration.'
             )
         found = look_up(self.content, ("gradient_clipping",))
-        if clip is not None and found not in (None, AUTO) and (clip.algorithm, clip.value) != ("norm", float(found)):
+        if (
+            clip is not None
+            and found not in (None, AUTO)
+            and (clip.algorithm or "norm", clip.value) != ("norm", float(found))
+        ):
             raise ConfigurationError(
                 f"{self.origin} has gradient_clipping={found!r}, which differs from "
                 f"Trainer(gradient_clip_val={clip.value}, gradient_clip_algorithm={clip.algorithm!r}). Remove one of "

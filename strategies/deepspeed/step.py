@@ -61,7 +61,7 @@ class EngineStep(AutomaticStep):
         """Clip the gradients that the engine does not clip, and set the engine's maximum norm."""
         if self._shards is None:
             return None if clip is None else clip_gradients(parameters_of(self.optimizers), clip)
-        by_norm = clip is not None and clip.algorithm == "norm"
+        by_norm = clip is not None and clip.algorithm != "value"
         self._engine.optimizer.clip_grad = clip.value if by_norm and clip is not None else 0.0
         if clip is not None and not by_norm:
             for _, gradient in self._shards.gradients():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ class GradientClip:
 
     Attributes:
         value: Maximum total norm (`"norm"`) or maximum absolute element (`"value"`), > 0.
-        algorithm: `"norm"` or `"value"`.
+        algorithm: `"norm"` or `"value"`. Default: None, which is `"norm"`.
         norm_type: p of the p-norm. Infinity means the maximum absolute element. Default: 2.
     """
 
     value: float
-    algorithm: Literal["norm", "value"] = "norm"
+    algorithm: Literal["norm", "value"] | None = None
     norm_type: float = 2.0
 
     @classmethod
@@ -41,7 +41,7 @@ class GradientClip:
             ArgumentTypeError: The value is not a number.
             ConfigurationError: The value is not positive, or the algorithm is unknown.
         """
-        if algorithm is not None and algorithm not in ("norm", "value"):
+        if algorithm not in (None, "norm", "value"):
             raise ConfigurationError(
                 f"gradient_clip_algorithm={algorithm!r} is unknown.{nearest(str(algorithm), ('norm', 'value'))} "
                 "Known: 'norm', 'value'."
@@ -53,7 +53,7 @@ class GradientClip:
             raise ArgumentTypeError(text)
         if not value > 0:
             raise ConfigurationError(text)
-        return cls(float(value), "value" if algorithm == "value" else "norm")
+        return cls(float(value), cast(Literal["norm", "value"] | None, algorithm))
 
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

@@ -391,7 +391,7 @@ class AutomaticStep(Step):
             elif self._scale is not None:
                 self._scale.step(optimizer)
             else:
-                optimizer.step(self._closure())
+                optimizer.step(closure=self._closure())
         if self._scale is not None:
             self._scale.end_step()
         self._group = self._loss = None
@@ -526,7 +526,7 @@ class ManualStep(Step):
             self._announce(optimizer)
             return loss
 
-        return optimizer.step(closed, **own)
+        return optimizer.step(closure=closed, **own)
 
     def clip_gradients(self, optimizer: Optimizer, clip: GradientClip) -> None:
         """Clip the gradients of one optimizer's parameters, after dividing them by the loss scale."""

@@ -94,3 +94,9 @@ def test_without_check_finite_a_nan_only_counts_as_no_improvement(tmp_path: Path
     callback = EarlyStopping("val_loss", check_finite=False)
     run = fit(callback, tmp_path, [4, 3, NAN, 2, 1])
     assert (run.stops, callback.best_score) == ([], 1)
+
+
+def test_a_state_without_a_reason_is_loaded() -> None:
+    stopper = EarlyStopping("loss")
+    stopper.load_state_dict({"wait_count": 2, "stopped_epoch": 0, "best_score": 0.5, "patience": 3})
+    assert (stopper.wait_count, stopper.stopping_reason) == (2, EarlyStoppingReason.NOT_STOPPED)

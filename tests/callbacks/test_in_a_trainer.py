@@ -47,3 +47,18 @@ def test_all_ranks_stop_and_save_by_rank_zero_s_numbers(tmp_path: Path) -> None:
     assert first == second
     assert first[0] == 2
     assert first[3]["scores"] == {"epoch=1-step=8": 4.0}
+
+
+class OwnNames(ModelCheckpoint):
+    CHECKPOINT_NAME_LAST = "last-{epoch}"
+    CHECKPOINT_EQUALS_CHAR = "_"
+    FILE_EXTENSION = ".saved"
+
+
+def test_a_sub_class_names_checkpoints_and_the_last_link_is_replaced(tmp_path: Path) -> None:
+    fit(RegressionTask(), tmp_path, [OwnNames(tmp_path / "c", save_last="link")], batches=1, max_epochs=2)
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {
+        "epoch_1-step_2.saved",
+        "last-epoch_1.saved",
+        "index.json",
+    }

@@ -143,6 +143,8 @@ def test_containers_of_omegaconf_are_stored_as_data_and_loaded_as_containers(
     assert loaded.model == OmegaConf.create({"width": 3, "double": 3, "colour": Colour.BLUE})
     assert isinstance(loaded.model, DictConfig)
     assert loaded.tags == ["a"]
+    if one_argument:
+        assert found == OmegaConf.create({**cfg, "model": loaded.model})
     assert one_argument or found.widths[1].two == 2
     assert logger.log_dir is not None
     assert "double: 3" in Path(logger.log_dir, "hparams.yaml").read_text()

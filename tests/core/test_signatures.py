@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.signatures import arguments_of, check_signatures, fits
@@ -17,6 +20,16 @@ def test_a_hook_is_called_with_what_its_base_declares() -> None:
     assert arguments_of(TaskHooks, "on_validation_batch_end") == END
     assert arguments_of(TaskModule, "backward") == ("loss",)
     assert arguments_of(TaskModule, "training_step") == ("batch", "batch_idx")
+
+
+def test_a_recorder_around_a_default_adds_no_counts() -> None:
+    task = RegressionTask()
+    called = []
+    for name in ("num_items", "on_train_start"):
+        default = getattr(task, name)
+        setattr(task, name, functools.wraps(default)(lambda *args, name=name: called.append(name)))
+    quiet_trainer(max_steps=1).fit(task, regression_loader(2))
+    assert called == ["on_train_start"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class OfLightning(Logger):
         self.calls.append(("hyperparams", dict(params)))
 
     @rank_zero_only
-    def log_metrics(self, metrics: Any, step: int) -> None:
+    def log_metrics(self, *, step: int, metrics: Any) -> None:
         self.calls.append(("metrics", step, sorted(metrics)))
 
     @rank_zero_only
@@ -58,7 +58,7 @@ class WithHyperparameters(RegressionTask):
 
 def test_a_logger_written_for_lightning_works_unchanged(tmp_path: Path) -> None:
     logger = OfLightning()
-    logger.log_metrics({"early": 1.0}, 0)
+    logger.log_metrics(metrics={"early": 1.0}, step=0)
     trainer = quiet_trainer(
         max_steps=2, log_every_n_steps=1, logger=logger, callbacks=ModelCheckpoint(tmp_path), default_root_dir=tmp_path
     )

@@ -47,6 +47,7 @@ def test_simple_counts_hooks_steps_and_waits() -> None:
     }
     _, total, own = totals["run_training_batch"]
     assert 0 <= own < total
+    assert sum(profiler.recorded_durations["run_training_batch"]) == pytest.approx(total)
 
 
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])

@@ -217,6 +217,15 @@ class Kept(trainwright.TaskModule):
         checkpoint |= {"normalizer": object(), "mean": 2.0}
 
 
+class KeptData(trainwright.DataModule):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(self.hparams.rows, 1))
+
+
 def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Path) -> None:
     class Loads(lightning.fabric.plugins.io.torch_io.TorchCheckpointIO):  # type: ignore[misc]  # defined here
         def load_checkpoint(self, path: str) -> dict[str, Any]:
@@ -228,9 +237,10 @@ def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Pa
         )
     task = Kept()
     with pytest.warns(trainwright.TrainwrightWarning, match="written without the entry 'normalizer'"):
-        trainer.fit(task, torch.utils.data.DataLoader(torch.ones(2, 1)))
+        trainer.fit(task, datamodule=KeptData(2))
     found = torch.load(trainer.checkpoint_callback.best_model_path, map_location="cpu", weights_only=True)
     assert (found["global_step"], found["mean"]) == (2, 2.0)
+    assert found[KeptData.CHECKPOINT_HYPER_PARAMS_KEY] == {"rows": 2}
     assert torch.equal(found["state_dict"]["net.weight"], task.net.weight)
 
 

@@ -192,6 +192,13 @@ def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
         quiet_trainer().predict(task, regression_loader())
 
 
+def test_a_prediction_of_nothing_is_reported() -> None:
+    task = type("Task", (RegressionTask,), {"predict_step": lambda self, batch: None})()
+    with pytest.warns(TrainwrightWarning, match=r"Task\.predict_step returned None for 2 of 2 batches"):
+        assert quiet_trainer().predict(task, regression_loader(2)) == [None, None]
+    quiet_trainer().predict(task, regression_loader(2), return_predictions=False)
+
+
 def test_a_task_without_repeated_blocks_is_refused_before_a_process_is_started() -> None:
     trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=1, compile="regional")
     with pytest.raises(ConfigurationError, match="Untouched has none"):

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import fitted, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.trainer.optimization import parse_optimizers
 from trainwright.trainer.trainer import Trainer
 
 Configure = Callable[[RegressionTask], Any]
@@ -210,3 +211,11 @@ def test_a_schedule_whose_step_requires_an_epoch_is_an_error_without_lr_schedule
         fitted(Mine(), regression_loader(2), max_epochs=1)
     fitted(Stepping(), regression_loader(2), max_epochs=2)
     assert steps == [0, 1]
+
+
+def test_a_schedule_of_one_cycle_without_an_interval_warns() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+    with pytest.warns(TrainwrightWarning, match="OneCycleLR steps once per epoch"):
+        _, [config] = parse_optimizers(([optimizer], [cycle]), "Task")
+    assert (config.interval, config.reduce_on_plateau) == ("epoch", False)

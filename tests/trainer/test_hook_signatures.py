@@ -128,3 +128,27 @@ def test_a_hook_that_is_not_a_method_is_an_error() -> None:
     task = Untouched()
     task.setup = {"rank": 4}  # type: ignore[method-assign, assignment]
     assert "Untouched.setup is a dict" in _refused(task)
+
+
+def test_clipping_receives_the_arguments_of_the_trainer_and_refuses_others() -> None:
+    class Clips(RegressionTask):
+        own: tuple[Any, ...] = ()
+
+        def configure_gradient_clipping(self, optimizer: Any, *given: Any) -> None:  # type: ignore[override]
+            self.given = given
+            self.clip_gradients(optimizer, *self.own)
+            self.norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+
+    task = Clips()
+    quiet_trainer(max_steps=1, gradient_clip_val=1e-3).fit(task, regression_loader(1))
+    assert task.given == (1e-3, None)
+    assert task.norm.item() == pytest.approx(1e-3, rel=1e-3)
+    for own, text in (((1.0,), "gradient_clip_val=1.0"), ((None, "norm"), "gradient_clip_algorithm='norm'")):
+        task.own = own
+        with pytest.raises(ConfigurationError, match=f"clip_gradients received {text}, but the Trainer"):
+            quiet_trainer(max_steps=1, gradient_clip_val=0.1, gradient_clip_algorithm="value").fit(
+                task, regression_loader(1)
+            )
+    task.own = (None, "foo")
+    with pytest.raises(ConfigurationError, match="'foo' is unknown"):
+        quiet_trainer(max_steps=1).fit(task, regression_loader(1))

@@ -114,3 +114,26 @@ def test_callbacks_can_log() -> None:
     trainer = fitted(RegressionTask(), regression_loader(4), regression_loader(4), max_epochs=1, callbacks=Logging())
     assert trainer.callback_metrics["index"] == 3.0
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
+
+
+def test_logged_metrics_are_known_in_the_hooks_at_the_end_of_an_epoch() -> None:
+    seen: dict[str, list[str]] = {}
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("a", loss, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("b", batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            seen["train"] = sorted(self.trainer.logged_metrics)
+
+        def on_validation_epoch_end(self) -> None:
+            seen["validate"] = sorted(self.trainer.logged_metrics)
+
+    quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2), regression_loader(2))
+    assert "b" in seen["validate"]
+    assert {"a_epoch", "a_step", "b"} <= {*seen["train"]}

@@ -202,3 +202,28 @@ def test_lbfgs_trains_as_in_a_loop_written_by_hand() -> None:
 def test_lbfgs_and_a_scaled_loss_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"precision='16-mixed' uses loss scaling"):
         quiet_trainer(max_epochs=1, precision="16-mixed").fit(_Lbfgs(), regression_loader(8, 8))
+
+
+def test_a_closure_is_passed_by_name() -> None:
+    class OwnOrder(torch.optim.SGD):
+        def step(self, scale: float = 1.0, closure: Any = None) -> Any:  # type: ignore[override]  # the point
+            return super().step(closure)
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            if self.automatic_optimization:
+                return super().training_step(batch, batch_idx)
+            return self.optimizers().step(closure=lambda: self.manual_backward(self.loss(batch)))
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+        def configure_optimizers(self) -> Any:
+            return OwnOrder(self.parameters(), lr=0.1)
+
+    for automatic in (True, False):
+        task = Task()
+        task.automatic_optimization = automatic
+        before = weights_of(task)
+        quiet_trainer(max_steps=1).fit(task, regression_loader(1))
+        assert not torch.equal(before, weights_of(task))

@@ -11,7 +11,7 @@ import torch
 from trainwright.checkpoint import Snapshot
 from trainwright.checkpoint.format.codec import encode
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
-from trainwright.core.hyperparameters import HYPER_PARAMETERS, copy_hparams
+from trainwright.core.hyperparameters import DATAMODULE_HYPER_PARAMETERS, HYPER_PARAMETERS, copy_hparams
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.names.replacement import is_replaced
 from trainwright.core.rng import rng_state
@@ -161,7 +161,7 @@ def _collect(
             **(
                 {}
                 if (data := run.data.datamodule) is None
-                else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
+                else {DATAMODULE_HYPER_PARAMETERS: data.saved_hyperparameters()}
             ),
             "left_out": run.history.skipped_data(),
             "metrics": [of_rank["metrics"] for of_rank in by_data_rank],

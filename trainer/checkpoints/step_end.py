@@ -248,6 +248,9 @@ def _keep_books(
     for name in request.remove:
         if request.remote is not None and not (path.parent / name).exists():
             continue  # written on another machine before a resume
+        if request.link is not None and (path.parent / name).is_symlink():
+            (path.parent / name).unlink(missing_ok=True)  # the link that the new one replaces
+            continue
         try:
             index.delete(name)
         except CheckpointError as error:

@@ -16,6 +16,7 @@ from trainwright.checkpoint.remote import download_checkpoint
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_url
 from trainwright.core.hyperparameters import (
+    DATAMODULE_HYPER_PARAMETERS,
     HYPER_PARAMETERS,
     HYPER_PARAMETERS_ENUMS,
     HYPER_PARAMETERS_LEFT_OUT,
@@ -106,6 +107,7 @@ def load_as_lightning(path: Path | str, map_location: Any = None) -> dict[str, A
     if isinstance(map_location, (str, torch.device)):
         weights = {name: tensor.to(map_location) for name, tensor in weights.items()}
     hyperparameters, _ = read_hyperparameters(snapshot.trainer)
+    of_data, _ = read_hyperparameters(snapshot.trainer.get(DATAMODULE_HYPER_PARAMETERS) or {})
     return {
         **snapshot.trainer.get("task", {}),
         "epoch": snapshot.state.get("epoch", 0),
@@ -113,6 +115,7 @@ def load_as_lightning(path: Path | str, map_location: Any = None) -> dict[str, A
         "pytorch-lightning_version": LIGHTNING_VERSION,
         "state_dict": weights,
         HYPER_PARAMETERS: hyperparameters,
+        DATAMODULE_HYPER_PARAMETERS: of_data,
     }
 
 
@@ -134,7 +137,7 @@ def load_data_from_checkpoint(
     with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
         local = download_checkpoint(path, folder) if is_url(path) else Path(path).expanduser()
         trainer = read_checkpoint(local, parts=("trainer",)).trainer
-    found = trainer.get("datamodule_hyper_parameters") or {}
+    found = trainer.get(DATAMODULE_HYPER_PARAMETERS) or {}
     data = _construct(cls, found, Path(str(path)), hparams_file, hparams_overrides or {})
     state = trainer.get("datamodule")
     if state:

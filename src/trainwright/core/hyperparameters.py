@@ -25,6 +25,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 # Keys of a checkpoint's trainer part.
 HYPER_PARAMETERS = "hyper_parameters"
+DATAMODULE_HYPER_PARAMETERS = "datamodule_hyper_parameters"
 HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that held the entries
 HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # positions of replaced values, see `to_plain_data`
 HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # arguments that load_from_checkpoint requires: descriptions
@@ -41,6 +42,13 @@ class Hyperparameters(dict[str, Any]):
 
     def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
+
+    # A container of OmegaConf is compared only with plain dicts.
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hyperparameters:
         return Hyperparameters({key: copy.deepcopy(value, memo) for key, value in self.items()})

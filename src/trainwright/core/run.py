@@ -31,6 +31,7 @@ class SchedulerConfig:
         monitor: name of the logged metric for `ReduceLROnPlateau`. None for other schedulers.
         strict: True raises an error if the metric `monitor` was not logged. False warns.
         name: name of the schedule in LearningRateMonitor. None uses the optimizer's class.
+        reduce_on_plateau: the scheduler's `step` receives the metric `monitor`.
         paused: True while a callback pauses the schedule. The schedule then does not step.
     """
 
@@ -40,6 +41,7 @@ class SchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     name: str | None = None
+    reduce_on_plateau: bool = False
     paused: bool = False
 
 

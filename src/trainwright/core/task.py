@@ -164,7 +164,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
         """Step one optimizer. Override it, for example, for a learning-rate warm-up."""
-        optimizer.step(optimizer_closure)
+        optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Clear one optimizer's gradients."""
@@ -224,7 +224,17 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip one optimizer's gradients by `"norm"` (default) or `"value"`. With a value of None, do nothing."""
+        """Clip one optimizer's gradients.
+
+        Args:
+            optimizer: the optimizer.
+            gradient_clip_val: maximum norm or absolute value. Default: None, the Trainer's. If that is None too,
+                nothing is clipped.
+            gradient_clip_algorithm: `"norm"` or `"value"`. Default: None, the Trainer's, or else `"norm"`.
+
+        Raises:
+            ConfigurationError: the Trainer has another value or algorithm, or one of them is invalid.
+        """
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:

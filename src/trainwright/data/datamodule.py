@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.hooks import DataHooks
 from trainwright.core.host.device_types import properties
-from trainwright.core.hyperparameters import HyperparametersMixin
+from trainwright.core.hyperparameters import DATAMODULE_HYPER_PARAMETERS, HyperparametersMixin
 from trainwright.core.registry import import_object
 from trainwright.data.combined import is_tree, leaves_of, map_leaves
 
@@ -33,6 +33,8 @@ class DataModule(HyperparametersMixin, DataHooks):
         prepare_data_per_node: call `prepare_data` once on each node. False calls it once in total, for a shared file
             system.
     """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = DATAMODULE_HYPER_PARAMETERS
 
     prepare_data_per_node: bool = True
     trainer: Any = None

@@ -25,17 +25,20 @@ class SimpleProfiler(Profiler):
 
     Attributes:
         totals: For each action the number of calls, the seconds with nested actions, and the seconds without them.
+        recorded_durations: For each action the seconds of each call, with nested actions.
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None, extended: bool = True) -> None:
         super().__init__(dirpath, filename)
         self.extended = extended
         self.totals: dict[str, tuple[int, float, float]] = {}
+        self.recorded_durations: dict[str, list[float]] = {}
         self._since = perf_counter()
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
         self.totals, self._open, self._since = {}, [], perf_counter()
+        self.recorded_durations = {}
 
     def start(self, action_name: str) -> None:
         self._open.append([action_name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
@@ -48,6 +51,7 @@ class SimpleProfiler(Profiler):
             self._open[at - 1][2] += passed
         calls, total, own = self.totals.get(action_name, (0, 0.0, 0.0))
         self.totals[action_name] = calls + 1, total + passed, own + max(passed - inside, 0.0)
+        self.recorded_durations.setdefault(action_name, []).append(passed)
 
     def summary(self) -> str:
         """Return a table of the actions, the longest first."""
