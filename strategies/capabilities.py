@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ArgumentTypeError, nearest
 from trainwright.core.names.known_arguments import Refuse
 
 
@@ -96,7 +96,7 @@ OF_LIGHTNING = {
 
 
 def refuse_removed(owner: str, reasons: Mapping[str, str], *, of: str | None = None) -> Refuse:
-    """Return a function that raises a ConfigurationError for an option that a strategy does not have.
+    """Return a function that raises an ArgumentTypeError for an option that a strategy does not have.
 
     Args:
         owner: Class name of the strategy.
@@ -106,8 +106,8 @@ def refuse_removed(owner: str, reasons: Mapping[str, str], *, of: str | None = N
 
     def refuse(name: str, value: object, known: list[str]) -> None:
         if name in reasons:
-            raise ConfigurationError(f"{of or owner} does not have {name}={value!r}: {reasons[name]}. Remove it.")
+            raise ArgumentTypeError(f"{of or owner} does not have {name}={value!r}: {reasons[name]}. Remove it.")
         own = [one for one in known if one != "self"]
-        raise ConfigurationError(f"{owner} has no argument {name!r}.{nearest(name, own)} It takes: {', '.join(own)}.")
+        raise ArgumentTypeError(f"{owner} has no argument {name!r}.{nearest(name, own)} It takes: {', '.join(own)}.")
 
     return refuse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_class, check_owner
@@ -97,6 +97,8 @@ def select(
     if not isinstance(num_nodes, int) or num_nodes < 1:
         raise ConfigurationError(f"num_nodes={num_nodes!r}: write a whole number of at least 1.")
     topology = detect(launcher)
+    if isinstance(strategy, Engine):  # the `trainer.strategy` of another Trainer
+        strategy = cast("Strategy", strategy.strategy)  # an engine declares only what it reads
     if isinstance(strategy, str) and ":" in strategy:
         strategy = make_strategy(strategy)
     if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):

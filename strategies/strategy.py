@@ -55,12 +55,22 @@ class StrategyOutline:
     peak: str | None = None
 
 
+class _StrategyType(type):
+    """Class of the strategies' classes."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        # `trainer.strategy` is an engine. Programs written for Lightning check it: isinstance(…, DDPStrategy).
+        described = instance.strategy if isinstance(instance, Engine) else instance
+        return super().__instancecheck__(described)
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Strategy:
+class Strategy(metaclass=_StrategyType):
     """The configuration of an engine. It can be compared, printed and pickled, and uses no device or process.
 
     `engine` creates the engine of one stage of a Trainer, or of one user-written loop. A strategy is a frozen dataclass
-    whose fields are the options: `with_options` returns a changed copy.
+    whose fields are the options: `with_options` returns a changed copy. An engine counts as an instance of its
+    strategy's class: `isinstance(trainer.strategy, DDPStrategy)`.
 
     Attributes:
         capabilities: Features that the engine supports; see `Capabilities`.

@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
+from trainwright.trainer.schedule import EndOfFit
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class _Loop:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"trainer.fit_loop has no {name!r} here. It has the limits and the progress: max_epochs, min_epochs, "
-            "max_steps, min_steps, batch_idx, total_batch_idx, epoch_progress, epoch_loop, and epoch_loop.val_loop. "
-            "See also trainer.state."
+            "max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, epoch_loop, and "
+            "epoch_loop.val_loop. See also trainer.state."
         )
 
 
@@ -168,6 +169,12 @@ class FitLoopView(_Loop):
     @property
     def _data_source(self) -> DataSource:
         return DataSource(self._find_run, "train")
+
+    @property
+    def done(self) -> bool:
+        """True if another `fit` would not train: a limit is reached, or `limit_train_batches` is 0."""
+        settings = self._settings
+        return settings.limit_batches["train"] == 0 or EndOfFit(settings.limits).reached(self._run.state)
 
     @property
     def epoch_loop(self) -> EpochLoopView:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.run_folder import OnDamaged
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ArgumentTypeError, ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import is_interactive, started_by_trainer
 from trainwright.core.run import SaveRequest, Stage
@@ -308,7 +308,7 @@ class Trainer(Planner, LightningNames):
         """
         task = one_task("predict", task, model)
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
-        task = task if task is not None else self.run.task
+        task = task if task is not None else self._last_task("predict")
         sources = Sources.of("predict", datamodule, predict=dataloaders)
         found: list[Any] | None = self._start(
             "predict", task, sources, load, partial(Prediction, keep=return_predictions is not False)
@@ -325,12 +325,20 @@ class Trainer(Planner, LightningNames):
         datamodule: DataModule | None,
     ) -> list[dict[str, float]]:
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
-        task = task if task is not None else self.run.task
+        task = task if task is not None else self._last_task(kind)
         sources = Sources.of(kind, datamodule, **{kind: loaders})
         found: list[dict[str, float]] | None = self._start(
             kind, task, sources, load, partial(Evaluation, verbose=verbose)
         )
         return found or []
+
+    def _last_task(self, stage: Stage) -> TaskModule:
+        task = self.run.components.task
+        if task is None:
+            raise ArgumentTypeError(
+                f"{stage}() has no task: this Trainer has not run one yet. Pass a TaskModule as its first argument."
+            )
+        return task
 
     def _start(
         self,

@@ -1,5 +1,6 @@
 from trainwright.accelerator.logging import get_logger as get_logger
 from trainwright.accelerator.logging import on_main_process as on_main_process
+from trainwright.accelerator.trackers import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from trainwright.accelerator.trackers import ClearMLTracker as ClearMLTracker
 from trainwright.accelerator.trackers import CometMLTracker as CometMLTracker
 from trainwright.accelerator.trackers import DVCLiveTracker as DVCLiveTracker
@@ -9,4 +10,5 @@ from trainwright.accelerator.trackers import SwanLabTracker as SwanLabTracker
 from trainwright.accelerator.trackers import TensorBoardTracker as TensorBoardTracker
 from trainwright.accelerator.trackers import TrackioTracker as TrackioTracker
 from trainwright.accelerator.trackers import WandBTracker as WandBTracker
+from trainwright.accelerator.trackers import register_tracker_class as register_tracker_class
 from trainwright.core.names.constants import LoggerType as LoggerType

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError, TaskError, nearest
+from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TaskError, nearest
 from trainwright.core.host.device_types import properties
 
 _MIN_THREADED = 2**20  # elements on the host for whose norm threads are started
@@ -38,7 +38,8 @@ class GradientClip:
         """Parse `gradient_clip_val` and `gradient_clip_algorithm`. Return None if clipping is disabled.
 
         Raises:
-            ConfigurationError: The value is not a positive number, or the algorithm is unknown.
+            ArgumentTypeError: The value is not a number.
+            ConfigurationError: The value is not positive, or the algorithm is unknown.
         """
         if algorithm is not None and algorithm not in ("norm", "value"):
             raise ConfigurationError(
@@ -47,8 +48,11 @@ class GradientClip:
             )
         if value is None or value == 0:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ConfigurationError(f"gradient_clip_val={value!r} is not a positive number. Use None for no clipping.")
+        text = f"gradient_clip_val={value!r} is not a positive number. Use None for no clipping."
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ArgumentTypeError(text)
+        if not value > 0:
+            raise ConfigurationError(text)
         return cls(float(value), "value" if algorithm == "value" else "norm")
 
 

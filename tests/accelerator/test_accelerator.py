@@ -244,6 +244,23 @@ def test_an_accelerator_is_pickled_with_prepared_objects() -> None:
             changed.append(not torch.equal(before, model.module.weight))
     assert changed == [False, True, True, True]
     assert copy.deepcopy(accelerator).num_processes == 1
+    assert pickle.loads(pickle.dumps(made[2])).param_groups[0]["lr"] == 0.1
+
+
+def test_what_programs_read_of_accelerate_s_lists() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader: Any = DataLoader(torch.ones(4, 2))  # type: ignore[arg-type]
+    prepared = accelerator.prepare(net, optimizer, schedule, loader)
+    lists = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+    assert [found[0] for found in lists] == list(prepared)
+    assert all(one._is_accelerate_prepared for one in prepared)
+    accelerator.sync_gradients = False
+    assert not accelerator.gradient_state.sync_gradients
+    accelerator.free_memory()
+    assert not accelerator._dataloaders
 
 
 def test_a_state_is_saved_with_the_arguments_that_scripts_pass(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, ConfigurationError
+from trainwright.accelerator import trackers
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.tracking import GeneralTracker, on_main_process
 from trainwright.utils import LoggerType
@@ -146,6 +147,30 @@ def test_a_wrong_call_is_an_error_and_disables_nothing(tmp_path: Path) -> None:
     assert len(caught) == 1
     assert [tracker.name for tracker in accelerator.trackers] == ["recorder", "tensorboard"]
     accelerator.end_training()
+
+
+class InFolder(Recorder):
+    name = "in_folder"
+    requires_logging_directory = True
+
+    def __init__(self, project: str, folder: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.arguments = (project, folder, options)
+
+
+def test_a_registered_tracker_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trackers, "LOGGER_TYPE_TO_CLASS", dict(trackers.LOGGER_TYPE_TO_CLASS))
+    trackers.register_tracker_class(InFolder)
+    with pytest.raises(ConfigurationError, match="needs a folder"):
+        Accelerator(cpu=True, log_with="in_folder")
+    accelerator = Accelerator(cpu=True, log_with="in_folder", project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"in_folder": {"tag": 1}})
+    assert accelerator.get_tracker("in_folder").arguments == ("project", str(tmp_path), {"tag": 1})
+    with pytest.warns(TrainwrightWarning, match="now creates a InFolder instead of a InFolder"):
+        trackers.register_tracker_class(InFolder)
+    for wrong in (dict, GeneralTracker, Incomplete):
+        with pytest.raises(ConfigurationError):
+            trackers.register_tracker_class(wrong)  # type: ignore[arg-type]
 
 
 class Incomplete(GeneralTracker):

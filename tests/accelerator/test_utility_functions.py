@@ -32,6 +32,7 @@ from trainwright.utils import (
     load,
     override_numa_affinity,
     patch_environment,
+    purge_accelerate_environment,
     save,
     set_numa_affinity,
     set_seed,
@@ -96,6 +97,22 @@ def test_variables_are_set_and_removed_for_a_block() -> None:
         os.environ["LOST"] = "1"
     assert os.environ.pop("KEPT") == "1"
     assert "LOST" not in os.environ
+
+
+def test_variables_that_a_function_or_a_test_sets_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_A", "1")
+
+    def set_variables(_: object) -> str:
+        os.environ["ACCELERATE_A"] = os.environ["ACCELERATE_B"] = "2"
+        return os.environ["ACCELERATE_A"]
+
+    parent = purge_accelerate_environment(type("Parent", (), {"test_one": set_variables}))
+    child = type("Child", (parent,), {"test_two": set_variables})()
+    for call in (purge_accelerate_environment(set_variables), parent.test_one):
+        assert call(child) == "2"
+        assert (os.environ["ACCELERATE_A"], "ACCELERATE_B" in os.environ) == ("1", False)
+    assert child.test_two() == "2"
+    assert os.environ["ACCELERATE_A"] == "1"
 
 
 def test_tensors_are_sliced_listed_and_widened() -> None:

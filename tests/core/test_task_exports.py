@@ -9,6 +9,7 @@ import torch
 from tests.helpers.tasks import RegressionTask
 from trainwright.core import exports
 from trainwright.core.errors import ConfigurationError
+from trainwright.utilities.boring_classes import BoringModel
 
 
 def test_export_is_in_evaluation_mode_and_restores_the_mode() -> None:
@@ -63,3 +64,9 @@ def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, 
     assert calls[1][2:4] == (0, None)
     assert list(calls[1][4]["kwargs"]) == ["inputs"]
     assert [part.training for part in task.net] == [True, False, True, True]
+
+
+def test_the_boring_model_can_be_scripted() -> None:
+    sample = torch.randn(2, 32)
+    task = BoringModel()
+    torch.testing.assert_close(task.to_torchscript()(sample), task(sample))

@@ -115,5 +115,26 @@ def test_what_cannot_be_divided_is_refused() -> None:
         prepare_data_loader(loader(6), num_processes=3, process_index=0, split_batches=True)
     with pytest.raises(ConfigurationError, match="needs put_on_device=True"):
         prepare_data_loader(loader(6), dispatch_batches=True)
-    with pytest.raises(ConfigurationError, match="use_stateful_dataloader=True is not supported"):
-        DataLoaderShard(range(6), use_stateful_dataloader=True)
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+def test_an_interrupted_pass_continues(kind: Any) -> None:
+    data = torch.arange(12)
+
+    def make(seed: int) -> Any:
+        sampler: Any = RandomSampler(data, generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return kind(data, batch_size=4, sampler=sampler, use_stateful_dataloader=True)
+
+    whole, other = make(0), make(1)
+    state = {}
+    batches = []
+    for _ in range(2):
+        for batch in whole:
+            batches.append(batch.tolist())
+            state[len(batches)] = whole.state_dict()
+    other.load_state_dict(state[1])
+    assert _read(other)[0] == batches[1:3]
+    assert other.iteration == 1
+    other.load_state_dict(state[3])
+    assert len(_read(other)[0]) == 3
+    assert other.state_dict() == whole.state_dict() == {"iteration": 2, "batch": 0, "generator": None}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from trainwright.commands.config import default_config_file, load_config_from_file
 from trainwright.commands.launch import launch_command, launch_command_parser
 
 _MODULES = {
@@ -64,6 +65,24 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert ended.value.code == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "started"),
+    [
+        (["script.py", "--x"], ["--module", "--", "trainwright.as_accelerate", "script.py", "--x"]),
+        (["-m", "package.script"], ["--module", "--", "trainwright.as_accelerate", "-m", "package.script"]),
+        (["--no_python", "program"], ["--no_python", "--", "program"]),
+    ],
+)
+def test_the_started_script_also_runs_without_accelerate(
+    given: list[str], started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+    monkeypatch.setattr("trainwright.commands.launch.launch", lambda argv: found.append(argv) or 0)
+    monkeypatch.setattr("trainwright.commands.launch.replaces_accelerate", lambda: True)
+    launch_command(launch_command_parser().parse_args(given))
+    assert found == [started]
+
+
 @pytest.mark.slow
 def test_the_modules_are_also_those_of_accelerate() -> None:
     program = "import trainwright; trainwright.as_accelerate(); from accelerate.commands.launch import launch_command"
@@ -71,3 +90,10 @@ def test_the_modules_are_also_those_of_accelerate() -> None:
     run = [sys.executable, "-m", "trainwright.as_accelerate", "-m", "accelerate.commands.env", "--help"]
     done = subprocess.run(run, capture_output=True, text=True, check=True)
     assert "trainwright env" in done.stdout
+
+
+def test_a_program_reads_the_configuration_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("num_processes: 3\nmixed_precision: bf16\n")
+    assert load_config_from_file(path).to_dict() == {"num_processes": 3, "mixed_precision": "bf16"}
+    assert default_config_file.endswith("default_config.yaml")

@@ -41,8 +41,8 @@ _HOMES = {
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
     "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
     "accelerator.trackers": (
-        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker MLflowTracker SwanLabTracker TensorBoardTracker "
-        "TrackioTracker WandBTracker"
+        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS MLflowTracker SwanLabTracker "
+        "TensorBoardTracker TrackioTracker WandBTracker register_tracker_class"
     ),
     "accelerator.logging": "MultiProcessAdapter get_logger on_main_process tqdm",
     "core.names.constants": (
@@ -63,7 +63,8 @@ _HOMES = {
     ),
     "core.errors": "DistributedOperationException",
     "processes.launcher": (
-        "clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading patch_environment"
+        "clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading patch_environment "
+        "purge_accelerate_environment"
     ),
     "launch.config_file": "write_basic_config",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
@@ -99,7 +100,8 @@ _UTILS = {
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": (
         "check_cuda_fp8_capability clear_environment get_cpu_distributed_information override_numa_affinity "
-        "parse_choice_from_env parse_flag_from_env patch_environment set_numa_affinity str_to_bool"
+        "parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment "
+        "set_numa_affinity str_to_bool"
     ),
     "fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_parameters_from_modules "
@@ -162,8 +164,9 @@ PATHS: dict[str, str] = {
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState GradientState PartialState",
     "tracking": (
-        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LoggerType MLflowTracker SwanLabTracker "
-        "TensorBoardTracker TrackioTracker WandBTracker get_logger on_main_process"
+        "ClearMLTracker CometMLTracker DVCLiveTracker GeneralTracker LOGGER_TYPE_TO_CLASS LoggerType MLflowTracker "
+        "SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker get_logger on_main_process "
+        "register_tracker_class"
     ),
     "tuner": "Tuner",
     "utilities.model_summary": "LayerSummary summarize",

@@ -15,8 +15,9 @@ from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, quiet_trainer
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.strategies import DDPStrategy
 from trainwright.trainer.recovery.failure import describe, note_missing_weights
 from trainwright.trainer.trainer import Trainer
 
@@ -39,6 +40,7 @@ from trainwright.trainer.trainer import Trainer
         ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, r"check_val_every_n_epoch=None counts batches"),
         ({"uneven_batches": "padd"}, r"uneven_batches='padd' is unknown. Did you mean 'pad'"),
         ({"barebones": True, "logger": True}, r"barebones=True contradicts logger=True"),
+        ({"barebones": True, "num_sanity_val_steps": 1}, r"barebones=True contradicts num_sanity_val_steps=1"),
         ({"barebones": True, "fast_dev_run": True}, r"contradict each other"),
         ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, r"callbacks contains a ModelCheckpoint"),
         ({"accelerator": "cpu", "devices": 0}, r"devices=0: write a count of at least 1"),
@@ -183,7 +185,7 @@ def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) 
 
 
 def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
-    with pytest.raises(TaskError, match=r"no task yet. Pass one to trainer.fit\(task"):
+    with pytest.raises(ArgumentTypeError, match=r"predict\(\) has no task.* Pass a TaskModule"):
         quiet_trainer().predict()
     task = type("Task", (TaskModule,), {})()
     with pytest.raises(TaskError, match=r"Task has neither predict_step nor forward. Define one of them"):
@@ -233,3 +235,21 @@ def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:
     data = regression_loader(8, 2).dataset
     with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set, not a loader"):
         quiet_trainer(max_steps=1).fit(RegressionTask(), data)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: quiet_trainer(no_such_argument=1),
+        lambda: quiet_trainer(gradient_clip_val=(1, 2)),
+        lambda: DDPStrategy(no_such_argument=1),  # type: ignore[call-arg]  # the test's subject
+        lambda: quiet_trainer().fit(torch.nn.Linear(1, 1)),
+        lambda: quiet_trainer().fit(),
+        lambda: quiet_trainer().test(),
+        lambda: quiet_trainer().predict(),
+    ],
+)
+def test_an_unknown_or_missing_argument_is_a_type_error_too(call: Callable[[], Any]) -> None:
+    with pytest.raises(ArgumentTypeError):
+        call()
+    assert issubclass(ArgumentTypeError, TypeError)

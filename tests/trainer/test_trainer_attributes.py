@@ -13,6 +13,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import CSVLogger
+from trainwright.strategies import DDPStrategy, FSDPStrategy
 from trainwright.trainer.lightning_names import INTERNALS
 from trainwright.trainer.trainer import Trainer
 
@@ -106,6 +107,10 @@ def test_fit_loop_has_the_progress() -> None:
     assert trainer.fit_loop.epoch_progress.total.ready == trainer.fit_loop.epoch_progress.current.completed == 2
     assert trainer.fit_loop.epoch_loop.batch_progress.total.completed == 8
     assert trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    assert trainer.fit_loop.done
+    assert not quiet_trainer(max_epochs=-1, max_steps=1).fit_loop.done
+    assert quiet_trainer(max_epochs=-1, max_steps=0).fit_loop.done
+    assert quiet_trainer(max_epochs=5, limit_train_batches=0).fit_loop.done
 
 
 def test_libraries_can_read_private_names_of_lightning() -> None:
@@ -187,3 +192,10 @@ def test_folders_are_strings_and_the_strategy_has_lightnings_names(tmp_path: Pat
     assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
     for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
         assert isinstance(folder, str)
+
+
+def test_the_strategy_of_a_trainer_is_an_instance_of_the_configured_class() -> None:
+    trainer = quiet_trainer(strategy="ddp", max_epochs=1)
+    assert isinstance(trainer.strategy, DDPStrategy)
+    assert not isinstance(trainer.strategy, FSDPStrategy)
+    assert isinstance(quiet_trainer(strategy=trainer.strategy, max_epochs=1).strategy, DDPStrategy)

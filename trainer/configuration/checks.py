@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.hook_table import check_hook_names
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ArgumentTypeError, ConfigurationError
 from trainwright.core.hooks import DataHooks, TaskHooks
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.run import Stage
@@ -40,7 +40,7 @@ _WORDS_OF_STAGES = frozenset().union(*_WORDS.values())
 _ONLY_FIT = frozenset({"optimizer", "optimizers", "backward", "gradient", "scheduler", "items", "grad", "tokens"})
 
 
-def _no_task(task: object, stage: Stage) -> ConfigurationError:
+def _no_task(task: object, stage: Stage) -> ArgumentTypeError:
     check_owner(task)
     if isinstance(task, type) and issubclass(task, TaskModule):
         found = f"the class {task.__name__}. Pass an instance: {task.__name__}(…)."
@@ -51,7 +51,7 @@ def _no_task(task: object, stage: Stage) -> ConfigurationError:
             f"a {type(task).__name__}, but needs a TaskModule. Sub-class trainwright.TaskModule and make the module an "
             "attribute."
         )
-    return ConfigurationError(f"{stage}() received {found}")
+    return ArgumentTypeError(f"{stage}() received {found}")
 
 
 def check_task(
@@ -74,6 +74,7 @@ def check_task(
         counts_tokens: a limit or interval is in tokens.
 
     Raises:
+        ArgumentTypeError: `task` is not a TaskModule.
         ConfigurationError: the task cannot run the stage.
     """
     if not isinstance(task, TaskModule):
@@ -132,13 +133,14 @@ def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) ->
     """Return the task from `task` or `model`; None if both are None.
 
     Raises:
-        ConfigurationError: both are passed and differ, or `fit` receives neither.
+        ConfigurationError: both are passed and differ.
+        ArgumentTypeError: `fit` receives neither.
     """
     if task is not None and model is not None and task is not model:
         raise ConfigurationError(f"{stage}() received two tasks, as task= and as model=. Pass only one of them.")
     found = model if task is None else task
     if found is None and stage == "fit":
-        raise ConfigurationError("fit() needs a task: pass a TaskModule as its first argument, or as task= or model=.")
+        raise ArgumentTypeError("fit() needs a task: pass a TaskModule as its first argument, or as task= or model=.")
     return found
 
 

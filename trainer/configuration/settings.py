@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trainwright.core.duration import Duration, parse_time
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import DummyLogger
@@ -206,10 +206,10 @@ def refuse_unknown(name: str, _: object, known: Iterable[str]) -> None:
     """Raise an error for an unknown argument of the Trainer. The message names the most similar argument.
 
     Raises:
-        ConfigurationError: always.
+        ArgumentTypeError: always.
     """
     hint = f" Use {_ELSEWHERE[name]} instead." if name in _ELSEWHERE else nearest(name, known)
-    raise ConfigurationError(f"Trainer has no argument {name!r}.{hint}")
+    raise ArgumentTypeError(f"Trainer has no argument {name!r}.{hint}")
 
 
 _OLD_NAMES = {
@@ -223,17 +223,17 @@ def refuse_of_verb(verb: str, name: str, _: object, known: Iterable[str]) -> Non
     """Raise an error for an unknown argument of `fit`, `validate`, `test` or `predict`, with the most similar argument.
 
     Raises:
-        ConfigurationError: always.
+        ArgumentTypeError: always.
     """
     own = [each for each in known if each != "self"]
     new = _OLD_NAMES.get(name)
     hint = f" Use {new} instead." if new in own else nearest(name, own)
-    raise ConfigurationError(f"{verb}() has no argument {name!r}.{hint} It takes: {', '.join(own)}.")
+    raise ArgumentTypeError(f"{verb}() has no argument {name!r}.{hint} It takes: {', '.join(own)}.")
 
 
 def _check_barebones(arguments: TrainerArguments) -> None:
     names = ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "detect_anomaly")
-    for name in (*names, "profiler"):
+    for name in (*names, "profiler", "log_every_n_steps", "num_sanity_val_steps"):
         if value := getattr(arguments, name):
             raise ConfigurationError(f"barebones=True contradicts {name}={value!r}. Remove one of them.")
     if arguments.fast_dev_run:

@@ -433,9 +433,23 @@ class Accelerator:
         """The loss scaler of `mixed_precision="fp16"`. None in other precisions."""
         return None if self._scale is None else self._scale.scaler
 
+    # Lists of Accelerate that transformers and other programs read.
+
     @property
-    def _models(self) -> list[nn.Module]:  # read by transformers
+    def _models(self) -> list[nn.Module]:
         return self._prepared.models
+
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[AcceleratedLoader]:
+        return self._prepared.dataloaders
 
     @property
     def should_save_model(self) -> bool:
@@ -444,8 +458,12 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """True if an optimizer step follows the current micro-batch."""
+        """True if an optimizer step follows the current micro-batch. Loops that divide steps themselves set it."""
         return self._groups.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._groups.set_sync_gradients(value)
 
     @property
     def gradient_state(self) -> GradientState:

@@ -21,7 +21,7 @@ from trainwright.accelerator.handlers import (
     sort_handlers,
 )
 from trainwright.accelerator.project import ProjectConfiguration
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
 from trainwright.core.process import detect
@@ -331,7 +331,7 @@ def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
         ConfigurationError: The argument is unknown, or is an argument of Accelerate with a value other than None.
     """
     if name not in ELSEWHERE:
-        raise ConfigurationError(f"Accelerator has no argument {name!r}.{nearest(name, (*known, *ELSEWHERE))}")
+        raise ArgumentTypeError(f"Accelerator has no argument {name!r}.{nearest(name, (*known, *ELSEWHERE))}")
     if value is not None:
         raise ConfigurationError(f"Accelerator does not take {name}= . Instead: {ELSEWHERE[name]}.")
 

@@ -51,7 +51,37 @@ class GeneralTracker:
         """Write all data and close the run. Called by `end_training`. Does nothing by default."""
 
 
-_CLASSES: dict[LoggerType, type[LoggerTracker]] = {}
+# The classes of `Accelerator(log_with="name")`, by name.
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Make a tracker available by its name: `Accelerator(log_with="name")`. Call it before the Accelerator is created.
+
+    `init_trackers` calls the class with the project's name, with the logging folder if `requires_logging_directory` is
+    True, and with the tracker's options of `init_kwargs` as keywords. A class with the name of an earlier one replaces
+    it with a warning.
+
+    Args:
+        tracker_class: A sub-class of `GeneralTracker` with the class attributes `name` and
+            `requires_logging_directory`.
+
+    Raises:
+        ConfigurationError: `tracker_class` is another object, or lacks one of the attributes.
+    """
+    if not isinstance(tracker_class, type) or not issubclass(tracker_class, GeneralTracker):
+        raise ConfigurationError(f"register_tracker_class({tracker_class!r}): pass a sub-class of GeneralTracker.")
+    for attribute in ("name", "requires_logging_directory"):
+        if not hasattr(tracker_class, attribute):
+            raise ConfigurationError(
+                f"the tracker {tracker_class.__name__} has no class attribute {attribute}. Add it."
+            )
+    name = tracker_class.name
+    if name in LOGGER_TYPE_TO_CLASS:
+        earlier = LOGGER_TYPE_TO_CLASS[name].__name__
+        text = f"log_with={name!r} now creates a {tracker_class.__name__} instead of a {earlier}."
+        warnings.warn(text, TrainwrightWarning, stacklevel=2)
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 class LoggerTracker(GeneralTracker):
@@ -68,8 +98,9 @@ class LoggerTracker(GeneralTracker):
 
     def __init_subclass__(cls, kind: LoggerType | None = None, requires_folder: bool = False) -> None:
         if kind is not None:
-            cls.name, cls.requires_logging_directory = kind.value, requires_folder
-            _CLASSES[kind] = cls
+            cls.name = kind.value
+            cls.requires_logging_directory = requires_folder
+            LOGGER_TYPE_TO_CLASS[cls.name] = cls
 
     def __init__(self, run_name: str, logging_dir: str | None = None, **options: Any) -> None:
         self._make_logger(run_name, logging_dir, options)
@@ -179,6 +210,18 @@ class MLflowTracker(LoggerTracker, kind=LoggerType.MLFLOW):
     def __init__(self, experiment_name: str | None = None, logging_dir: str | None = None, **options: Any) -> None:
         self._make_logger(experiment_name or "Default", logging_dir, options)
 
+    def log_figure(self, figure: object, artifact_file: str, **save_kwargs: Any) -> None:
+        """Store a figure of matplotlib or plotly as an artifact. For `save_kwargs` see `MlflowClient.log_figure`."""
+        self.tracker.log_figure(self.logger.version, figure, artifact_file, **save_kwargs)
+
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Store a file as an artifact, in the folder `artifact_path` of the run. Default: its root."""
+        self.tracker.log_artifact(self.logger.version, local_path, artifact_path)
+
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Store all files of a folder as artifacts; see `log_artifact`."""
+        self.tracker.log_artifacts(self.logger.version, local_dir, artifact_path)
+
 
 class ClearMLTracker(LoggerTracker, kind=LoggerType.CLEARML):
     """ClearML: `run_name` is the project; options are those of `ClearMLLogger` and `Task.init`."""
@@ -203,7 +246,7 @@ class CSVTracker(LoggerTracker, kind=LoggerType.CSV, requires_folder=True):
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
-def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | GeneralTracker]:
+def read_trackers(log_with: object, folder: str | None) -> list[str | GeneralTracker]:
     """Return the trackers of `Accelerator(log_with=…)`.
 
     `"all"` selects every tracker of another library whose package is installed.
@@ -212,7 +255,7 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
         MissingPackageError: The package of a tracker is not installed.
         ConfigurationError: An entry is unknown or incomplete, or needs the folder of the project, which is not set.
     """
-    found: list[LoggerType | GeneralTracker] = []
+    found: list[str | GeneralTracker] = []
     for one in log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]:
         if isinstance(one, GeneralTracker):
             missing = [name for name in _REQUIRED if inspect.getattr_static(one, name, None) is None]
@@ -220,37 +263,42 @@ def read_trackers(log_with: object, folder: str | None) -> list[LoggerType | Gen
                 raise ConfigurationError(f"the tracker {type(one).__name__} has no {', no '.join(missing)}. Add it.")
             found.append(one)
         elif one == LoggerType.ALL:
-            for kind in _CLASSES:
-                if kind is not LoggerType.CSV and kind not in found and _reason_against(kind, folder) is None:
-                    found.append(kind)
-        elif isinstance(one, str) and one in LoggerType.list():
-            kind = LoggerType(one)
-            if (error := _reason_against(kind, folder)) is not None:
+            for name in LOGGER_TYPE_TO_CLASS:
+                if name != LoggerType.CSV and name not in found and _reason_against(name, folder) is None:
+                    found.append(name)
+        elif isinstance(one, str) and (one in LOGGER_TYPE_TO_CLASS or one == LoggerType.AIM):
+            name = str(one)
+            error = _reason_against(name, folder)
+            if error is not None:
                 raise error
-            found += [kind] if kind not in found else []
+            if name not in found:
+                found.append(name)
         else:
             check_owner(one)
-            hint = " Another tracker is an object of a sub-class of GeneralTracker."
-            names = [*(kind.value for kind in _CLASSES), LoggerType.ALL.value]
+            hint = (
+                " Another tracker is an object of a sub-class of GeneralTracker, or a name of register_tracker_class."
+            )
+            names = [*LOGGER_TYPE_TO_CLASS, LoggerType.ALL.value]
             raise unknown("log_with", one if isinstance(one, str) else repr(one), names, hint)
     return found
 
 
-def _reason_against(kind: LoggerType, folder: str | None) -> Exception | None:
+def _reason_against(name: str, folder: str | None) -> Exception | None:
     """Return an error if the library is unsupported or not installed, or lacks a folder. Otherwise, return None."""
-    if kind not in _CLASSES:
+    if name not in LOGGER_TYPE_TO_CLASS:
         return ConfigurationError(
             "log_with='aim' is not supported: Aim's reader does not find the files that were written. Sub-class "
             "GeneralTracker to use it."
         )
-    if find_spec(kind.value) is None:
-        package = kind.value.replace("_", "-")
+    tracker_class = LOGGER_TYPE_TO_CLASS[name]
+    if issubclass(tracker_class, LoggerTracker) and find_spec(name) is None:
+        package = name.replace("_", "-")
         return MissingPackageError(
-            f"log_with={kind.value!r} needs a package that is not installed. Run: pip install {package}"
+            f"log_with={name!r} needs a package that is not installed. Run: pip install {package}"
         )
-    if _CLASSES[kind].requires_logging_directory and folder is None:
+    if tracker_class.requires_logging_directory and folder is None:
         return ConfigurationError(
-            f"log_with={kind.value!r} needs a folder. Pass project_dir='…', or "
+            f"log_with={name!r} needs a folder. Pass project_dir='…', or "
             "project_config=ProjectConfiguration(logging_dir='…')."
         )
     return None
@@ -262,7 +310,7 @@ class LoopTrackers:
     `kinds` is the result of `read_trackers`. `folder` is the folder of the trackers.
     """
 
-    def __init__(self, kinds: Sequence[LoggerType | GeneralTracker], folder: str | None) -> None:
+    def __init__(self, kinds: Sequence[str | GeneralTracker], folder: str | None) -> None:
         self._kinds, self._folder = kinds, folder
         self.started: list[GeneralTracker] = []
         self._all: list[GeneralTracker] = []
@@ -278,7 +326,7 @@ class LoopTrackers:
         self.finish()
         self._unopened = []
         self._all = [
-            kind if isinstance(kind, GeneralTracker) else self._make(kind, project, options.get(kind.value, {}))
+            kind if isinstance(kind, GeneralTracker) else self._make(kind, project, options.get(kind, {}))
             for kind in self._kinds
         ]
         self.started = list(self._all)
@@ -292,13 +340,17 @@ class LoopTrackers:
 
     @property
     def _names(self) -> list[str]:
-        return [kind.name if isinstance(kind, GeneralTracker) else kind.value for kind in self._kinds]
+        return [kind.name if isinstance(kind, GeneralTracker) else kind for kind in self._kinds]
 
-    def _make(self, kind: LoggerType, project: str, options: Mapping[str, Any]) -> LoggerTracker:
+    def _make(self, name: str, project: str, options: Mapping[str, Any]) -> GeneralTracker:
+        tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]
+        takes_folder = tracker_class.requires_logging_directory or issubclass(tracker_class, LoggerTracker)
+        folder = [self._folder] if takes_folder else []
         try:
-            return _CLASSES[kind](project, self._folder, **options)
+            made: GeneralTracker = tracker_class(project, *folder, **options)
         except TypeError as error:
-            raise ConfigurationError(f"init_kwargs={{{kind.value!r}: {dict(options)!r}}} is wrong: {error}.") from error
+            raise ConfigurationError(f"init_kwargs={{{name!r}: {dict(options)!r}}} is wrong: {error}.") from error
+        return made
 
     def log(self, method: str, values: object, step: object, options: Mapping[str, Mapping[str, Any]] | None) -> None:
         """Call `log` or `log_images` of each tracker.

@@ -10,7 +10,7 @@ import json
 import sys
 
 from trainwright.cli.main import main
-from trainwright.launch.launch import launch
+from trainwright.launch.launch import launch, replaces_accelerate
 from trainwright.launch.reading import SHORT, known_options
 
 __all__ = ["launch_command", "launch_command_parser"]
@@ -43,7 +43,8 @@ def launch_command_parser() -> argparse.ArgumentParser:
 def launch_command(args: argparse.Namespace) -> None:
     """Run the script of `launch_command_parser().parse_args(…)`. The attributes of `args` may be changed before.
 
-    A single process replaces the calling process.
+    A single process replaces the calling process. After `trainwright.as_accelerate()`, the script runs on Trainwright
+    too: its processes start with `-m trainwright.as_accelerate`, except with `--no_python`.
 
     Raises:
         ConfigurationError: An option or the script is not valid. No process has been started.
@@ -58,8 +59,20 @@ def launch_command(args: argparse.Namespace) -> None:
             value = json.dumps(value)
         if value is not None:
             words.append(f"--{name}={value}")
-    words += [f"--{name}" for name in _FURTHER if getattr(args, name, None)]
-    code = launch([*words, "--", args.training_script, *args.training_script_args])
+    is_module = bool(getattr(args, "module", None))
+    no_python = bool(getattr(args, "no_python", None))
+    program = [args.training_script, *args.training_script_args]
+    if replaces_accelerate() and not no_python:
+        # The replacement ends with this process. Without this, the started processes would import accelerate.
+        if is_module:
+            program.insert(0, "-m")
+        program.insert(0, "trainwright.as_accelerate")
+        is_module = True
+    if is_module:
+        words.append("--module")
+    if no_python:
+        words.append("--no_python")
+    code = launch([*words, "--", *program])
     if code:
         sys.exit(code)
 

@@ -23,6 +23,10 @@ class ConfigurationError(TrainwrightError, ValueError):
     """Invalid argument, task or loader. Raised before devices and processes are used."""
 
 
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """Unknown or missing argument, or a value of the wrong type. Python's own error for it is a TypeError."""
+
+
 class TaskError(TrainwrightError, RuntimeError):
     """Invalid return value or call in a method of the user's task."""
 

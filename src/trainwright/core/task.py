@@ -384,12 +384,12 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
     @property
     def current_epoch(self) -> int:
         """0-based index of the current epoch; 0 without a Trainer."""
-        return self._run.state.epoch if self._run is not None else 0
+        return self._run.current_epoch if self._run is not None else 0
 
     @property
     def global_step(self) -> int:
         """Completed optimizer steps; 0 without a Trainer."""
-        return self._run.state.step if self._run is not None else 0
+        return self._run.global_step if self._run is not None else 0
 
     @property
     def global_rank(self) -> int:

@@ -23,6 +23,7 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.device_types import properties
+from trainwright.core.names.stand_in import is_active
 from trainwright.launch import child
 from trainwright.launch.clusters import check_cluster, start_on_cluster
 from trainwright.launch.hostfile import start_machines, with_hostfile
@@ -414,3 +415,8 @@ def options_help() -> str:
         if not option.later:
             groups.setdefault(option.group, []).append(f"  {flag}--{option.name}{value}\n        {option.help}")
     return "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
+
+
+def replaces_accelerate() -> bool:
+    """Return whether a started script must import Trainwright in place of accelerate, as this process does."""
+    return is_active()

@@ -343,6 +343,8 @@ class LaunchConfig:
         """Return the options that are set, by their names."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name)) is not None}
 
+    to_dict = set_options  # Accelerate's name
+
     def environment(self) -> dict[str, str]:
         """Return the environment variables that pass the options to the script."""
         found = {}

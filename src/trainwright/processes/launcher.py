@@ -254,6 +254,38 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
+@contextlib.contextmanager
+def _keep_accelerate_variables() -> Iterator[None]:
+    """Give variables whose names begin with `ACCELERATE_` their earlier values at the end of a `with` block."""
+    before = {name: value for name, value in environment().items() if name.startswith("ACCELERATE_")}
+    try:
+        yield
+    finally:
+        for name in environment():
+            if name.startswith("ACCELERATE_") and name not in before:
+                del os.environ[name]
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(function_or_class: Any) -> Any:
+    """Decorator: what a function sets in variables `ACCELERATE_…` is undone when it returns.
+
+    transformers' `TrainingArguments`, for example, sets such variables, which later `Accelerator`s read. Of a class and
+    its sub-classes, the methods whose names begin with "test" are decorated.
+    """
+    if not isinstance(function_or_class, type):
+        return _keep_accelerate_variables()(function_or_class)
+    _purge_tests(function_or_class)
+    function_or_class.__init_subclass__ = classmethod(_purge_tests)  # type: ignore[assignment, arg-type]
+    return function_or_class
+
+
+def _purge_tests(owner: type, **_: object) -> None:
+    for name, value in list(vars(owner).items()):
+        if name.startswith("test") and isinstance(value, FunctionType):
+            setattr(owner, name, _keep_accelerate_variables()(value))
+
+
 def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     """Return three pickles for `trainwright.processes.worker`: replaced libraries, the work, and its definitions.
 

@@ -7,3 +7,4 @@ from trainwright.core.names.kwargs_handler import str_to_bool as str_to_bool
 from trainwright.core.names.packages import check_cuda_fp8_capability as check_cuda_fp8_capability
 from trainwright.processes.launcher import clear_environment as clear_environment
 from trainwright.processes.launcher import patch_environment as patch_environment
+from trainwright.processes.launcher import purge_accelerate_environment as purge_accelerate_environment

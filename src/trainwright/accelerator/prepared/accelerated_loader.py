@@ -49,6 +49,8 @@ class AcceleratedLoader(SkippableLoader):
         given, prepared: The arguments. `prepared.raw` may be a copy of the user's loader with other data or sizes.
     """
 
+    _is_accelerate_prepared = True  # Accelerate's mark, which programs read
+
     def __init__(
         self,
         given: object,

@@ -34,6 +34,8 @@ class AcceleratedModel(nn.Module):
         no_sync: See `Engine.no_sync`.
     """
 
+    _is_accelerate_prepared = True  # Accelerate's mark, which programs read
+
     def __init__(
         self,
         module: nn.Module,

@@ -35,6 +35,8 @@ class AcceleratedOptimizer(Optimizer):
         step_was_skipped: The last due step was skipped because of non-finite fp16 gradients.
     """
 
+    _is_accelerate_prepared = True  # Accelerate's mark, which programs read
+
     step_was_skipped: bool = False
 
     def __init__(
@@ -143,6 +145,8 @@ class AcceleratedScheduler:
         further: Number of additional advances at each step, until the schedule's end (`total_steps`). Default: None,
             which follows from `step_with_optimizer` and `split_batches`.
     """
+
+    _is_accelerate_prepared = True  # Accelerate's mark, which programs read
 
     def __init__(
         self,

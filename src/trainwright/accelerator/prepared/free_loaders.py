@@ -35,9 +35,10 @@ _KEPT = (
 
 
 class _Loader(RoundLoader):
-    """DataLoader that reports the end of a pass.
+    """DataLoader that reports the end of a pass, and continues an interrupted pass after `load_state_dict`.
 
     Attributes:
+        use_stateful_dataloader: Accelerate's argument, without effect: each of these loaders has a state.
         iteration: The epoch (0-based) of the next pass. A complete pass increments it.
         end_of_dataloader: True once the newest pass has returned its last batch.
         remainder: Samples of a pass's last batch on all processes. 0 if it is full. -1 if unknown or dropped.
@@ -53,17 +54,16 @@ class _Loader(RoundLoader):
         iteration: int,
         options: dict[str, Any],
     ) -> None:
-        if use_stateful_dataloader:
-            raise ConfigurationError(
-                "use_stateful_dataloader=True is not supported here. Loaders that an Accelerator prepares have "
-                "state_dict and load_state_dict."
-            )
         super().__init__(dataset, **options)
+        self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = skip_batches
         self._drop_last, self._non_blocking = drop_last, non_blocking
         self.iteration = iteration
         self.end_of_dataloader = False
         self.remainder = -1
+        self._num_read = 0  # batches of the present pass, with those that were skipped at its start
+        self._first_batch = 0  # where the next pass begins, after `load_state_dict`
+        self._generator_at_start: torch.Tensor | None = None  # the sampler's, when the present pass began
 
     @property
     def _batches(self) -> Any:
@@ -91,12 +91,39 @@ class _Loader(RoundLoader):
         for each in found or ([self.dataset] if sets_epoch(self.dataset) else []):
             each.set_epoch(epoch)
 
-    def _begin(self) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the newest batch of the present pass, for `load_state_dict` on the same process.
+
+        It has the state of the sampler's generator, if there is one. An order of torch's default generator is not
+        restored.
+        """
+        state = {"iteration": self.iteration, "batch": self._num_read, "generator": self._generator_at_start}
+        if self.end_of_dataloader:
+            is_at_last_batch = self._num_read > 0  # the pass has not returned yet, and not incremented `iteration`
+            state |= {"iteration": self.iteration + is_at_last_batch, "batch": 0, "generator": None}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next pass begin after the batches that were read when `state_dict` was called."""
+        self.iteration = state_dict["iteration"]
+        self._first_batch = state_dict["batch"]
+        generator = getattr(getattr(self._batches, "sampler", None), "generator", None)
+        if state_dict["generator"] is not None and generator is not None:
+            generator.set_state(state_dict["generator"])
+
+    def _begin(self) -> int:
+        """Prepare for a pass. Return the number of batches to skip at its start."""
+        generator = getattr(getattr(self._batches, "sampler", None), "generator", None)
+        self._generator_at_start = None if generator is None else generator.get_state()
+        num_skipped = self._first_batch or self.skip_batches
+        self._first_batch = 0
+        self._num_read = num_skipped
         self.end_of_dataloader, self.remainder = False, -1
         if not self._drop_last:
             with contextlib.suppress(TypeError):  # the data set has no length
                 self.remainder = self.total_dataset_length % self.total_batch_size
         self.set_epoch(self.iteration)
+        return num_skipped
 
 
 class DataLoaderShard(_Loader):
@@ -107,7 +134,7 @@ class DataLoaderShard(_Loader):
         rng_types: Generators that are synchronized over processes before each pass; see `synchronize_rng_states`.
         synchronized_generator: The generator that `"generator"` in `rng_types` refers to. Default: None.
         skip_batches: Number of batches that are skipped at the beginning of each pass. Default: 0.
-        use_stateful_dataloader: Must be False. Default: False.
+        use_stateful_dataloader: Accepted without effect: the loader has `state_dict` and `load_state_dict`.
         _drop_last: The data set or sampler drops an incomplete last batch, so that `remainder` is -1. Default: False.
         _non_blocking: Copy batches to the device asynchronously. Default: False.
         torch_device_mesh: Accepted without effect.
@@ -144,15 +171,17 @@ class DataLoaderShard(_Loader):
         """Iterate over the batches of the next epoch. Collective with `rng_types`."""
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self._begin()
-        batches = islice(super().__iter__(), self.skip_batches, None)
+        num_skipped = self._begin()
+        batches = islice(super().__iter__(), num_skipped, None)
         ahead = list(islice(batches, 1))
         while ahead:
             batch = ahead.pop()
             ahead = list(islice(batches, 1))
             self.end_of_dataloader = not ahead
+            self._num_read += 1
             yield batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
         self.iteration += 1
+        self._num_read = 0
 
 
 class DataLoaderDispatcher(_Loader):
@@ -212,13 +241,15 @@ class DataLoaderDispatcher(_Loader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Iterate over this process's batches of the next epoch. Collective."""
-        self._begin()
+        num_skipped = self._begin()
         for number, (batch, (rows, is_last)) in enumerate(self._transfer.iterate(self._read)):
             if is_last:
                 self.end_of_dataloader, self.remainder = True, rows
-            if number >= self.skip_batches:
+            if number >= num_skipped:
+                self._num_read = number + 1
                 yield send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
         self.iteration += 1
+        self._num_read = 0
 
     def _read(self) -> Iterator[Round]:
         """Yield each round's parts, its number of rows, and True for the last round. First process only."""

@@ -97,17 +97,21 @@ class PreparedObjects:
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[AcceleratedLoader] = []
-        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of what was given
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("_known", "loader_options")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._known = WeakValueDictionary()
+    @functools.cached_property
+    def _known(self) -> WeakValueDictionary[int, Any]:
+        """The prepared objects by the id of what was given.
+
+        It is made at its first use, because the lists are empty or incomplete while an Accelerator is unpickled.
+        """
+        known: WeakValueDictionary[int, Any] = WeakValueDictionary()
         for one in (*self.models, *self.optimizers, *self.schedulers, *self.dataloaders):
             own = prepared_from(one)
-            self._known[id(one if own is None else own)] = one
+            known[id(one if own is None else own)] = one
+        return known
 
     def __bool__(self) -> bool:
         return bool(self._known)
@@ -252,6 +256,7 @@ class PreparedObjects:
         if self.megatron is not None:
             call = partial(self.megatron.run, model, call)
         if call is model and self._make_context is None:
+            model._is_accelerate_prepared = True  # type: ignore[assignment]  # as `AcceleratedModel` has it
             return model
         engine = self._engine
         return AcceleratedModel(model, prepared, call, self._make_context, engine.explain_error, engine.no_sync)
