@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import trainwright
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.constants import LIGHTNING_VERSION
 
 
@@ -232,6 +232,33 @@ def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Pa
     found = torch.load(trainer.checkpoint_callback.best_model_path, map_location="cpu", weights_only=True)
     assert (found["global_step"], found["mean"]) == (2, 2.0)
     assert torch.equal(found["state_dict"]["net.weight"], task.net.weight)
+
+
+class WithLoss(Kept):
+    """A task that saves its loss as an object and reads it back, as the models of darts do."""
+
+    def __init__(self, loss: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.loss = loss or torch.nn.MSELoss()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss"] = self.loss
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loss = checkpoint["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:on_save_checkpoint")
+def test_a_task_keeps_its_own_object_if_the_checkpoint_describes_an_equal_one(lightning: Any, tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.ones(2, 1))
+    options: Any = {"default_root_dir": tmp_path, "logger": False, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = trainwright.Trainer(max_epochs=1, **options)
+    trainer.fit(WithLoss(torch.nn.MSELoss(reduction="sum")), data)
+    saved = trainer.checkpoint_callback.best_model_path
+    assert WithLoss.load_from_checkpoint(saved, loss=torch.nn.MSELoss(reduction="sum")).loss.reduction == "sum"
+    with pytest.raises(CheckpointError, match=r"'loss'.*MSELoss\(reduction='sum'\).*no equal object"):
+        WithLoss.load_from_checkpoint(saved)
+    trainwright.Trainer(max_epochs=2, **options).fit(WithLoss(torch.nn.MSELoss(reduction="sum")), data, ckpt_path=saved)
 
 
 def test_a_plugin_that_saves_is_an_error(lightning: Any) -> None:
