@@ -261,6 +261,24 @@ def test_a_task_keeps_its_own_object_if_the_checkpoint_describes_an_equal_one(li
     trainwright.Trainer(max_epochs=2, **options).fit(WithLoss(torch.nn.MSELoss(reduction="sum")), data, ckpt_path=saved)
 
 
+def test_a_cluster_environment_that_agrees_with_the_variables_is_accepted(lightning: Any) -> None:
+    class OfRay(lightning.pytorch.plugins.environments.LightningEnvironment):  # type: ignore[misc]  # defined here
+        def world_size(self) -> int:
+            return 1
+
+        def global_rank(self) -> int:
+            return 0
+
+    class OfTwo(OfRay):
+        def world_size(self) -> int:
+            return 2
+
+    trainer = trainwright.Trainer(plugins=[OfRay()], logger=False, accelerator="cpu")
+    assert trainer.strategy.checkpoint_io is None  # anomalib reads it
+    with pytest.raises(ConfigurationError, match="OfTwo is rank 0 of 2, and the environment variables"):
+        trainwright.Trainer(plugins=[OfTwo()], logger=False, accelerator="cpu")
+
+
 def test_a_plugin_that_saves_is_an_error(lightning: Any) -> None:
     class Saves(lightning.fabric.plugins.io.torch_io.TorchCheckpointIO):  # type: ignore[misc]  # defined here
         def save_checkpoint(self, *args: Any) -> None:
