@@ -319,3 +319,17 @@ def imported_version() -> str:
 def test_spawned_processes_import_trainwright() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(imported_version) == LIGHTNING_VERSION
+
+
+def test_a_callback_changes_the_batch_through_the_output_of_an_evaluation(tmp_path: Path) -> None:
+    class Returns(Kept):
+        def test_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+            return batch
+
+    class Marks(trainwright.Callback):
+        def on_test_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, *args: Any) -> None:
+            outputs["label"] = 1
+            assert batch["label"] == 1  # as post-processors of anomalib do
+
+    trainer = trainwright.Trainer(callbacks=[Marks()], logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.test(Returns(), torch.utils.data.DataLoader([{"x": 1.0}]), verbose=False)
