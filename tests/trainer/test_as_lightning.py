@@ -107,6 +107,7 @@ def test_a_class_is_the_same_under_all_spellings(lightning: Any) -> None:
     assert not hasattr(lightning, "no_such_name")
     for name in ("lightning", "pytorch-lightning", "pytorch_lightning"):
         assert importlib.metadata.version(name) == lightning.__version__ == pl.__version__ == LIGHTNING_VERSION
+        assert "Lightning-AI" in importlib.metadata.metadata(name)["Home-page"]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("lightning.no_such_module")
 

@@ -53,12 +53,17 @@ class DataLoaderConfiguration:
     custom_classes: object = None
 
     def __post_init__(self) -> None:
-        if self.even_batches not in (True, False, "pad"):
-            raise ConfigurationError(f"even_batches={self.even_batches!r}: expected True, False or 'pad'.")
+        check_even_batches(self.even_batches)
         if self.custom_classes is not None:
             raise ConfigurationError(
                 "custom_classes is not supported. Remove it: a prepared loader keeps the class of the original loader."
             )
+
+
+def check_even_batches(value: object) -> None:
+    """Raise a ConfigurationError for a value that `even_batches` cannot have."""
+    if value not in (True, False, "pad"):
+        raise ConfigurationError(f"even_batches={value!r}: expected True, False or 'pad'.")
 
 
 @dataclass

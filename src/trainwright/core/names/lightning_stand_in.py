@@ -49,6 +49,7 @@ class LightningReplacement(Replacement):
     packages = ("lightning", "pytorch_lightning", "lightning_fabric")
     distributions = ("lightning", "pytorch-lightning", "lightning-fabric")
     version = LIGHTNING_VERSION
+    home_page = "https://github.com/Lightning-AI/lightning"
 
     def is_package(self, fullname: str) -> bool | None:
         """Return whether a module has sub-modules. None: there is no such module."""
