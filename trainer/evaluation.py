@@ -11,12 +11,8 @@ from typing import Any
 
 import torch
 
-<<<<<<< HEAD
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.core.tree import Batch, map_tensors, too_deep
-=======
 from trainwright.core.tree import Batch, iterate_tensors, map_tensors, too_deep
->>>>>>> pl
 from trainwright.data.groups import check_end
 from trainwright.data.prepared import PreparedLoader
 from trainwright.loggers.evaluation_rows import Place

@@ -32,8 +32,8 @@ class DataLoaderConfiguration:
             batches. All processes get the same number of equally large batches. Of data that has no indices, a process
             repeats its last batch. `gather_for_metrics` drops the repeated samples. `"pad"`: a process without a batch
             repeats its last one with weight 0, so that no sample is trained twice. The last batch may be short. False:
-            no batch is repeated, and processes may get different numbers of batches, for `join_uneven_inputs`.
-            Default: True.
+            no batch is repeated, and processes may get different numbers of batches, for `join_uneven_inputs`. A loader
+            that drops incomplete batches then drops an incomplete last round, as in Accelerate. Default: True.
         use_seedable_sampler: Always on. The order of shuffled data depends on a seed. Default: False.
         data_seed: Another name of `Accelerator(seed=…)`. Default: None.
         non_blocking: Always on. Batches are copied to the device asynchronously. Default: False.

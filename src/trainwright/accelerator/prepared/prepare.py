@@ -22,7 +22,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.gradient_state import LoopGroups
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart, stateful_loader_class
+from trainwright.accelerator.prepared.accelerated_loader import (
+    AcceleratedLoader,
+    SkippedStart,
+    divided_options,
+    stateful_loader_class,
+)
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import (
     AcceleratedOptimizer,
@@ -132,14 +137,10 @@ class PreparedObjects:
             name="the loader",
         )
 
-    def _loader_options(self) -> LoaderOptions:
+    def _loader_options(self, loader: object) -> LoaderOptions:
         """Return the settings for dividing a loader over ranks, with the present options of loaders."""
-        return replace(
-            self.rank_options,
-            split_batches=self._config.split_batches,
-            lockstep=bool(self._config.even_batches),
-            completes_rounds=self._config.even_batches is True,
-        )
+        options = replace(self.rank_options, split_batches=self._config.split_batches)
+        return divided_options(options, loader, self._config.even_batches)
 
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
         """Prepare models, optimizers, schedulers and data loaders. Return other objects unchanged.
@@ -338,7 +339,7 @@ class PreparedObjects:
 
         def make() -> AcceleratedLoader:
             mover = self._engine.batch_mover() if placed else None
-            options = self._loader_options()
+            options = self._loader_options(own)
             used = own if self.megatron is None else self.megatron.enlarge(own)
             if self._is_cut_into_shards(own):
                 used = copy_loader(used, dataset=ShardedIterable(used.dataset))
