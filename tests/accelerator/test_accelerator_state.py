@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.helpers.distributed import run_distributed
@@ -167,6 +167,11 @@ def test_a_state_of_accelerate_is_named_with_what_reads_it(tmp_path: Path) -> No
     load_checkpoint_in_model(net, tmp_path)
 
 
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
 def _resumed(folder: Path, **options: Any) -> tuple[Loop, list[int]]:
     """Load a state that was saved after 4 of 11 batches of the first epoch. Also return the epoch's order."""
     whole = Loop()
@@ -196,6 +201,23 @@ def test_a_loader_with_a_state_is_one_of_torchdata_on_request() -> None:
     for loader in (loop.loader, other):
         assert isinstance(loader, StatefulDataLoader)
         assert loader.state_dict()["epoch"] == 0
+
+
+def test_an_iterable_is_fetched_again_if_the_loader_has_a_state() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    assert isinstance(loader, StatefulDataLoader)
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == batches[2:]
+    assert [batch.tolist() for batch in loader] == batches
+    with pytest.raises(ConfigurationError, match="differ"):
+        accelerator.dataloader_config = DataLoaderConfiguration(data_seed=accelerator._prepared.seed + 1)
 
 
 @pytest.mark.parametrize(("options", "train", "line"), _SCRIPTS)

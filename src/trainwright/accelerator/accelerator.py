@@ -185,7 +185,7 @@ class Accelerator:
         install_rich_tracebacks()
         self.project_configuration = project_of(project_dir, project_config)
         self.log_with = read_trackers(log_with, self.project_configuration.logging_dir)
-        self.dataloader_config = loader_settings(split_batches, seed, dataloader_config)
+        self._loader_config = loader_settings(split_batches, seed, dataloader_config)
         self._settings = settings = read_settings(
             mixed_precision=mixed_precision,
             steps=gradient_accumulation_steps,
@@ -222,7 +222,7 @@ class Accelerator:
         self._traces: list[str] = []
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
-            self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
+            self._loader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
         )
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
@@ -267,7 +267,7 @@ class Accelerator:
             self._groups,
             self._scale,
             self._make_context,
-            self.dataloader_config,
+            self._loader_config,
             seed,
             self.rng_types,
             self.schedule_steps,
@@ -275,6 +275,16 @@ class Accelerator:
         )
 
     # How loaders are prepared
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """The options for preparing loaders. A change, or another configuration, holds for loaders prepared later."""
+        return self._loader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        self._loader_config = loader_settings(False, self._prepared.seed, value)
+        self._prepared.loader_config = self._loader_config
 
     @property
     def split_batches(self) -> bool:

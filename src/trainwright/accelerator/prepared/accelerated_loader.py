@@ -80,6 +80,7 @@ class AcceleratedLoader(SkippableLoader):
         self._models = models
         self._epoch = 0
         self._saved: dict[str, Any] | None = None  # the loaded state of an interrupted pass that has not continued
+        self._replays = False  # the pass that continues fetches the batches before its position, and drops them
         self._trained_at_load = False
         self._reading: Pass | None = None  # the present pass
         self._newest: Pass | None = None  # the newest pass, finished or not
@@ -170,6 +171,9 @@ class AcceleratedLoader(SkippableLoader):
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         continues = self._saved is None or not self._evaluates()
         position = self._take_position(first, continues)
+        if position is not None and self._replays:
+            first = position["batch"]
+            position = None
         self.prepared.set_epoch(self._epoch, position)
         if continues:
             self._epoch += 1
@@ -330,11 +334,13 @@ class AcceleratedLoader(SkippableLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position. The next pass that trains begins at this position, unless `continues` is False.
 
-        Warns and restarts the epoch if the data set can neither seek nor restore its own position.
+        A data set that can neither seek nor restore its own position is read from its beginning if `continues` is True.
+        Otherwise, the epoch restarts with a warning.
         """
         position, own = state["position"], state["loader"]
         self._epoch = state["epoch"]
         self._saved = None
+        self._replays = False
         if position is None:
             if own is not None:
                 self.prepared.load_state_dict(own, at_epoch_start=True)
@@ -344,13 +350,16 @@ class AcceleratedLoader(SkippableLoader):
         try:
             self.prepared.check_resume(position["batch"], has_state=own is not None)
         except ConfigurationError as error:
-            warnings.warn(
-                f"{error} The epoch restarts. To skip the batches that were already used, call "
-                f"skip_first_batches(loader, {position['batch']}).",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
-            return
+            if not self._continues:
+                warnings.warn(
+                    f"{error} The epoch restarts. To skip the batches that were already used, call "
+                    f"skip_first_batches(loader, {position['batch']}), or pass "
+                    "DataLoaderConfiguration(use_stateful_dataloader=True) to fetch them again.",
+                    TrainwrightWarning,
+                    stacklevel=2,
+                )
+                return
+            self._replays = True
         self._saved = dict(state)
         self._trained_at_load = self._in_training_mode()
 
