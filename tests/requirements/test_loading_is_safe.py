@@ -138,7 +138,7 @@ def test_a_huge_manifest_or_index_is_refused_in_bounded_memory(checkpoint: Path)
     _huge_file(checkpoint / "manifest.json")
     with bounded_memory(), pytest.raises(CheckpointError):
         read_checkpoint(checkpoint)
-    _huge_file(checkpoint.parent / "index.json")
+    _huge_file(checkpoint.parent / ".index.json")
     with bounded_memory(), pytest.warns(TrainwrightWarning):  # it is rebuilt
         RunIndex(checkpoint.parent)
 

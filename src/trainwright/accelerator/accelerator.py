@@ -1190,13 +1190,13 @@ class Accelerator:
     def free_memory(self, *objects: object) -> list[Any]:
         """Release all prepared objects and their memory. Return None for each of `objects`.
 
-        Call this method on every process, because it replaces the engine.
+        Call this method on every process, because it replaces the engine. Afterwards, a process can train the user's
+        model directly and alone.
 
         The loop must also release its references: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         self._checkpoints.close()
-        for loader in self._prepared.dataloaders:
-            loader.prepared.close()
+        self._prepared.release()
         self.engine.close()
         self.engine = self._settings.selection.engine()
         self.engine.start(self.state.topology)

@@ -118,7 +118,7 @@ class AcceleratedLoader(SkippableLoader):
     @property
     def total_batch_size(self) -> int:
         """Samples of one micro-batch over all processes."""
-        return (self.prepared.batch_size or 1) * self.prepared.options.world
+        return (self._full_rows or 1) * self.prepared.options.world
 
     @property
     def total_dataset_length(self) -> int:
@@ -129,7 +129,10 @@ class AcceleratedLoader(SkippableLoader):
     def remainder(self) -> int:
         """Samples of a pass's last micro-batch on all processes. 0 if it is full. -1 if unknown or dropped."""
         raw = self.prepared.raw
-        if not isinstance(raw, DataLoader) or raw.drop_last or not isinstance(raw.dataset, Sized):
+        if not isinstance(raw, DataLoader) or not isinstance(raw.dataset, Sized):
+            return -1
+        # A DataLoader with a batch sampler of the user has drop_last=False.
+        if raw.drop_last or getattr(raw.batch_sampler, "drop_last", False):
             return -1
         return self.total_dataset_length % self.total_batch_size
 
@@ -273,7 +276,7 @@ class AcceleratedLoader(SkippableLoader):
         real = prepared.real_rows(index)
         if real is not None:
             return real
-        full, found = prepared.batch_size, prepared.samples_in_round(index)
+        full, found = self._full_rows, prepared.samples_in_round(index)
         if full is None or found == full * prepared.real_ranks(index):
             return None
         if found is not None and prepared.options.world == 1:

@@ -143,6 +143,14 @@ class PreparedObjects:
         options = replace(self.rank_options, split_batches=self.loader_config.split_batches)
         return divided_options(options, loader, self.loader_config.even_batches)
 
+    def release(self) -> None:
+        """End the workers of loaders. Afterwards, a process can train the user's models directly and alone."""
+        for loader in self.dataloaders:
+            loader.prepared.close()
+        for model in self.models:
+            if isinstance(model, AcceleratedModel):
+                model.release()
+
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
         """Prepare models, optimizers, schedulers and data loaders. Return other objects unchanged.
 
