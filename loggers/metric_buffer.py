@@ -271,6 +271,11 @@ class MetricBuffer:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
+        if "/dataloader_idx_" in name:
+            raise ConfigurationError(
+                f"log got the name {name!r}; the index of the loader is appended with several loaders. Remove "
+                "'/dataloader_idx_' from the name."
+            )
         if self._closed:
             raise TaskError(
                 f"log({name!r}) in {self._closed}: values logged there are not aggregated. Call it in a *_step or in "

@@ -31,6 +31,10 @@ class TaskError(TrainwrightError, RuntimeError):
     """Invalid return value or call in a method of the user's task."""
 
 
+class LoggedValueError(TaskError, ValueError):
+    """Value passed to `log` that is not one number. Python's own error for it is a ValueError."""
+
+
 class CheckpointError(TrainwrightError, RuntimeError):
     """Checkpoint that is missing, damaged, incomplete or does not fit the run."""
 
