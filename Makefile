@@ -44,7 +44,7 @@ help:
 	@echo "make check-oldest  the fast tests on the oldest supported torch, in an environment of its own"
 	@echo "make check-newest  the same on the newest torch that was tested"
 	@echo "make test     the fast tests, and every feature of the core in real processes (seven minutes)"
-	@echo "make test-engines  DeepSpeed's compiled optimizer, Megatron, Ray, Slurm, MPI, two hosts, trackers, S3, browsers"
+	@echo "make test-engines  DeepSpeed's compiled optimizer, Megatron, Ray, Slurm, MPI, two hosts, trackers, S3, browsers; libraries on Lightning, in .venv-ecosystem"
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
 	@echo "make test-xla the tests of XLA, in an environment of 7 GB with torch_xla and its torch (ten minutes)"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"

@@ -29,6 +29,11 @@ class LightningMembers:
         return self.processes.rank == 0
 
     @property
+    def checkpoint_io(self) -> None:
+        """None, because no plugin writes checkpoints."""
+        return None
+
+    @property
     def model(self) -> TaskModule | None:
         """The prepared task. Engines do not wrap tasks."""
         return vars(self).get("task")

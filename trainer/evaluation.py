@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.core.tree import Batch, map_tensors, too_deep
+from trainwright.core.tree import Batch, iterate_tensors, map_tensors, too_deep
 from trainwright.data.groups import check_end
 from trainwright.data.prepared import PreparedLoader
 from trainwright.loggers.evaluation_rows import Place
@@ -250,9 +250,12 @@ def _one_batch(
         note_batch(run, error, f"{name}_step", batch, idx)
         raise
     ends = getattr(hooks, f"on_{name}_batch_end")
-    if ends or keep:  # a step may enable gradients itself
+    if ends or keep:
         try:
-            output = map_tensors(torch.Tensor.detach, output)
+            # Usually no copy is needed. A callback can then change the batch in place through the output, which may be
+            # the same object. A step can require gradients only if it enables them itself.
+            if any(tensor.requires_grad for tensor in iterate_tensors(output)):
+                output = map_tensors(torch.Tensor.detach, output)
         except RecursionError as error:
             raise too_deep(f"the result of {name}_step") from error
     for hook in ends:

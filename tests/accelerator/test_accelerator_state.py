@@ -128,7 +128,7 @@ def test_what_cannot_be_saved_or_loaded_is_an_error(tmp_path: Path) -> None:
     Loop().run(num_epochs=1, save_at=2, folder=tmp_path / "state")
     seeded = Loop()
     seeded.accelerator._prepared.seed = 8
-    del seeded.accelerator._prepared.loader_options  # asked for when the loader was prepared
+    del seeded.accelerator._prepared.rank_options  # asked for when the loader was prepared
     with pytest.raises(CheckpointError, match=r"Pass Accelerator\(seed=7\)"):
         seeded.accelerator.load_state(tmp_path / "state")
 

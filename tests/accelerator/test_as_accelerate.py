@@ -36,6 +36,7 @@ import trainwright
 assert accelerate.Accelerator is trainwright.Accelerator
 assert accelerate.utils.operations.gather is trainwright.gather
 assert accelerate.__version__ == importlib.metadata.version("accelerate")
+assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
 from accelerate.accelerator import DataLoaderConfiguration
 from accelerate.test_utils import RegressionModel, test_script
 from accelerate.utils.operations import copy_tensor_to_devices

@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from trainwright import (
     AcceleratedOptimizer,
@@ -20,7 +20,7 @@ from trainwright import (
     GradientAccumulationPlugin,
 )
 from trainwright.accelerator.gradient_state import GradientState
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -87,6 +87,18 @@ def test_the_accelerator_takes_its_arguments_in_the_order_of_accelerate() -> Non
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 2)
     assert accelerator.even_batches is False
     accelerator.end_training()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of")
+def test_a_loop_may_be_longer_than_its_schedule() -> None:
+    inner = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = AcceleratedScheduler(OneCycleLR(inner, max_lr=1.0, total_steps=2), inner)
+    schedule.step()
+    schedule.step()
+    with pytest.warns(TrainwrightWarning, match="OneCycleLR has ended after total_steps=2"):
+        schedule.step()
+    schedule.step()
+    assert schedule.scheduler.last_epoch == 2
 
 
 def test_a_schedule_prints_a_rate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from tests.helpers.distributed import run_distributed
 from trainwright import DataLoaderConfiguration
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import shard_info
 from trainwright.strategies import FSDPStrategy
 
@@ -97,6 +97,14 @@ def _own_batches() -> dict[str, Any]:
         found[name] = read
         found[f"{name} stream"] = len(list(other))
         found[f"{name} weights"] = [value.detach() for value in net.parameters()]
+        accelerator.even_batches = "pad" if name == "uneven" else False
+        later = accelerator.prepare(DataLoader(range(6), batch_size=2))  # type: ignore[arg-type]
+        found[f"{name}, then changed"] = [batch.tolist() for batch in later]
+        dropping = accelerator.prepare(DataLoader(range(6), batch_sampler=BatchSampler(range(6), 2, drop_last=True)))  # type: ignore[arg-type]
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            found[f"{name}, dropping"] = [batch.tolist() for batch in dropping]
+    with pytest.raises(ConfigurationError, match="expected True, False or 'pad'"):
+        accelerator.even_batches = "all"
     return found
 
 
@@ -116,6 +124,9 @@ def test_processes_get_only_their_own_batches() -> None:
     for rank, found in enumerate(ranks):
         assert found["even"] == {None: completed[rank], False: own[rank], True: completed[rank]}
         assert found["uneven"] == {None: own[rank], False: own[rank], True: completed[rank]}
+        assert found["even, then changed"] == own[rank][1]
+        assert found["uneven, then changed"] == ([[2, 3], [2, 3]] if rank else own[0][1])
+        assert found["even, dropping"] == found["uneven, dropping"] == own[rank][1][:1]
         assert (found["even stream"], found["uneven stream"]) == (2, 2 - rank)
         for name in ("even weights", "uneven weights"):
             torch.testing.assert_close(found[name], ranks[0][name], rtol=0, atol=0)

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import plain_name, read_model, write_model
-from trainwright.checkpoint.format.model import MODEL_INDEX
+from trainwright.checkpoint.format.model import MODEL_INDEX, load_plain_state
 from trainwright.core.errors import CheckpointError
 
 
@@ -81,3 +81,12 @@ def test_an_index_that_does_not_fit_its_shards_is_an_error(tmp_path: Path, chang
 def test_wrappers_leave_no_trace_in_names() -> None:
     assert plain_name("net._orig_mod._checkpoint_wrapped_module.0.w") == "net.0.w"
     assert plain_name("net.my_orig_mod.w") == "net.my_orig_mod.w"
+
+
+def test_buffers_that_a_stage_set_under_inference_mode_are_loaded() -> None:
+    module = torch.nn.Linear(1, 1)
+    with torch.inference_mode():
+        module.register_buffer("mean", torch.zeros(1))
+    load_plain_state(module, {**module.state_dict(), "mean": torch.ones(1)})
+    assert module.mean.item() == 1.0
+    assert not module.weight.is_inference()

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import trainwright
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.constants import LIGHTNING_VERSION
 
 
@@ -107,6 +107,7 @@ def test_a_class_is_the_same_under_all_spellings(lightning: Any) -> None:
     assert not hasattr(lightning, "no_such_name")
     for name in ("lightning", "pytorch-lightning", "pytorch_lightning"):
         assert importlib.metadata.version(name) == lightning.__version__ == pl.__version__ == LIGHTNING_VERSION
+        assert "Lightning-AI" in importlib.metadata.metadata(name)["Home-page"]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("lightning.no_such_module")
 
@@ -244,6 +245,51 @@ def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Pa
     assert torch.equal(found["state_dict"]["net.weight"], task.net.weight)
 
 
+class WithLoss(Kept):
+    """A task that saves its loss as an object and reads it back, as the models of darts do."""
+
+    def __init__(self, loss: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.loss = loss or torch.nn.MSELoss()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss"] = self.loss
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loss = checkpoint["loss"]
+
+
+@pytest.mark.filterwarnings("ignore:on_save_checkpoint")
+def test_a_task_keeps_its_own_object_if_the_checkpoint_describes_an_equal_one(lightning: Any, tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(torch.ones(2, 1))
+    options: Any = {"default_root_dir": tmp_path, "logger": False, "accelerator": "cpu", "enable_progress_bar": False}
+    trainer = trainwright.Trainer(max_epochs=1, **options)
+    trainer.fit(WithLoss(torch.nn.MSELoss(reduction="sum")), data)
+    saved = trainer.checkpoint_callback.best_model_path
+    assert WithLoss.load_from_checkpoint(saved, loss=torch.nn.MSELoss(reduction="sum")).loss.reduction == "sum"
+    with pytest.raises(CheckpointError, match=r"'loss'.*MSELoss\(reduction='sum'\).*no equal object"):
+        WithLoss.load_from_checkpoint(saved)
+    trainwright.Trainer(max_epochs=2, **options).fit(WithLoss(torch.nn.MSELoss(reduction="sum")), data, ckpt_path=saved)
+
+
+def test_a_cluster_environment_that_agrees_with_the_variables_is_accepted(lightning: Any) -> None:
+    class OfRay(lightning.pytorch.plugins.environments.LightningEnvironment):  # type: ignore[misc]  # defined here
+        def world_size(self) -> int:
+            return 1
+
+        def global_rank(self) -> int:
+            return 0
+
+    class OfTwo(OfRay):
+        def world_size(self) -> int:
+            return 2
+
+    trainer = trainwright.Trainer(plugins=[OfRay()], logger=False, accelerator="cpu")
+    assert trainer.strategy.checkpoint_io is None  # anomalib reads it
+    with pytest.raises(ConfigurationError, match="OfTwo is rank 0 of 2, and the environment variables"):
+        trainwright.Trainer(plugins=[OfTwo()], logger=False, accelerator="cpu")
+
+
 def test_a_plugin_that_saves_is_an_error(lightning: Any) -> None:
     class Saves(lightning.fabric.plugins.io.torch_io.TorchCheckpointIO):  # type: ignore[misc]  # defined here
         def save_checkpoint(self, *args: Any) -> None:
@@ -284,3 +330,17 @@ def imported_version() -> str:
 def test_spawned_processes_import_trainwright() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(imported_version) == LIGHTNING_VERSION
+
+
+def test_a_callback_changes_the_batch_through_the_output_of_an_evaluation(tmp_path: Path) -> None:
+    class Returns(Kept):
+        def test_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+            return batch
+
+    class Marks(trainwright.Callback):
+        def on_test_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, *args: Any) -> None:
+            outputs["label"] = 1
+            assert batch["label"] == 1  # as post-processors of anomalib do
+
+    trainer = trainwright.Trainer(callbacks=[Marks()], logger=False, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.test(Returns(), torch.utils.data.DataLoader([{"x": 1.0}]), verbose=False)

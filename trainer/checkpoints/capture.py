@@ -10,6 +10,7 @@ import torch
 
 from trainwright.checkpoint import Snapshot
 from trainwright.checkpoint.format.codec import encode
+from trainwright.checkpoint.task_objects import TASK_OBJECTS, describe
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.hyperparameters import DATAMODULE_HYPER_PARAMETERS, HYPER_PARAMETERS, copy_hparams
 from trainwright.core.names.hidden_names import plain_name
@@ -22,13 +23,14 @@ from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
 
 
-def _savable(entries: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries that a checkpoint can contain. Warn about the others.
+def _without_objects(entries: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries that a checkpoint can contain, and descriptions of the others. Warn about the others.
 
     Tasks of libraries add objects that Lightning pickles. Their users cannot change them. In a program of Trainwright,
     such an entry is an error.
     """
     kept = {}
+    described = {}
     for name, value in entries.items():
         try:
             encode({name: value}, shards={})
@@ -38,9 +40,10 @@ def _savable(entries: dict[str, Any]) -> dict[str, Any]:
                 TrainwrightWarning,
                 stacklevel=2,
             )
+            described[name] = describe(value)
         else:
             kept[name] = value
-    return kept
+    return kept, described
 
 
 def half_done(run: StageRun) -> str | None:
@@ -146,9 +149,12 @@ def _collect(
     model = shown["state_dict"]
     own = shown.own
     hparams = own.pop(HYPER_PARAMETERS, {})
+    objects: dict[str, str] = {}
     if own and is_replaced("lightning"):
-        own = _savable(own)
+        own, objects = _without_objects(own)
     trainer: dict[str, Any] = {**task.saved_hyperparameters(hparams), "task": own}
+    if objects:
+        trainer[TASK_OBJECTS] = objects
     if not weights_only:
         trainer |= {
             "callbacks": _callback_states(run),

@@ -18,6 +18,7 @@ from trainwright.checkpoint.format.reader import check_checkpoint, read_checkpoi
 from trainwright.checkpoint.remote import find_remote
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.checkpoint.run_folder import OnDamaged, RunFolder, open_valid
+from trainwright.checkpoint.task_objects import TASK_OBJECTS, equal_objects, objects_named_in_errors
 from trainwright.core import errors
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.host.folders import is_url
@@ -425,7 +426,10 @@ class Opened:
 
     def show(self, run: StageRun) -> None:
         """Call `on_load_checkpoint` of the task and callbacks, which may change the weights."""
-        run.fire("on_load_checkpoint", self.shown)
+        objects = self.snapshot.trainer.get(TASK_OBJECTS, {})
+        self.shown.update(equal_objects(run.task, objects))
+        with objects_named_in_errors(run.task, objects):
+            run.fire("on_load_checkpoint", self.shown)
 
 
 def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:

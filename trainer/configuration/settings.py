@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
-from trainwright.core.process import check_address
+from trainwright.core.process import check_address, detect
 from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import DummyLogger
 from trainwright.profilers.profiler import Profiler, resolve_profiler
@@ -178,7 +178,7 @@ def check_plain_arguments(arguments: TrainerArguments) -> None:
     for name, instead in _NOT_SERVED.items():
         value = getattr(arguments, name)
         if name == "plugins" and value:
-            value = _without_loaders(value)
+            value = _without_needless(value)
         if value is not None and value != []:
             raise ConfigurationError(f"{name}={value!r}: {instead}")
     if arguments.barebones:
@@ -463,17 +463,40 @@ def _select(arguments: TrainerArguments, clip: GradientClip | None) -> Selection
     return selection
 
 
-def _without_loaders(plugins: Any) -> Any:
-    """Return the plugins without those that only load checkpoint files of Lightning. Warn about these."""
-    from trainwright.core.names.lightning_stand_in import only_loads
+def _without_needless(plugins: Any) -> Any:
+    """Return the plugins without those of libraries that change nothing here.
 
-    if not isinstance(plugins, list):
-        return plugins
-    for plugin in filter(only_loads, plugins):
-        warnings.warn(
-            f"plugins: {type(plugin).__name__}.load_checkpoint is not called, because checkpoints are folders of "
-            "safetensors and JSON, which are loaded without unpickling.",
-            TrainwrightWarning,
-            stacklevel=4,
+    These are plugins that only load checkpoint files of Lightning, with a warning, and cluster environments that agree
+    with the launcher's environment variables.
+
+    Raises:
+        ConfigurationError: a cluster environment has another world size or rank.
+    """
+    from trainwright.core.names.lightning_stand_in import is_cluster_environment, only_loads
+
+    kept = []
+    for plugin in plugins if isinstance(plugins, (list, tuple)) else [plugins]:
+        if only_loads(plugin):
+            warnings.warn(
+                f"plugins: {type(plugin).__name__}.load_checkpoint is not called, because checkpoints are folders of "
+                "safetensors and JSON, which are loaded without unpickling.",
+                TrainwrightWarning,
+                stacklevel=4,
+            )
+        elif is_cluster_environment(plugin):
+            _check_environment(plugin)
+        else:
+            kept.append(plugin)
+    return kept
+
+
+def _check_environment(plugin: Any) -> None:
+    """Check that a cluster environment of Lightning names the process that the environment variables name."""
+    found = detect()
+    size, rank = plugin.world_size(), plugin.global_rank()
+    if (size, rank) != (found.world_size, found.rank):
+        raise ConfigurationError(
+            f"plugins: {type(plugin).__name__} is rank {rank} of {size}, and the environment variables of this process "
+            f"are those of rank {found.rank} of {found.world_size}. The Trainer uses the variables. Set RANK and "
+            "WORLD_SIZE to the same values before the Trainer is created."
         )
-    return [plugin for plugin in plugins if not only_loads(plugin)]

@@ -16,7 +16,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
@@ -28,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.gradient_state import GradientAccumulationPlugin, GradientState, LoopGroups
-from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration, EvenBatches
+from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration, EvenBatches, check_even_batches
 from trainwright.accelerator.logging import install_rich_tracebacks
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
@@ -268,7 +267,8 @@ class Accelerator:
             self._groups,
             self._scale,
             self._make_context,
-            replace(self.dataloader_config, data_seed=seed),
+            self.dataloader_config,
+            seed,
             self.rng_types,
             self.schedule_steps,
             megatron,
@@ -288,8 +288,16 @@ class Accelerator:
 
     @property
     def even_batches(self) -> EvenBatches:
-        """How processes get equal numbers of batches; see `DataLoaderConfiguration`."""
+        """How processes get equal numbers of batches; see `DataLoaderConfiguration`.
+
+        This attribute may be set. The value holds for loaders that are prepared later.
+        """
         return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: EvenBatches) -> None:
+        check_even_batches(value)
+        self.dataloader_config.even_batches = value
 
     @property
     def dispatch_batches(self) -> bool | None:

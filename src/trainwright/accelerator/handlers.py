@@ -32,8 +32,8 @@ class DataLoaderConfiguration:
             batches. All processes get the same number of equally large batches. Of data that has no indices, a process
             repeats its last batch. `gather_for_metrics` drops the repeated samples. `"pad"`: a process without a batch
             repeats its last one with weight 0, so that no sample is trained twice. The last batch may be short. False:
-            no batch is repeated, and processes may get different numbers of batches, for `join_uneven_inputs`.
-            Default: True.
+            no batch is repeated, and processes may get different numbers of batches, for `join_uneven_inputs`. A loader
+            that drops incomplete batches then drops an incomplete last round, as in Accelerate. Default: True.
         use_seedable_sampler: Always on. The order of shuffled data depends on a seed. Default: False.
         data_seed: Another name of `Accelerator(seed=…)`. Default: None.
         non_blocking: Always on. Batches are copied to the device asynchronously. Default: False.
@@ -53,12 +53,17 @@ class DataLoaderConfiguration:
     custom_classes: object = None
 
     def __post_init__(self) -> None:
-        if self.even_batches not in (True, False, "pad"):
-            raise ConfigurationError(f"even_batches={self.even_batches!r}: expected True, False or 'pad'.")
+        check_even_batches(self.even_batches)
         if self.custom_classes is not None:
             raise ConfigurationError(
                 "custom_classes is not supported. Remove it: a prepared loader keeps the class of the original loader."
             )
+
+
+def check_even_batches(value: object) -> None:
+    """Raise a ConfigurationError for a value that `even_batches` cannot have."""
+    if value not in (True, False, "pad"):
+        raise ConfigurationError(f"even_batches={value!r}: expected True, False or 'pad'.")
 
 
 @dataclass

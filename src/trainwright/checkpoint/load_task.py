@@ -13,6 +13,7 @@ import torch
 from trainwright.checkpoint.format.model import load_plain_state
 from trainwright.checkpoint.format.reader import read_checkpoint
 from trainwright.checkpoint.remote import download_checkpoint
+from trainwright.checkpoint.task_objects import TASK_OBJECTS, equal_objects, objects_named_in_errors
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_url
 from trainwright.core.hyperparameters import (
@@ -80,14 +81,17 @@ def load_task_from_checkpoint(
     if map_location is not None:
         task.to(map_location)
     on_load = getattr(task, "on_load_checkpoint", None)
+    objects = snapshot.trainer.get(TASK_OBJECTS, {})
     shown = {
         **snapshot.trainer.get("task", {}),
+        **equal_objects(task, objects),
         "epoch": snapshot.state.get("epoch", 0),
         "global_step": snapshot.state.get("step", 0),
         "state_dict": snapshot.model or {},
     }
     if callable(on_load):
-        on_load(shown)
+        with objects_named_in_errors(task, objects):
+            on_load(shown)
     strict = getattr(task, "strict_loading", True) if strict is None else strict
     load_plain_state(task, shown["state_dict"], strict=strict)
     return task

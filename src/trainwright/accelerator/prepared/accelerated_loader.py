@@ -21,13 +21,23 @@ from trainwright.core.names.constants import RNGType
 from trainwright.core.process import detect
 from trainwright.core.state import Group
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
-from trainwright.data import iterate_groups
+from trainwright.data import LoaderOptions, iterate_groups
 from trainwright.data.batch_shards import SkippableLoader, check_number
 from trainwright.data.prepared import PreparedLoader
 from trainwright.processes.random_states import synchronize_rng_states
 from trainwright.strategies.passes import FULL, MicroBatch, Pass
 
 _LOG = logging.getLogger("trainwright")
+
+
+def divided_options(options: LoaderOptions, loader: object, even_batches: EvenBatches) -> LoaderOptions:
+    """Return the options with which `even_batches` divides a loader over ranks."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    drops_last = getattr(loader, "drop_last", False) or getattr(batch_sampler, "drop_last", False)
+    # As in Accelerate, a loader that drops incomplete batches drops an incomplete last round also with False: ranks
+    # that train without join_uneven_inputs would wait for each other forever.
+    completes = even_batches is True or (even_batches is False and bool(drops_last))
+    return replace(options, lockstep=bool(even_batches), completes_rounds=completes)
 
 
 class AcceleratedLoader(SkippableLoader):
@@ -90,8 +100,7 @@ class AcceleratedLoader(SkippableLoader):
     def divided(self, even_batches: EvenBatches) -> Iterator[None]:
         """Return a context in which passes divide data in another way. Not collective."""
         before = self.prepared.options
-        lockstep, completes = bool(even_batches), even_batches is True
-        self.prepared.use(replace(before, lockstep=lockstep, completes_rounds=completes))
+        self.prepared.use(divided_options(before, self.given, even_batches))
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainwright.accelerator.gradient_state import GradientState, LoopGroups
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.state import scheduler_state
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.steps.gradients import parameters_of
@@ -168,6 +170,7 @@ class AcceleratedScheduler:
             per_process = step_with_optimizer and not split_batches
             further = PartialState().num_processes - 1 if per_process else 0
         self._further = further
+        self._has_warned = False
 
     @property
     def gradient_state(self) -> GradientState:
@@ -182,13 +185,26 @@ class AcceleratedScheduler:
             for optimizer in self.optimizers:
                 if isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped:
                     return
-        self.scheduler.step(*args, **kwargs)
-        end = getattr(self.scheduler, "total_steps", None)
-        for _ in range(self._further):
-            # OneCycleLR raises an error beyond its end. A user's own class may have neither attribute.
-            if end is not None and self.scheduler.last_epoch >= end - 1:
+        for _ in range(1 + self._further):
+            # OneCycleLR raises an error after its last step. As in Accelerate, a loop may be longer.
+            if self._has_ended:
+                self._warn_of_end()
                 return
             self.scheduler.step(*args, **kwargs)
+
+    @property
+    def _has_ended(self) -> bool:
+        """True if the schedule has made `total_steps` steps. A user's own class may have neither attribute."""
+        end: int | None = getattr(self.scheduler, "total_steps", None)
+        return end is not None and self.scheduler.last_epoch >= end
+
+    def _warn_of_end(self) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        name, end = type(self.scheduler).__name__, self.scheduler.total_steps
+        text = f"{name} has ended after total_steps={end}. The learning rate does not change any more."
+        warnings.warn(text, TrainwrightWarning, stacklevel=3)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state."""

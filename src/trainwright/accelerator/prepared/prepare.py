@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -22,7 +22,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainwright.accelerator.gradient_state import LoopGroups
 from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.megatron.megatron_schedule import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart, stateful_loader_class
+from trainwright.accelerator.prepared.accelerated_loader import (
+    AcceleratedLoader,
+    SkippedStart,
+    divided_options,
+    stateful_loader_class,
+)
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import (
     AcceleratedOptimizer,
@@ -66,7 +71,8 @@ class PreparedObjects:
         engine: The engine, after its start.
         scale: Scale of an fp16 loss. None: the loss is not scaled.
         make_context: Function that creates the context of a model's forward. None: no context.
-        loaders: Options of loaders. The default of `data_seed` is torch's initial seed on the first process.
+        loaders: Options of loaders, which are read whenever a loader is prepared.
+        seed: Seed of the order of data. Default: None, which is torch's initial seed on the first process.
         rng_types, schedule_steps: See `Accelerator`. Default: None.
         megatron: The loop under a Megatron-LM plugin. Default: None.
 
@@ -84,13 +90,14 @@ class PreparedObjects:
         scale: LossScale | None,
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         loaders: DataLoaderConfiguration,
+        seed: int | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
         schedule_steps: Literal["once", "per_process"] | None = None,
         megatron: MegatronLoop | None = None,
     ) -> None:
         self._state, self._engine, self._groups = state, engine, groups
         self._scale, self._make_context = scale, make_context
-        self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
+        self._config, self.seed, self._rng_types = loaders, seed, rng_types
         self._schedule_steps, self.megatron = schedule_steps, megatron
         self.run_group: RunGroup | None = None
         self.models: list[nn.Module] = []
@@ -99,7 +106,7 @@ class PreparedObjects:
         self.dataloaders: list[AcceleratedLoader] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_known", "loader_options")}
+        return {name: value for name, value in vars(self).items() if name not in ("_known", "rank_options")}
 
     @functools.cached_property
     def _known(self) -> WeakValueDictionary[int, Any]:
@@ -117,8 +124,8 @@ class PreparedObjects:
         return bool(self._known)
 
     @functools.cached_property
-    def loader_options(self) -> LoaderOptions:
-        """Settings for dividing data over ranks. The first use is collective, and reads the seed of torch."""
+    def rank_options(self) -> LoaderOptions:
+        """Settings that are the same for all loaders. The first use is collective, and reads the seed of torch."""
         ranks = self._engine.data_ranks
         own = torch.initial_seed() if self.seed is None else self.seed
         self.seed = self._state.joined().broadcast_object(own)
@@ -127,11 +134,13 @@ class PreparedObjects:
             world=ranks.num_readers,
             seed=self.seed,
             agree=ranks.gather_of_readers if ranks.num_readers > 1 else None,
-            split_batches=self._config.split_batches,
-            lockstep=bool(self._config.even_batches),
-            completes_rounds=self._config.even_batches is True,
             name="the loader",
         )
+
+    def _loader_options(self, loader: object) -> LoaderOptions:
+        """Return the settings for dividing a loader over ranks, with the present options of loaders."""
+        options = replace(self.rank_options, split_batches=self._config.split_batches)
+        return divided_options(options, loader, self._config.even_batches)
 
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
         """Prepare models, optimizers, schedulers and data loaders. Return other objects unchanged.
@@ -330,7 +339,7 @@ class PreparedObjects:
 
         def make() -> AcceleratedLoader:
             mover = self._engine.batch_mover() if placed else None
-            options = self.loader_options
+            options = self._loader_options(own)
             used = own if self.megatron is None else self.megatron.enlarge(own)
             if self._is_cut_into_shards(own):
                 used = copy_loader(used, dataset=ShardedIterable(used.dataset))

@@ -47,8 +47,11 @@ def load_plain_state(
     """
     own = {plain_name(name): name for name in module.state_dict()}
     renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
+    # A stage under inference mode may have set buffers of the module. They can be changed under inference mode only.
+    in_inference = any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
     try:
-        found = module.load_state_dict(renamed, strict=strict)
+        with torch.inference_mode(in_inference):
+            found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         if "size mismatch" in str(error):
             hint = " Build it with the sizes below, or rename the layers with other sizes and pass strict=False."

@@ -274,6 +274,7 @@ def _is_data(value: object) -> bool:
 # The entries of the trainer part that a resume reads, with their types (see docs/checkpoint-format.md).
 _ENTRIES: dict[str, tuple[str, Check]] = {
     "task": ("a dict", _is(dict)),
+    "task_objects": ("a dict", _is(dict)),
     "callbacks": ("a dict", _is(dict)),
     "schedulers": ("a list of dicts", _list_of(_is(dict))),
     "strategy": ("a dict", _is(dict)),

@@ -15,7 +15,7 @@ _CALLBACKS = (
     "LearningRateMonitor ModelCheckpoint ModelPruning ModelSummary OnExceptionCheckpoint ProgressBar RichModelSummary "
     "RichProgressBar SpikeDetection StochasticWeightAveraging TQDMProgressBar ThroughputMonitor Timer WeightAveraging"
 )
-_ENVIRONMENTS = (
+CLUSTER_ENVIRONMENTS = (
     "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
     "TorchElasticEnvironment XLAEnvironment"
 )
@@ -120,8 +120,10 @@ NAMES: Mapping[str, str] = {
     "lightning.pytorch.loops.utilities": "_verify_dataloader_idx_requirement",
     "lightning.pytorch.overrides": "",
     "lightning.pytorch.overrides.distributed": "UnrepeatedDistributedSampler UnrepeatedDistributedSamplerWrapper",
-    "lightning.pytorch.plugins": f"{_IO} {_PRECISION} {_ENVIRONMENTS} LayerSync PrecisionPlugin TorchSyncBatchNorm",
-    "lightning.pytorch.plugins.environments": _ENVIRONMENTS,
+    "lightning.pytorch.plugins": (
+        f"{_IO} {_PRECISION} {CLUSTER_ENVIRONMENTS} LayerSync PrecisionPlugin TorchSyncBatchNorm"
+    ),
+    "lightning.pytorch.plugins.environments": CLUSTER_ENVIRONMENTS,
     "lightning.pytorch.plugins.io": _IO,
     "lightning.pytorch.plugins.io.async_plugin": "AsyncCheckpointIO",
     "lightning.pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
@@ -217,8 +219,8 @@ NAMES: Mapping[str, str] = {
     "lightning.fabric.loggers.csv_logs": "CSVLogger",
     "lightning.fabric.loggers.logger": "Logger rank_zero_experiment",
     "lightning.fabric.loggers.tensorboard": "TensorBoardLogger",
-    "lightning.fabric.plugins": f"{_IO} {_PRECISION} {_ENVIRONMENTS}",
-    "lightning.fabric.plugins.environments": _ENVIRONMENTS,
+    "lightning.fabric.plugins": f"{_IO} {_PRECISION} {CLUSTER_ENVIRONMENTS}",
+    "lightning.fabric.plugins.environments": CLUSTER_ENVIRONMENTS,
     "lightning.fabric.plugins.io": _IO,
     "lightning.fabric.plugins.io.checkpoint_io": "CheckpointIO",
     "lightning.fabric.plugins.io.torch_io": "TorchCheckpointIO",

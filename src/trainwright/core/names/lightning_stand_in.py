@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.constants import LIGHTNING_VERSION
 from trainwright.core.names.foreign_names import answer_for, canonical, own_name
-from trainwright.core.names.lightning_modules import NAMES
+from trainwright.core.names.lightning_modules import CLUSTER_ENVIRONMENTS, NAMES
 from trainwright.core.names.replacement import ReplacedModule, Replacement
 
 _AVAILABLE = re.compile(r"_(\w+?)_AVAILABLE")  # `_RICH_AVAILABLE` of lightning.pytorch.utilities.imports
@@ -49,6 +49,7 @@ class LightningReplacement(Replacement):
     packages = ("lightning", "pytorch_lightning", "lightning_fabric")
     distributions = ("lightning", "pytorch-lightning", "lightning-fabric")
     version = LIGHTNING_VERSION
+    home_page = "https://github.com/Lightning-AI/lightning"
 
     def is_package(self, fullname: str) -> bool | None:
         """Return whether a module has sub-modules. None: there is no such module."""
@@ -124,6 +125,12 @@ def only_loads(plugin: object) -> bool:
     return isinstance(cls, _Absent) and bool(cls.only_loads())
 
 
+def is_cluster_environment(plugin: object) -> bool:
+    """Return whether a plugin is a sub-class of a cluster environment, with its own world size and rank."""
+    cls: Any = type(plugin)
+    return isinstance(cls, _Absent) and bool(cls.is_own_environment())
+
+
 def _counterpart(module: str, name: str) -> Any:
     """Return Trainwright's object for a name of Lightning, or a class that raises an error when it is used."""
     path = f"{module}.{name}"
@@ -148,7 +155,7 @@ class _Absent(ABCMeta):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.only_loads() or cls._is_own_accelerator():
+        if cls.only_loads() or cls.is_own_environment() or cls._is_own_accelerator():
             return super().__call__(*args, **kwargs)
         raise ConfigurationError(cls._advice())
 
@@ -161,6 +168,15 @@ class _Absent(ABCMeta):
         known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
         saves = any({"save_checkpoint", "remove_checkpoint"} & vars(each).keys() for each in own)
         return bool(own) and known == ["TorchCheckpointIO"] and not saves
+
+    def is_own_environment(cls) -> bool:
+        """Return whether this is a sub-class of a cluster environment that defines `world_size` and `global_rank`.
+
+        The Trainer accepts it if both agree with the launcher's environment variables.
+        """
+        known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
+        defines_both = hasattr(cls, "world_size") and hasattr(cls, "global_rank")
+        return bool(known) and set(known) <= set(CLUSTER_ENVIRONMENTS.split()) and defines_both
 
     def _is_own_accelerator(cls) -> bool:
         """Return whether this is a sub-class of Accelerator. Libraries create one to register its name.

@@ -36,11 +36,13 @@ class Replacement(DistributionFinder, Loader, ABC):
         packages: Top-level packages of the library.
         distributions: Names of the distributions, normalized: `"pytorch-lightning"`.
         version: The version that Trainwright replaces.
+        home_page: The library's page. Libraries check by it that a distribution is not another one of the same name.
     """
 
     packages: ClassVar[Sequence[str]]
     distributions: ClassVar[Sequence[str]]
     version: ClassVar[str]
+    home_page: ClassVar[str]
 
     @classmethod
     def active(cls) -> Self | None:
@@ -92,14 +94,14 @@ class Replacement(DistributionFinder, Loader, ABC):
         if context is None or context.name is None:
             return []
         name = re.sub(r"[-_.]+", "-", context.name).lower()
-        return [_Metadata(name, self.version)] if name in self.distributions else []
+        return [_Metadata(name, self.version, self.home_page)] if name in self.distributions else []
 
 
 class _Metadata(Distribution):
     """The metadata of a replaced distribution."""
 
-    def __init__(self, name: str, version: str) -> None:
-        self._text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    def __init__(self, name: str, version: str, home_page: str) -> None:
+        self._text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nHome-page: {home_page}\n"
 
     def read_text(self, filename: str) -> str | None:
         return self._text if filename == "METADATA" else None

@@ -58,6 +58,7 @@ class AccelerateReplacement(Replacement):
     packages = (_NAME,)
     distributions = (_NAME,)
     version = ACCELERATE_VERSION
+    home_page = "https://github.com/huggingface/accelerate"
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the specification of a module of accelerate, or None for any other module."""

@@ -1,0 +1,68 @@
+"""Objects that tasks of libraries add to checkpoints. A checkpoint contains descriptions of them, not the objects."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import CheckpointError
+
+TASK_OBJECTS = "task_objects"  # key of a checkpoint's trainer part: descriptions by name
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_MOST_VALUES = 1000  # in the description of a buffer, such as the class weights of a loss
+
+
+def describe(value: object) -> str:
+    """Return a text that is the same for objects that compute the same, or "" if no such text can be made.
+
+    A loss is described as `torch.nn.modules.loss.MSELoss(reduction='mean')`.
+    """
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, (type, types.FunctionType)):
+        # A function without a name of its own, or defined in another function, has no text that identifies it.
+        return "" if "<" in value.__qualname__ else f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() <= _MOST_VALUES else ""
+    if not isinstance(value, torch.nn.Module) or next(value.parameters(), None) is not None:
+        return ""
+    parts = {name: part for name, part in vars(value).items() if not name.startswith("_") and name != "training"}
+    parts |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
+    texts = {name: describe(part) for name, part in parts.items()}
+    if not all(texts.values()):
+        return ""
+    return f"{describe(type(value))}({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
+def equal_objects(task: Any, descriptions: Mapping[str, str]) -> dict[str, Any]:
+    """Return the objects that `task` would add to a checkpoint now, where they agree with their descriptions.
+
+    Args:
+        task: the task into which a checkpoint is loaded.
+        descriptions: the checkpoint's entry `TASK_OBJECTS`.
+    """
+    if not descriptions:
+        return {}
+    added: dict[str, Any] = {"state_dict": task.state_dict(), "epoch": 0, "global_step": 0}
+    task.on_save_checkpoint(added)
+    return {name: added[name] for name, text in descriptions.items() if text and describe(added.get(name)) == text}
+
+
+@contextlib.contextmanager
+def objects_named_in_errors(task: object, descriptions: Mapping[str, str]) -> Iterator[None]:
+    """Replace the KeyError of `on_load_checkpoint` for an object by an error that describes the object."""
+    try:
+        yield
+    except KeyError as error:
+        name = str(error.args[0]) if error.args else ""
+        if name not in descriptions:
+            raise
+        raise CheckpointError(
+            f"on_load_checkpoint of {type(task).__name__} reads checkpoint[{name!r}], an object that the checkpoint "
+            f"describes as {descriptions[name] or 'not comparable'!r}. The task has no equal object. Construct the "
+            "task with an equal object, for example as an argument of load_from_checkpoint."
+        ) from error
