@@ -289,6 +289,14 @@ class StageRun:
         self._show_new()
         return as_values(self.logs.shown.logged)
 
+    @property
+    def progress_bar_metrics(self) -> Mapping[str, float]:
+        """The latest value of every metric logged with `prog_bar=True`; see `Run.progress_bar_metrics`."""
+        # Within a step, the progress bar would wait for the device at each of its updates.
+        if not self.logs.metrics.in_step:
+            self._show_new()
+        return self.logs.shown.progress_bar
+
     def _show_new(self) -> None:
         # After an error the device may be unusable.
         if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:

@@ -116,6 +116,18 @@ def test_callbacks_can_log() -> None:
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
 
 
+def test_the_hook_at_the_end_of_an_epoch_reads_its_value_from_the_progress_bar() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("index", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            assert self.trainer.progress_bar_metrics["index_epoch"] == 1.5
+
+    fitted(Task(), regression_loader(4), max_epochs=2)
+
+
 def test_logged_metrics_are_known_in_the_hooks_at_the_end_of_an_epoch() -> None:
     seen: dict[str, list[str]] = {}
 
