@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.errors import ConfigurationError, LoggedValueError, TaskError
+from trainwright.core.errors import ConfigurationError, LoggedValueError, LogPlaceError, TaskError
 from trainwright.loggers.evaluation_rows import EvaluationRows
 from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
 from trainwright.loggers.metric_slot import FOLD_EVERY
@@ -182,7 +182,7 @@ def test_a_reduction_that_gives_no_number_is_named() -> None:
 
 
 def test_logging_before_an_epoch_has_begun_is_refused() -> None:
-    with pytest.raises(TaskError, match="no epoch has begun"):
+    with pytest.raises(LogPlaceError, match="no epoch has begun"):
         MetricBuffer().log("m", 1.0)
 
 
@@ -249,3 +249,4 @@ def test_rows_of_an_evaluation_are_exchanged_once() -> None:
 def test_values_that_are_not_numbers_are_value_errors() -> None:
     assert issubclass(LoggedValueError, ValueError)
     assert issubclass(LoggedValueError, TaskError)
+    assert issubclass(LogPlaceError, ConfigurationError)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,6 +127,17 @@ def test_the_hook_at_the_end_of_an_epoch_reads_its_value_from_the_progress_bar()
             assert self.trainer.progress_bar_metrics["index_epoch"] == 1.5
 
     fitted(Task(), regression_loader(4), max_epochs=2)
+
+
+def test_a_logged_step_is_the_x_value_of_the_loggers(tmp_path: Path) -> None:
+    class Task(RegressionTask):
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"step": 10.0 + self.current_epoch, "accuracy": 0.5})
+
+    logger = CSVLogger(tmp_path)
+    fitted(Task(), regression_loader(4), max_epochs=2, logger=logger)
+    with open(Path(logger.log_dir or "") / "metrics.csv") as file:
+        assert {row["step"] for row in csv.DictReader(file) if row["accuracy"]} == {"10", "11"}
 
 
 def test_logged_metrics_are_known_in_the_hooks_at_the_end_of_an_epoch() -> None:
