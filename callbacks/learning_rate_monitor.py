@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import Run
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
@@ -64,6 +65,12 @@ class LearningRateMonitor(Callback):
             raise ConfigurationError(
                 "LearningRateMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or "
                 "remove the callback."
+            )
+        if self.log_momentum and not any(_has_momentum(optimizer) for optimizer in trainer.optimizers):
+            warnings.warn(
+                "LearningRateMonitor(log_momentum=True): the optimizers do not have momentum, so 0 is logged.",
+                TrainwrightWarning,
+                stacklevel=2,
             )
         self._pending = {}
         self.lrs = {}
@@ -132,6 +139,10 @@ def _group_names(name: str, optimizer: Optimizer) -> list[str]:
             "Give each group its own 'name'."
         )
     return names
+
+
+def _has_momentum(optimizer: Optimizer) -> bool:
+    return "momentum" in optimizer.defaults or "betas" in optimizer.defaults
 
 
 def _momentum(group: dict[str, Any]) -> float:

@@ -209,7 +209,7 @@ class ModelCheckpoint(Callback):
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
     ) -> str:
-        """Return the name of a checkpoint, relative to the folder.
+        """Return the path of a checkpoint in `dirpath`, or its name if there is no `dirpath`.
 
         Args:
             metrics: values for the template's fields. A missing value is written as `nan`.
@@ -224,7 +224,8 @@ class ModelCheckpoint(Callback):
         join = self.CHECKPOINT_JOIN_CHAR
         name = name if prefix is None else f"{prefix}{join}{name}"
         name = name if ver is None else f"{name}{join}v{ver}"
-        return f"{name}{self.FILE_EXTENSION}"
+        name = f"{name}{self.FILE_EXTENSION}"
+        return name if self.dirpath is None else f"{self.dirpath}/{name}"
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -301,7 +302,10 @@ class ModelCheckpoint(Callback):
         wanted = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval or self.keep_every
         keeps_newest = self.save_top_k == 1 or (self.save_top_k == -1 and self._latest is None)
         keeps_newest = bool(keeps_newest and self.monitor is None and wanted)
-        if (self.save_last or keeps_newest) and not trainer.interrupted:
+        # A limit of steps may end the fit before its first validation, after which a monitored metric is looked at.
+        has_none = bool(self.monitor is not None and wanted and self.save_top_k and self._top.best is None)
+        saves_first = has_none and (self.monitor in ("epoch", "step") or self.monitor in trainer.callback_metrics)
+        if (self.save_last or keeps_newest or saves_first) and not trainer.interrupted:
             self._ask(trainer)
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
@@ -441,14 +445,14 @@ class ModelCheckpoint(Callback):
 
     def _free_name(self, run: Run, facts: SaveFacts, template: str | None, *, reuse: str | None) -> str:
         """Return a name that is free in the folder, or `reuse`, whose checkpoint may be replaced."""
-        name = self.format_checkpoint_name(facts.values, template)
+        name = Path(self.format_checkpoint_name(facts.values, template)).name
         kept = set(self._kept.names)  # those stay, even with equal names
         # Checkpoints that others requested now may not be in the folder yet.
         taken = {*facts.present, *self._names_in_use(run)} if self.enable_version_counter else kept
         taken -= {reuse or ""} - kept
         version = self.STARTING_VERSION
         while name in taken:
-            name = self.format_checkpoint_name(facts.values, template, ver=version)
+            name = Path(self.format_checkpoint_name(facts.values, template, ver=version)).name
             version += 1
         return name
 

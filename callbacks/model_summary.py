@@ -74,6 +74,54 @@ class TaskSummary:
     flops: int | None = None
     has_lazy: bool = False
 
+    @property
+    def layer_names(self) -> list[str]:
+        """Paths of the listed modules."""
+        return [layer.name for layer in self._modules()]
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Class names of the listed modules."""
+        return [layer.kind for layer in self._modules()]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Numbers of parameters of the listed modules."""
+        return [layer.num_params for layer in self._modules()]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """Input shapes of the listed modules; `"?"` for a module that was not called."""
+        return [_known(layer.in_size) for layer in self._modules()]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """Output shapes of the listed modules; `"?"` for a module that was not called."""
+        return [_known(layer.out_size) for layer in self._modules()]
+
+    @property
+    def total_parameters(self) -> int:
+        """The same as `num_params`."""
+        return self.num_params
+
+    @property
+    def trainable_parameters(self) -> int:
+        """The same as `num_trainable`."""
+        return self.num_trainable
+
+    @property
+    def model_size(self) -> float:
+        """Size of all parameters in MB (1,000,000 bytes)."""
+        return self.param_bytes / 1e6
+
+    @property
+    def total_flops(self) -> int:
+        """The same as `flops`; 0 without an example input."""
+        return self.flops or 0
+
+    def _modules(self) -> list[LayerSummary]:
+        return [layer for layer in self.layers if layer.name != _OWN]
+
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's cells, headings first. FLOPs and sizes are omitted without an example input."""
         width = len(_HEADINGS) if self.flops is not None else 6
@@ -81,7 +129,7 @@ class TaskSummary:
         for index, layer in enumerate(self.layers):
             counts = (readable(layer.num_params), readable(layer.num_trainable))
             mode = "train" if layer.training else "eval"
-            sizes = (_text(layer.in_size), _text(layer.out_size))
+            sizes = (str(_known(layer.in_size)), str(_known(layer.out_size)))
             cells = (str(index), layer.name, layer.kind, *counts, mode, readable(layer.flops or 0), *sizes)
             rows.append(cells[:width])
         return rows
@@ -123,7 +171,7 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
         max_depth: levels of children to list; -1 all, 0 none (totals only). Default: 1.
 
     Raises:
-        ConfigurationError: `max_depth` below -1.
+        ConfigurationError: `max_depth` is not an integer of at least -1.
     """
     _check_depth(max_depth)
     modules = dict(_listed(task, max_depth))
@@ -188,8 +236,8 @@ def readable(number: int) -> str:
 
 
 def _check_depth(max_depth: int) -> None:
-    if max_depth < -1:
-        raise ConfigurationError(f"max_depth={max_depth}: write -1 (all), 0 (totals only) or more levels.")
+    if not isinstance(max_depth, int) or max_depth < -1:
+        raise ConfigurationError(f"max_depth={max_depth!r}: write -1 (all), 0 (totals only) or more levels.")
 
 
 def _listed(task: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
@@ -211,6 +259,7 @@ def _run_example(
     handles = [
         module.register_forward_hook(partial(_record, sizes, name), with_kwargs=True)
         for name, module in modules.items()
+        if not isinstance(module, torch.jit.ScriptModule)  # it does not support hooks
     ]
     counter = FlopCounterMode(display=False)
     try:
@@ -236,7 +285,13 @@ def _record(
     output: object,
 ) -> None:
     given = [*args, *kwargs.values()]
-    sizes.setdefault(name, (_size(given[0]) if len(given) == 1 else [_size(one) for one in given], _size(output)))
+    if not given:
+        in_size: Any = None
+    elif len(given) == 1:
+        in_size = _size(given[0])
+    else:
+        in_size = [_size(one) for one in given]
+    sizes.setdefault(name, (in_size, _size(output)))
 
 
 def _size(value: object) -> Any:
@@ -249,8 +304,8 @@ def _size(value: object) -> Any:
     return "?"
 
 
-def _text(size: object) -> str:
-    return "?" if size is None else str(size)
+def _known(size: Any) -> Any:
+    return "?" if size is None else size
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:

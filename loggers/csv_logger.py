@@ -27,6 +27,9 @@ class CSVLogger(VersionedLogger):
         flush_logs_every_n_steps: write rows to the disk after this many steps, and at the end. Default: 100.
     """
 
+    NAME_METRICS_FILE = METRICS_FILE
+    NAME_HPARAMS_FILE = "hparams.yaml"
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
@@ -46,6 +49,11 @@ class CSVLogger(VersionedLogger):
         """The CSV file of the run. It is known after `start`."""
         return self._folder() / METRICS_FILE
 
+    @property
+    def metrics_file_path(self) -> str:
+        """The path of `metrics_file` as text."""
+        return str(self.metrics_file)
+
     def start(self, run: RunInfo) -> None:
         """Create the version's folder. Read the header if the folder contains a log to continue."""
         if self._run is not None:
@@ -64,9 +72,9 @@ class CSVLogger(VersionedLogger):
         columns, rows = _read(self.metrics_file)
         write_atomically(self.metrics_file, _text(columns, rows_without(rows, step, names), header=True))
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write `hparams.yaml`. A later call adds entries."""
-        self.write_hyperparams(params)
+    def log_hyperparams(self, params: Mapping[str, Any] | None = None) -> None:
+        """Write `hparams.yaml`. A later call adds entries. Default: None, which writes a file without new entries."""
+        self.write_hyperparams({} if params is None else params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         row = self.columns(metrics, "step")

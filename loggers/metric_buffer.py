@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, LogPlaceError
 from trainwright.core.state import StepResult
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.evaluation_rows import EvaluationRows, Place, Rows
@@ -271,14 +271,19 @@ class MetricBuffer:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
         if any("\ud800" <= letter <= "\udfff" for letter in name):
             raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
+        if "/dataloader_idx_" in name:
+            raise ConfigurationError(
+                f"log got the name {name!r}; the index of the loader is appended with several loaders. Remove "
+                "'/dataloader_idx_' from the name."
+            )
         if self._closed:
-            raise TaskError(
+            raise LogPlaceError(
                 f"log({name!r}) in {self._closed}: values logged there are not aggregated. Call it in a *_step or in "
                 "a hook of an epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the "
                 "loggers immediately."
             )
         if self._stage is None:
-            raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
+            raise LogPlaceError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
         if isinstance(value, Tensor):
             to_number(name, value)  # a dtype that cannot be logged is refused here, not at every call
         settings = self._settings(name, options)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, LoggedValueError
 from trainwright.core.host.device_types import properties
 
 FOLD_EVERY = 64
@@ -79,20 +79,22 @@ def to_number(name: str, value: object) -> float | Tensor:
         try:
             return float(value)
         except OverflowError:
-            raise TaskError(f"log({name!r}) got an integer too large for a float. Log its logarithm instead.") from None
+            raise LoggedValueError(
+                f"log({name!r}) got an integer too large for a float. Log its logarithm instead."
+            ) from None
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise TaskError(
+            raise LoggedValueError(
                 f"log({name!r}) got a tensor of shape {tuple(value.shape)}; a metric is one number. Reduce it first, "
                 "for example with .mean(), or log its parts under separate names."
             )
         if value.is_complex():
-            raise TaskError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
+            raise LoggedValueError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
         local = value
         placements = getattr(value, "placements", None)
         if placements is not None:
             if not all(placement.is_replicate() for placement in placements):
-                raise TaskError(
+                raise LoggedValueError(
                     f"log({name!r}) got a DTensor with placements {tuple(placements)}, which is sharded over ranks; "
                     "log never communicates. Call .full_tensor() on every rank and log the result."
                 )
@@ -102,7 +104,7 @@ def to_number(name: str, value: object) -> float | Tensor:
     if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
         return float(value.item())
     advice = " Use log_dict for several values." if isinstance(value, dict) else ""
-    raise TaskError(
+    raise LoggedValueError(
         f"log({name!r}) got a {type(value).__name__}; expected a number, a tensor with one element or a torchmetrics "
         f"Metric.{advice}"
     )

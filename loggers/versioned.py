@@ -37,11 +37,15 @@ class VersionedLogger(Logger):
     are continued and replaced in the same way.
 
     Args:
-        save_dir: parent folder. Default: None, the run's root folder.
+        save_dir: parent folder, where `~` and environment variables such as `$HOME` are replaced. Default: None, the
+            run's root folder.
         name: sub-folder for the experiment; an empty name means none. Default: `"trainwright_logs"`.
         version: an int N for `version_N`, or the name of a folder. Default: None, which creates a version.
         prefix: text before the name of each metric, followed by a dash. Default: `""`.
         sub_dir: a sub-folder of the version's folder for log files. Default: None.
+
+    Raises:
+        ConfigurationError: `save_dir` is a URL, or a name leads out of its folder.
     """
 
     def __init__(
@@ -57,7 +61,13 @@ class VersionedLogger(Logger):
         for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
             if value is not None and not isinstance(value, int):
                 check_below(os.fspath(value), f"{type(self).__name__}({argument}={os.fspath(value)!r})")
-        self._save_dir = Path(save_dir).expanduser() if save_dir is not None else None
+        if save_dir is not None and "://" in os.fspath(save_dir):
+            # A Path would turn it into a local folder such as `s3:`.
+            raise ConfigurationError(
+                f"{type(self).__name__}(save_dir={os.fspath(save_dir)!r}): log files are written to a local folder, "
+                "not to a URL. Write a path, and copy the folder after the run."
+            )
+        self._save_dir = None if save_dir is None else Path(os.path.expandvars(save_dir)).expanduser()
         self._name = name or ""
         self._version = version
         self._is_version_chosen = version is None
@@ -100,7 +110,7 @@ class VersionedLogger(Logger):
     @property
     def root_dir(self) -> str | None:
         """The folder of all versions, `save_dir/name`."""
-        return str(Path(self.save_dir, self._name)) if self.save_dir is not None else None
+        return str(Path(self.save_dir, self.name or "")) if self.save_dir is not None else None
 
     @property
     def version_dir(self) -> str | None:

@@ -341,6 +341,7 @@ class StageData:
         workers: the loader workers of the stage.
         made: the training data, or None before its creation.
         evaluations: the created evaluation data, by kind.
+        shown: the user's loaders, by kind, that the Trainer's attributes return and no stage reads.
         on_made: receives training and evaluation data after its creation. Default: None.
         place: the position in the training data from a checkpoint, until an epoch uses it.
     """
@@ -353,6 +354,7 @@ class StageData:
         self.workers = Workers()
         self.made: TrainData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
+        self.shown: dict[str, Any] = {}
         self.place: dict[str, Any] | None = None
         self._made_in: dict[str, int] = {}
         self.on_made: Callable[[TrainData | EvaluationData], None] | None = None
@@ -426,8 +428,13 @@ class StageData:
         return has_step(task, "validation_step") and self.sources.has("validate", task) and (limit is None or limit > 0)
 
     def given(self, kind: str) -> Any:
-        """Return the loaders that the user passed for an evaluation; None before the evaluation data is created."""
-        return self.evaluations[kind].given if kind in self.evaluations else None
+        """Return the user's loaders of this kind; None before they are created."""
+        made = self.made if kind == "train" else self.evaluations.get(kind)
+        return self.shown.get(kind) if made is None else made.given
+
+    def show(self, kind: str) -> None:
+        """Create the user's loaders of this kind, only for the Trainer's attributes."""
+        self.shown[kind] = self.sources.make(kind, self._task)
 
     def forget(self) -> None:
         """Discard the loaders. The next use creates new ones."""

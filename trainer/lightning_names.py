@@ -307,10 +307,7 @@ class LightningNames:
 
     # Data, and numbers of batches and steps
 
-    train_dataloader = Fact[Any](
-        lambda run: None if run.data.made is None else run.data.made.given,
-        "The user's training loaders; None before they are created.",
-    )
+    train_dataloader = _given("train", "training")
     val_dataloaders = _given("validate", "validation")
     test_dataloaders = _given("test", "test")
     predict_dataloaders = _given("predict", "prediction")
@@ -358,7 +355,7 @@ class LightningNames:
         lambda run: run.logged_metrics, "The latest value of every metric that goes to the loggers."
     )
     progress_bar_metrics = Fact[Mapping[str, float]](
-        lambda run: run.logs.shown.progress_bar, "The latest value of every metric logged with `prog_bar=True`."
+        lambda run: run.progress_bar_metrics, "The latest value of every metric logged with `prog_bar=True`."
     )
 
     # Methods

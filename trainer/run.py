@@ -289,6 +289,14 @@ class StageRun:
         self._show_new()
         return as_values(self.logs.shown.logged)
 
+    @property
+    def progress_bar_metrics(self) -> Mapping[str, float]:
+        """The latest value of every metric logged with `prog_bar=True`; see `Run.progress_bar_metrics`."""
+        # Within a step, the progress bar would wait for the device at each of its updates.
+        if not self.logs.metrics.in_step:
+            self._show_new()
+        return self.logs.shown.progress_bar
+
     def _show_new(self) -> None:
         # After an error the device may be unusable.
         if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:
@@ -302,14 +310,18 @@ class StageRun:
         """Send numbers to the loggers at the index of the last completed step. Only the main rank logs them.
 
         Args:
-            metrics: numbers by name.
+            metrics: numbers by name. A finite number under `"step"` is the x-value of the others.
             epoch: 0-based epoch to log with them. Default: None, the current epoch.
         """
+        alone = self.status.stage in ("validate", "test")  # after the last step of the previous fit
+        step = max(self.state.step - (not alone), 0)
+        if math.isfinite(metrics.get("step", math.nan)):
+            metrics = dict(metrics)
+            step = int(metrics.pop("step"))
         self.logs.shown.logged.update(metrics)
-        if self.logs.group is not None:
+        if self.logs.group is not None and metrics:
             epoch = self.state.epoch if epoch is None else epoch
-            alone = self.status.stage in ("validate", "test")  # after the last step of the previous fit
-            self.logs.group.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - (not alone), 0))
+            self.logs.group.log_metrics({**metrics, "epoch": epoch}, step)
 
     def log_evaluation_steps(self, rows: Rows, kind: str) -> None:
         """Send numbers of evaluation steps to the loggers, by the index of the step. Only the main rank logs them."""

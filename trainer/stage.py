@@ -34,7 +34,7 @@ from trainwright.trainer.checkpoints.auto_resume import this_attempt
 from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_datamodule, check_needs, check_task
-from trainwright.trainer.configuration.settings import Settings
+from trainwright.trainer.configuration.settings import DEFAULT_MAX_EPOCHS, Settings
 from trainwright.trainer.data import Sources, incomplete_validation
 from trainwright.trainer.logger_start import begin_fit, start_loggers
 from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
@@ -184,10 +184,22 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     log_into(task, run.logs.metrics)
     if stage != "fit":
         return
-    warning = incomplete_validation(run.data.sources, task, run.settings.limit_batches["validate"])
-    if warning is not None and not (run.settings.arguments.barebones or run.status.is_trial):
-        run.print(f"trainwright: {warning}")
+    if not (run.settings.arguments.barebones or run.status.is_trial):
+        _print_notes(run)
     run.loop.trains = True
+
+
+def _print_notes(run: StageRun) -> None:
+    """Print what a fit does by default and its user may not expect."""
+    settings = run.settings
+    if settings.arguments.max_epochs is None and settings.limits.max_epochs == DEFAULT_MAX_EPOCHS:
+        run.print(
+            f"trainwright: training ends after {DEFAULT_MAX_EPOCHS} epochs, because no limit is set. Set max_epochs; "
+            "-1 is no limit."
+        )
+    warning = incomplete_validation(run.data.sources, run.task, settings.limit_batches["validate"])
+    if warning is not None:
+        run.print(f"trainwright: {warning}")
 
 
 def _check_depth(task: TaskModule) -> None:

@@ -374,7 +374,16 @@ class Trainer(Planner, LightningNames):
             if self.status == "running":
                 self.status = "interrupted"
             if is_trial:
+                shows_search = self.status == "finished" and before[0].components.task is None
                 self.run, self.verb, self.status = before
+                if shows_search:
+                    self.run = self._after_search(run)
+
+    def _after_search(self, searched: StageRun) -> StageRun:
+        """Return a run that provides the Trainer's attributes after a search: its task, data module and loaders."""
+        run = StageRun(self, self.settings, self.history, task=searched.task, sources=searched.data.sources)
+        run.data.shown = searched.data.shown
+        return run
 
     def _begin(self, stage: Stage, task: TaskModule, sources: Sources, is_trial: bool) -> StageRun:
         with nothing_else_runs(stage, self.run, task):

@@ -114,6 +114,16 @@ def test_the_size_is_set_wherever_it_lies() -> None:
     assert task.batch_size == task.hparams.batch_size == data.batch_size == 4
 
 
+def test_a_new_trainer_has_the_task_and_loaders_of_a_search() -> None:
+    task = _Hungry(5)
+    trainer = quiet_trainer()
+    Tuner(trainer).scale_batch_size(task)
+    assert trainer.train_dataloader.batch_size == trainer.val_dataloaders.batch_size == 4
+    assert trainer.model is task
+    assert task.trainer is trainer
+    assert (trainer.global_step, trainer.stage) == (0, None)
+
+
 class _Fixed(_Hungry):
     def train_dataloader(self) -> Any:
         return regression_loader(64, 16)

@@ -49,6 +49,14 @@ def test_all_ranks_stop_and_save_by_rank_zero_s_numbers(tmp_path: Path) -> None:
     assert first[3]["scores"] == {"epoch=1-step=8": 4.0}
 
 
+def test_a_fit_that_ends_before_its_first_validation_saves_by_a_metric_of_training(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(tmp_path / "c", monitor="train_loss")
+    unknown = ModelCheckpoint(tmp_path / "d", monitor="val_loss")
+    fit(RegressionTask(), tmp_path, [keeper, unknown], max_epochs=-1, max_steps=2)
+    assert keeper.best_model_path == str(tmp_path / "c" / "epoch=0-step=2")
+    assert unknown.best_model_path == ""
+
+
 class OwnNames(ModelCheckpoint):
     CHECKPOINT_NAME_LAST = "last-{epoch}"
     CHECKPOINT_EQUALS_CHAR = "_"

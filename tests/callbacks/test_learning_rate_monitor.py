@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SchedulerConfig
 
 PARAMETER = torch.nn.Parameter(torch.zeros(1))
@@ -95,3 +95,9 @@ def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> No
     run = FakeRun([LearningRateMonitor()], tmp_path, loggers=[])
     with pytest.raises(ConfigurationError, match="no logger"):
         run.fit(epochs=1, batches=1)
+
+
+def test_momentum_that_no_optimizer_has_is_warned_of(tmp_path: Path) -> None:
+    optimizer = torch.optim.ASGD([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.warns(TrainwrightWarning, match="do not have momentum"):
+        fit(LearningRateMonitor(log_momentum=True), tmp_path, [optimizer], [])

@@ -107,6 +107,10 @@ def test_fields_are_filled_in_with_their_names(
     assert ModelCheckpoint(filename=template, **options).format_checkpoint_name(METRICS, **arguments) == name
 
 
+def test_the_path_of_a_checkpoint_is_in_its_dirpath(tmp_path: Path) -> None:
+    assert ModelCheckpoint(tmp_path).format_checkpoint_name(METRICS) == str(tmp_path / "epoch=3-step=40")
+
+
 @pytest.mark.parametrize("filename", ["", "..", "a/b", "x" * 300, "index.json", "a\nb", "{epoch:zzz}", "{epoch"])
 @pytest.mark.parametrize("make", [ModelCheckpoint, OnExceptionCheckpoint])
 def test_invalid_checkpoint_filenames_are_errors_at_construction(make: Any, filename: str, tmp_path: Path) -> None:

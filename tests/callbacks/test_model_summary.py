@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.callbacks.fake_run import FakeRun
 from trainwright.callbacks.model_summary import ModelSummary, summarize
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 
 
@@ -70,3 +71,27 @@ def test_in_a_terminal_it_is_a_drawn_table(tmp_path: Path, monkeypatch: pytest.M
     run.fit(epochs=1, batches=1)
     assert "┃" in run.printed[0]
     assert "layer" in run.printed[0]
+
+
+def test_columns_of_the_table_are_lists() -> None:
+    net = Net()
+    net.example_input_array = torch.ones(5, 4)
+    summary = summarize(net)
+    assert (summary.layer_names, summary.layer_types) == (["body", "head"], ["Sequential", "Linear"])
+    assert (summary.param_nums, summary.total_parameters, summary.trainable_parameters) == ([56, 18], 77, 61)
+    assert (summary.in_sizes, summary.out_sizes) == ([[5, 4], [5, 8]], [[5, 8], [5, 2]])
+    assert (summary.model_size, summary.total_flops) == (308 / 1e6, summary.flops)
+    assert summarize(Net()).in_sizes == ["?", "?"]
+    assert summarize(Net()).total_flops == 0
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_scripted_layers_have_no_sizes() -> None:
+    net = nn.Sequential(torch.jit.script(nn.Linear(5, 3)), nn.Linear(3, 2))
+    net.example_input_array = torch.rand(2, 5)  # type: ignore[assignment]  # as a task has it
+    assert summarize(net).in_sizes == ["?", [2, 3]]
+
+
+def test_the_depth_is_a_number() -> None:
+    with pytest.raises(ConfigurationError, match="max_depth='all'"):
+        summarize(Net(), max_depth="all")  # type: ignore[arg-type]  # the mistake

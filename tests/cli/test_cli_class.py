@@ -91,6 +91,20 @@ def test_the_first_word_names_the_stage(stage: str) -> None:
     assert made.trainer.global_step == (2 if stage == "fit" else 0)
 
 
+def test_a_file_with_one_stage_names_the_stage(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("fit:\n  model: {width: 2}\n  optimizer: {class_path: torch.optim.SGD}\n")
+    made = cli("--config", "config.yaml")
+    assert made.subcommand == "fit"
+    (saver,) = [each for each in made.trainer.callbacks if isinstance(each, SaveConfigCallback)]
+    assert saver.already_saved
+
+
+def test_a_printed_configuration_omits_the_default_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli("predict", "--print_config")
+    assert "Default" not in capsys.readouterr().out
+
+
 def test_a_file_of_lightnings_form_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(
         "seed_everything: 3\n"

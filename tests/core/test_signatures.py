@@ -40,7 +40,8 @@ def test_a_recorder_around_a_default_adds_no_counts() -> None:
         (lambda outputs, batch, batch_idx: None, "on_test_batch_end", END, True),
         (lambda outputs, batch, batch_idx, a=0, b=0: None, "on_test_batch_end", END, True),
         (lambda *args, batch_idx: None, "on_test_batch_end", END, True),
-        (lambda *, stage: None, "setup", ("stage",), False),
+        (lambda *, stage: None, "setup", ("stage",), True),
+        (lambda *, step: None, "setup", ("stage",), False),
     ],
 )
 def test_what_cannot_be_called_is_found(function: Any, name: str, names: tuple[str, ...], right: bool) -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainwright import ConfigurationError
 from trainwright.loggers import CSVLogger, RunInfo
 
 
@@ -59,3 +60,26 @@ def test_a_resume_removes_the_empty_folder_of_a_version_that_was_read_too_early(
     assert logger.version == 0
     logger.load_state_dict({"version": 7, "last_step": 3})
     assert (logger.version, [path.name for path in tmp_path.iterdir()]) == (7, ["version_7"])
+
+
+def test_variables_are_replaced_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOGS", str(tmp_path))
+    assert CSVLogger("$LOGS/a", name="b", version=0).log_dir == str(tmp_path / "a" / "b" / "version_0")
+
+
+def test_a_url_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="not to a URL"):
+        CSVLogger("s3://bucket/logs")
+
+
+def test_sub_classes_can_name_the_folders(tmp_path: Path) -> None:
+    class Named(CSVLogger):
+        name = "experiment"
+        version = "first"
+
+    logger = Named(tmp_path)
+    assert logger.log_dir == str(tmp_path / "experiment" / "first")
+    logger.log_hyperparams()
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.flush()
+    assert Path(logger.metrics_file_path).exists()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, LoggedValueError, LogPlaceError, TaskError
 from trainwright.loggers.evaluation_rows import EvaluationRows
 from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
 from trainwright.loggers.metric_slot import FOLD_EVERY
@@ -155,7 +155,7 @@ def test_on_step_outside_a_step_is_refused() -> None:
     ],
 )
 def test_a_value_that_is_not_one_number_is_refused(value: Any, text: str) -> None:
-    with pytest.raises(TaskError, match=text):
+    with pytest.raises(LoggedValueError, match=text):
         evaluating("train").log("loss", value)
 
 
@@ -182,7 +182,7 @@ def test_a_reduction_that_gives_no_number_is_named() -> None:
 
 
 def test_logging_before_an_epoch_has_begun_is_refused() -> None:
-    with pytest.raises(TaskError, match="no epoch has begun"):
+    with pytest.raises(LogPlaceError, match="no epoch has begun"):
         MetricBuffer().log("m", 1.0)
 
 
@@ -244,3 +244,9 @@ def test_rows_of_an_evaluation_are_exchanged_once() -> None:
     rows._synced, rows._steps = {(0, 0): {}}, {(0, 0): 0}
     assert rows.combine([rows.payload()]) == {0: {}}
     assert rows.payload() == {}
+
+
+def test_values_that_are_not_numbers_are_value_errors() -> None:
+    assert issubclass(LoggedValueError, ValueError)
+    assert issubclass(LoggedValueError, TaskError)
+    assert issubclass(LogPlaceError, ConfigurationError)

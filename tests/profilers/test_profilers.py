@@ -61,9 +61,17 @@ def test_training_is_bit_equal(profiler: str, tmp_path: Path) -> None:
 
 def test_advanced_writes_the_functions_of_each_action(tmp_path: Path) -> None:
     _fit(AdvancedProfiler(tmp_path, "calls", line_count_restriction=5, dump_stats=True))
-    text = (tmp_path / "fit-calls-0.txt").read_text()
+    text = (tmp_path / "fit-calls.txt").read_text()
     assert "Profile of [Strategy]SingleDeviceStrategy.training_step" in text
     assert list(tmp_path.glob("fit-calls-0-*training_step.prof"))
+
+
+def test_a_profiler_without_a_trainer_writes_its_summary(tmp_path: Path) -> None:
+    profiler = SimpleProfiler(tmp_path, "own")
+    with profiler.profile("load"):
+        pass
+    profiler.describe()
+    assert "load" in (tmp_path / "own.txt").read_text()
 
 
 def test_a_trace_has_the_regions_and_the_table_the_flops(tmp_path: Path) -> None:
@@ -71,7 +79,7 @@ def test_a_trace_has_the_regions_and_the_table_the_flops(tmp_path: Path) -> None
     _fit(profiler)
     assert _names(tmp_path / "fit-profile-0.json") >= _REGIONS | {"[Module]net: Sequential"}
     assert (tmp_path / "fit-profile-0-1.json").exists()
-    assert "FLOPs of a step" in (tmp_path / "fit-profile-0.txt").read_text()
+    assert "FLOPs of a step" in (tmp_path / "fit-profile.txt").read_text()
 
 
 def _names(path: Path) -> set[str]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,29 @@ def test_callbacks_can_log() -> None:
     trainer = fitted(RegressionTask(), regression_loader(4), regression_loader(4), max_epochs=1, callbacks=Logging())
     assert trainer.callback_metrics["index"] == 3.0
     assert {name: trainer.progress_bar_metrics[name] for name in ("a", "b")} == {"a": 1.0, "b": 2.0}
+
+
+def test_the_hook_at_the_end_of_an_epoch_reads_its_value_from_the_progress_bar() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("index", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            assert self.trainer.progress_bar_metrics["index_epoch"] == 1.5
+
+    fitted(Task(), regression_loader(4), max_epochs=2)
+
+
+def test_a_logged_step_is_the_x_value_of_the_loggers(tmp_path: Path) -> None:
+    class Task(RegressionTask):
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"step": 10.0 + self.current_epoch, "accuracy": 0.5})
+
+    logger = CSVLogger(tmp_path)
+    fitted(Task(), regression_loader(4), max_epochs=2, logger=logger)
+    with open(Path(logger.log_dir or "") / "metrics.csv") as file:
+        assert {row["step"] for row in csv.DictReader(file) if row["accuracy"]} == {"10", "11"}
 
 
 def test_logged_metrics_are_known_in_the_hooks_at_the_end_of_an_epoch() -> None:

@@ -28,6 +28,14 @@ def test_a_fit_ends_at_whichever_bound_comes_first(
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
+def test_a_fit_without_a_limit_tells_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    stop = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
+    fitted(RegressionTask(), regression_loader(2), callbacks=stop)
+    assert "training ends after 1000 epochs" in capsys.readouterr().out
+    fitted(RegressionTask(), regression_loader(2), callbacks=stop, max_epochs=1)
+    assert "1000" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("limits", "reached"),
     [

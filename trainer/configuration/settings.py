@@ -26,6 +26,7 @@ from trainwright.trainer.configuration.assembly import default_callbacks, given_
 from trainwright.trainer.configuration.checks import check_callbacks, check_graphs, check_needs
 from trainwright.trainer.configuration.launcher_defaults import with_launched
 
+DEFAULT_MAX_EPOCHS = 1000  # of a fit without any limit
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
 # Arguments of other trainers and their replacements.
@@ -112,7 +113,7 @@ def parse_limits(
     if max_time is not None:
         others.append(parse_time(max_time, "max_time"))
     if max_epochs is None:
-        epochs = None if max_steps != -1 or others else 1000
+        epochs = None if max_steps != -1 or others else DEFAULT_MAX_EPOCHS
     else:
         epochs = None if max_epochs == -1 else max_epochs
     if epochs is not None and min_epochs is not None and min_epochs > epochs:

@@ -25,7 +25,9 @@ class Tuner:
     """Search for a batch size or learning rate with a Trainer's settings. Sets the result on the task or data module.
 
     A search sets up a stage like the Trainer, without callbacks and loggers. Afterwards only the attribute has changed,
-    not the Trainer, the task's weights, the generators or the files. Arguments and defaults are those of Lightning 2.6.
+    not the Trainer's progress and settings, the task's weights, the generators or the files. After a search with a new
+    Trainer, `trainer.model`, `trainer.datamodule` and the loaders, such as `trainer.train_dataloader`, are those of the
+    search, and `task.trainer` is the Trainer. Arguments and defaults are those of Lightning 2.6.
 
     Args:
         trainer: provides the settings: device, strategy, precision, accumulation and limits.
@@ -134,10 +136,13 @@ class Tuner:
         before = vars(task).get("_run")
         try:
             with isolate_rng():
-                return self._trainer._start(_KINDS[method], task, sources, LoadRequest(None), make_loop, is_trial=True)
+                found = self._trainer._start(_KINDS[method], task, sources, LoadRequest(None), make_loop, is_trial=True)
         finally:
             if vars(task).get("_run") is not before:
                 task.trainer = before
+        if before is None:
+            task.trainer = self._trainer
+        return found
 
 
 class _Search:
@@ -155,12 +160,16 @@ class _Search:
     def run(self) -> Any:
         """Return the result of the search."""
         run, finder = self._run, self._finder
-        finder.setup(run.trainer, run.task, run.status.stage or "fit")
+        stage = run.status.stage or "fit"
+        finder.setup(run.trainer, run.task, stage)
         if isinstance(finder, BatchSizeFinder):
             finder.scale_batch_size(run.trainer, run.task)
-            return finder.optimal_batch_size
-        finder.lr_find(run.trainer, run.task)
-        return finder.optimal_lr
+        else:
+            finder.lr_find(run.trainer, run.task)
+        run.data.show("train" if stage == "fit" else stage)
+        if stage == "fit" and run.data.has_validation:
+            run.data.show("validate")
+        return finder.optimal_batch_size if isinstance(finder, BatchSizeFinder) else finder.optimal_lr
 
 
 def _sources(method: str, datamodule: object, train: object, validate: object, others: object) -> Sources:

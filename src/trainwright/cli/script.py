@@ -194,12 +194,16 @@ class CLI:
                 print(f"usage: {Path(sys.argv[0]).name} [--config FILE] {{{','.join(names)}}} [ARGUMENTS]")
                 raise SystemExit(0)
             stage = words.pop(0) if words else None
-            if stage is None:
-                word = next((word for word in before if not word.startswith("-")), "")
-                raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(word, names)}")
+            if stage is None and not (before and before[0].startswith("-")):
+                raise ConfigurationError(
+                    f"name the stage to run: {', '.join(names)}.{nearest(''.join(before[:1]), names)}"
+                )
             given = read_configs(read_command_line(before).configs)
+            in_file = [name for name in names if name in given]
+            if stage is None and len(in_file) == 1:
+                stage = in_file[0]
         if stage not in names:
-            raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(str(stage), names)}")
+            raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(stage or '', names)}")
         own = given.get(stage)
         return stage, words, dict(own) if isinstance(own, Mapping) else {}
 
@@ -246,7 +250,10 @@ class CLI:
     def _add_stage(self, parser: CLIParser, stage: str) -> list[str]:
         cls = class_of(self.trainer_class)
         skip = self.subcommands()[stage] & set(inspect.signature(getattr(cls, stage)).parameters) - {"self"}
-        return list(parser.add_method_arguments(cls, stage, skip=skip, fail_untyped=False))
+        added = list(parser.add_method_arguments(cls, stage, skip=skip, fail_untyped=False))
+        if "ckpt_path" in added:
+            parser.set_defaults(ckpt_path=None)  # the same for stages that receive the task
+        return added
 
     def _parse(self, config: dict[str, Any], line: CommandLine) -> Any:
         tops = {action.dest.partition(".")[0]: None for action in self.parser._actions}

@@ -31,6 +31,14 @@ class TaskError(TrainwrightError, RuntimeError):
     """Invalid return value or call in a method of the user's task."""
 
 
+class LoggedValueError(TaskError, ValueError):
+    """Value passed to `log` that is not one number. Python's own error for it is a ValueError."""
+
+
+class LogPlaceError(TaskError, ConfigurationError):
+    """Call of `log` in a method where nothing can be logged."""
+
+
 class CheckpointError(TrainwrightError, RuntimeError):
     """Checkpoint that is missing, damaged, incomplete or does not fit the run."""
 

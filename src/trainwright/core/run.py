@@ -236,7 +236,11 @@ class Run(Protocol):
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:
-        """The latest value of every metric logged with `prog_bar=True`."""
+        """The latest value of every metric logged with `prog_bar=True`.
+
+        Within a step these are the values of the last flush. In `on_*_epoch_end`, the aggregates of the epoch are
+        included.
+        """
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
         """Log a value of a task or callback; see `TaskModule.log` for the options. Never communicates."""

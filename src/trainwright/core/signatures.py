@@ -101,8 +101,8 @@ def bind(
 
 
 def _by_keyword(taken: Parameters, names: Sequence[str]) -> list[str]:
-    """Return the arguments that a function accepts by keyword only, which only hooks and steps of a batch may do."""
-    return [each for each, _ in taken.keyword_only if each in names and ("batch_idx" in names or LOADER in names)]
+    """Return the arguments that a function accepts by keyword only."""
+    return [each for each, _ in taken.keyword_only if each in names]
 
 
 def _picks(taken: Parameters, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, LogPlaceError, TaskError, TrainwrightWarning
 from trainwright.core.exports import ExportMixin
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
@@ -322,7 +322,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
 
     def _drop_logged(self, name: str) -> None:
         if self._run is not None and self._run.stage is not None:
-            raise TaskError(
+            raise LogPlaceError(
                 f"log({name!r}) in a hook outside of an epoch. Call it in a *_step or in a hook between the "
                 "stage's start and its epoch's end."
             )

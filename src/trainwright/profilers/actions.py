@@ -65,7 +65,7 @@ class SimpleProfiler(Profiler):
             numbers = f"{total / calls:>12.6g}  {total:>12.6g}  {own:>12.6g}  {100 * total / whole:>6.2f}"
             lines.append(f"{name:<{width}}  {calls:>8}  {numbers}")
         rule = "-" * len(lines[0])
-        title = f"Profile of {self.stage} on rank {self.rank}: {whole:.6g} s"
+        title = f"Profile of {self.stage or 'the program'} on rank {self.rank}: {whole:.6g} s"
         return "\n".join([title, rule, lines[0], rule, *lines[1:], rule])
 
 

@@ -25,7 +25,8 @@ class Profiler:
     Args:
         dirpath: Folder of the profiler's files. Default: None, which is `default_root_dir` of the Trainer.
         filename: First part of the names of the files. Default: None, which is `"profile"`. If both are None, the
-            summary of rank 0 is printed. Otherwise each rank writes `{stage}-{filename}-{rank}.txt`.
+            summary of rank 0 is printed. Otherwise it is written to `{stage}-{filename}.txt`; with several processes
+            each rank writes `{stage}-{filename}-{rank}.txt`. Without a Trainer the names have no stage.
 
     Attributes:
         enabled: False if nothing is recorded. The Trainer then calls only `setup` and `teardown`.
@@ -36,7 +37,8 @@ class Profiler:
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = None if dirpath is None else Path(dirpath).expanduser()
         self.filename = filename
-        self.stage, self.rank, self.world_size, self._root = "fit", 0, 1, Path(".")
+        self.stage: str | None = None
+        self.rank, self.world_size, self._root = 0, 1, Path(".")
         self._open: list[Any] = []  # sequences that begin with the name of an open action, the innermost last
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
@@ -97,15 +99,18 @@ class Profiler:
 
     def describe(self, show: Callable[[str], Any] = print) -> None:
         """Write the summary to a file, or show rank 0's if `dirpath` and `filename` are None. Show the file names."""
-        text, path = self.summary(), self.path(".txt")
+        text = self.summary()
+        path = self.path(".txt") if self.world_size > 1 else self._folder / f"{self._name}.txt"
         if text and (self.dirpath is not None or self.filename is not None):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
         elif text and not self.rank:
             show(text)
-        files = sorted(each.name for ending in (".*", "-*") for each in path.parent.glob(self.path(ending).name))
+        files = {path.name} if path.exists() else set()
+        for ending in (".*", "-*"):
+            files |= {each.name for each in path.parent.glob(self.path(ending).name)}
         if text and files and not self.rank:
-            show(f"Files of the profiler in {path.parent}: {', '.join(files)}")
+            show(f"Files of the profiler in {path.parent}: {', '.join(sorted(files))}")
 
     def watch(self, model: torch.nn.Module) -> None:
         """Override to mark the modules of the model that a stage runs. Does nothing by default."""
@@ -116,7 +121,16 @@ class Profiler:
     def path(self, ending: str, part: str | int | None = None) -> Path:
         """Return the path of the file `{stage}-{filename}-{part}{ending}`. `part` is this rank by default."""
         part = self.rank if part is None else part
-        return (self.dirpath or self._root) / f"{self.stage}-{self.filename or 'profile'}-{part}{ending}"
+        return self._folder / f"{self._name}-{part}{ending}"
+
+    @property
+    def _folder(self) -> Path:
+        return self.dirpath or self._root
+
+    @property
+    def _name(self) -> str:
+        name = self.filename or "profile"
+        return name if self.stage is None else f"{self.stage}-{name}"
 
 
 class PassThroughProfiler(Profiler):

@@ -257,7 +257,9 @@ class PyTorchProfiler(Profiler):
         key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         table = averages.table(**{"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs})
         steps = profiler.num_recorded - profiler.num_exported
-        self._text = f"Profile of {self.stage} on rank {self.rank}: {steps} steps recorded{of}\n{table}"
+        self._text = (
+            f"Profile of {self.stage or 'the program'} on rank {self.rank}: {steps} steps recorded{of}\n{table}"
+        )
         flops = sum(each.flops for each in averages)
         seconds = sum(each.cpu_time_total for each in averages if each.key.startswith("ProfilerStep")) / 1e6
         if flops and steps:

@@ -77,6 +77,9 @@ class SaveConfigCallback(Callback):
         multifile: not supported, because only one file is written. Default: False.
         save_to_log_dir: write the file. False only calls `save_config`. Default: True.
 
+    Attributes:
+        already_saved: The settings of a fit have been written.
+
     Raises:
         ConfigurationError: `multifile=True`.
     """
@@ -99,6 +102,7 @@ class SaveConfigCallback(Callback):
         self.config_filename = config_filename
         self.overwrite = overwrite
         self.save_to_log_dir = save_to_log_dir
+        self.already_saved = False
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit" or not trainer.is_global_zero:
@@ -107,6 +111,7 @@ class SaveConfigCallback(Callback):
             text = resolved_yaml(self.parser, self.config)
             save_config(text, Path(trainer.default_root_dir), name=self.config_filename, overwrite=self.overwrite)
         self.save_config(trainer, task, stage)
+        self.already_saved = True
 
     def save_config(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         """Save the configuration elsewhere, such as in a logger. Called on the main process. Empty by default."""

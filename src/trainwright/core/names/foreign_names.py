@@ -62,6 +62,7 @@ MODULES: Mapping[str, str | None] = {
 
 _T = TypeVar("_T")
 _FUNCTIONS = "trainwright.utilities.lightning_functions"
+_SUMMARY = "model_summary.model_summary"
 
 
 def _each(names: str, answer: str) -> dict[str, str]:
@@ -95,11 +96,18 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "TrainerState": "trainwright.trainer.run_state.RunState",
         "LightningOptimizer": "trainwright.trainer.optimization.ManualOptimizer",
         "LRSchedulerConfig": "trainwright.core.run.SchedulerConfig",
+        # The callback of the same name is another class.
+        **dict.fromkeys(
+            (f"lightning.pytorch.utilities.{module}.ModelSummary" for module in ("model_summary", _SUMMARY)),
+            "trainwright.callbacks.model_summary.summarize",
+        ),
         "_LRFinder": "trainwright.callbacks.lr_finder.LRFinder",
         "EarlyStoppingReason": "trainwright.callbacks.early_stopping.EarlyStoppingReason",
         "WriteInterval": "trainwright.callbacks.prediction_writer.WriteInterval",
         "Tqdm": "tqdm.tqdm",
         **_in("trainwright.loggers.logger", "DummyExperiment DummyLogger"),
+        # The logger is its own `experiment`.
+        "ExperimentWriter": "trainwright.loggers.CSVLogger",
         "HyperparametersMixin": "trainwright.core.hyperparameters.HyperparametersMixin",
         "DataHooks": "trainwright.core.hooks.DataHooks",
         **_each("CheckpointHooks ModelHooks", "trainwright.core.hooks.TaskHooks"),
@@ -181,7 +189,6 @@ _LIGHTNING = {
         "RichProgressBarTheme CustomProgress",
         "override open, draw and close of trainwright.callbacks.ProgressBar.",
     ),
-    "lightning.pytorch.utilities.model_summary.ModelSummary": "use summarize of the same module.",
     "UnrepeatedDistributedSampler": "evaluations read each sample once; delete the use.",
     "UnrepeatedDistributedSamplerWrapper": "evaluations read each sample once; delete the use.",
     "convert_zero_checkpoint_to_fp32_state_dict": "run trainwright checkpoint convert.",
