@@ -49,6 +49,7 @@ class LoopObjects:
         scale: Loss scale of fp16. None: the loss is not scaled.
         others: The user's objects with `state_dict` and `load_state_dict`, with equal states on every rank.
         seed: Seed of the data order.
+        use_seed: Function that sets another seed, which a loaded state has. None: the user has passed the seed.
         weights: Save the weights of the models. Default: True.
     """
 
@@ -59,6 +60,7 @@ class LoopObjects:
     scale: LossScale | None
     others: Sequence[Any]
     seed: int
+    use_seed: Callable[[int], None] | None = None
     weights: bool = True
 
     @property
@@ -327,6 +329,8 @@ class LoopCheckpoints:
             other.load_state_dict(saved)
         for optimizer, steps in zip(objects.optimizers, entry["steps"], strict=True):
             optimizer.num_steps = steps
+        if objects.use_seed is not None:
+            objects.use_seed(entry["seed"])  # before the loaders, whose positions are those of its order
         same_ranks = len(entry["loaders"]) == processes.world_size
         for loader, saved in zip(objects.loaders, entry["loaders"][processes.rank if same_ranks else 0], strict=True):
             loader.load_state_dict(saved)
@@ -383,7 +387,7 @@ class LoopCheckpoints:
         compare_classes("registered object", objects.others, entry.get("other_classes"), path)
         _check_counts(path, entry["steps"])
         _check_counts(path, [[loader["epoch"], loader["position"]] for rank in entry["loaders"] for loader in rank])
-        if objects.loaders and entry["seed"] != objects.seed:
+        if _needs_other_seed(objects, entry["seed"]):
             raise CheckpointError(
                 f"{path} was written with seed={entry['seed']}, and the data of this loop has the order of "
                 f"seed={objects.seed}. Pass Accelerator(seed={entry['seed']})."
@@ -395,6 +399,13 @@ class LoopCheckpoints:
                 f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
                 "counted in samples."
             )
+
+
+def _needs_other_seed(objects: LoopObjects, saved: int) -> bool:
+    """Return whether the user has passed another seed than the saved one, and a loader's order depends on it."""
+    if objects.use_seed is None and objects.seed != saved:
+        return any(loader.prepared.order_needs_seed for loader in objects.loaders)
+    return False
 
 
 def _check_counts(path: Path, counts: object) -> None:
