@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.checkpoint.foreign import accelerate_folder, trained
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.gradient_state import GradientAccumulationPlugin
@@ -20,6 +21,7 @@ from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model
 from trainwright.bigmodels.saving import save_model
 from trainwright.checkpoint.format.manifests import read_manifest, verify
+from trainwright.checkpoint.interop.convert import convert_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -214,6 +216,24 @@ def test_a_state_of_accelerate_is_named_with_what_reads_it(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"checkpoint convert \S+ TARGET.*load_checkpoint_in_model"):
         accelerator.load_state(tmp_path)
     load_checkpoint_in_model(net, tmp_path)
+
+
+def test_a_converted_state_of_accelerate_is_loaded_with_its_optimizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    adam = torch.optim.AdamW(net.parameters())
+    trained(net, adam)
+    accelerate_folder(tmp_path / "state", net, adam, safe=False)
+    convert_checkpoint(tmp_path / "state", tmp_path / "converted")
+    accelerator = Accelerator(cpu=True)
+    other = nn.Linear(3, 1)
+    again = torch.optim.AdamW(other.parameters())
+    accelerator.prepare(other, again, torch.optim.lr_scheduler.StepLR(again, 1))
+    accelerator.register_for_checkpointing(Tally())
+    with pytest.warns(match=r"converted from a checkpoint \(accelerate\): .* Registered objects are not restored"):
+        accelerator.load_state(tmp_path / "converted")
+    assert torch.equal(other.weight, net.weight)
+    assert torch.equal(again.state[other.weight]["exp_avg"], adam.state[net.weight]["exp_avg"])
 
 
 class Stream(IterableDataset[int]):

@@ -203,6 +203,38 @@ Other().save
         assert says in line
 
 
+def test_check_reports_changes_to_make_by_hand_after_the_rewrite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """import os, torch
+from pathlib import Path
+import lightning as L
+trainer = L.Trainer()
+trainer.validate_loop
+path = trainer.checkpoint_callback.best_model_path
+torch.load(path)
+torch.load(os.path.join("runs", "last.ckpt"))
+print("last.ckpt" in os.listdir("runs"), list(Path("runs").glob("*.ckpt")))
+class Net(L.LightningModule):
+    def training_epoch_end(self, outputs): ...
+trainer.save_checkpoint("runs/mine.ckpt")
+print("mine.ckpt" in os.listdir("runs"))
+torch.load("weights.pt")
+trainer.fit(Net(), ckpt_path="last.ckpt")
+"""
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    for argument in ([], ["--check"]):
+        assert main(["migrate", *argument, str(file)]) == 1
+        lines = re.findall(r"program.py:(\d+): (.{14})", capsys.readouterr().err)
+        assert lines == [
+            ("5", "trainer.valida"),
+            ("7", "a checkpoint i"),
+            ("9", "the name of a "),
+            ("11", "training_epoch"),
+        ]
+
+
 def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "default_config.yaml"
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n")

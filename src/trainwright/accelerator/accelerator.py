@@ -1171,8 +1171,8 @@ class Accelerator:
 
         Raises:
             FileNotFoundError: `input_dir` does not exist, or there is no valid state.
-            CheckpointError: The state is damaged, or belongs to another loop. Or another seed than that of the state was
-                passed, and the order of a loader depends on the seed.
+            CheckpointError: The state is damaged, or belongs to another loop. Or another seed than that of the state
+                was passed, and the order of a loader depends on the seed.
             ConfigurationError: `input_dir` is missing without automatic naming, or an option is unknown.
         """
         if load_kwargs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -287,8 +288,9 @@ class LoopCheckpoints:
             processes.on_main_rank(self.wait, f"write the last state before {path} is read")
         if (path / "random_states_0.pkl").is_file():
             raise CheckpointError(
-                f"{path} is a folder of Accelerate's save_state, which load_state does not read. Load its weights with "
-                "load_checkpoint_in_model(model, path); the optimizer and the position in the data start from scratch."
+                f"{path} is a folder of Accelerate's save_state, which load_state does not read. Convert "
+                f"it with `trainwright checkpoint convert {shlex.quote(str(path))} TARGET`, which keeps optimizers and "
+                "schedules, and load TARGET. load_checkpoint_in_model(model, path) loads weights alone."
             )
         snapshot = read_checkpoint(path, copy_model=False, allow_missing=["model"])
         entry = snapshot.trainer.get(_ENTRY)
@@ -310,12 +312,7 @@ class LoopCheckpoints:
             objects.scale.load_state_dict(scale)
         self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
-            warnings.warn(
-                f"{path} is a checkpoint of a Trainer: weights, optimizers, schedules and generators are restored, and "
-                "loaders begin an epoch.",
-                TrainwrightWarning,
-                stacklevel=3,
-            )
+            warnings.warn(_begins_an_epoch(path, snapshot, objects), TrainwrightWarning, stacklevel=3)
         else:
             self._load_entry(entry, objects)
         # After all code of the user, which may draw random numbers.
@@ -399,6 +396,16 @@ class LoopCheckpoints:
                 f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
                 "counted in samples."
             )
+
+
+def _begins_an_epoch(path: Path, snapshot: Snapshot, objects: LoopObjects) -> str:
+    """Return the warning for a checkpoint that no own loop has written."""
+    program = snapshot.trainer.get("converted_from")
+    origin = "is a checkpoint of a Trainer" if program is None else f"was converted from a checkpoint ({program})"
+    text = f"{path} {origin}: weights, optimizers, schedules and generators are restored, and loaders begin an epoch."
+    if objects.others:
+        text += " Registered objects are not restored."
+    return text
 
 
 def _needs_other_seed(objects: LoopObjects, saved: int) -> bool:
