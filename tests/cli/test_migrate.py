@@ -134,7 +134,9 @@ def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: s
 )
 def test_schedules_of_accelerate_advance_as_often_as_before(call: str, wanted: str) -> None:
     text = f"from accelerate import Accelerator\noptions = {{}}\na = {call}\nscheduler = a.prepare(None)\n"
-    assert wanted in rewrite(text.encode()).code.decode()
+    found = rewrite(text.encode())
+    assert wanted in found.code.decode()
+    assert [each.line for each in found.added] == ([] if "**" in call else [3])
     assert "schedule_steps" not in rewrite(text.replace("scheduler", "model").encode()).code.decode()
 
 
