@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
@@ -130,7 +131,8 @@ class Accelerator:
             order of the data depends on `seed`.
         strategy: A strategy that supports user-written loops, or its name. Default: `"auto"`, which is `"single"` for
             one process and `"ddp"` for several processes.
-        seed: Seed of the order of the data. Default: torch's initial seed on the first process.
+        seed: Seed of the order of the data. Default: torch's initial seed on the first process, or the seed of a state
+            that `load_state` loads.
 
     Other arguments of Accelerate's Accelerator must be None. The error for another value names the replacement.
 
@@ -186,6 +188,7 @@ class Accelerator:
         self.project_configuration = project_of(project_dir, project_config)
         self.log_with = read_trackers(log_with, self.project_configuration.logging_dir)
         self._loader_config = loader_settings(split_batches, seed, dataloader_config)
+        self._seed_is_given = self._loader_config.data_seed is not None
         self._settings = settings = read_settings(
             mixed_precision=mixed_precision,
             steps=gradient_accumulation_steps,
@@ -283,8 +286,12 @@ class Accelerator:
 
     @dataloader_config.setter
     def dataloader_config(self, value: DataLoaderConfiguration) -> None:
-        self._loader_config = loader_settings(False, self._prepared.seed, value)
-        self._prepared.loader_config = self._loader_config
+        config = loader_settings(False, self._prepared.seed, value)
+        self._prepared.seed = config.data_seed
+        self._seed_is_given = self._seed_is_given or value.data_seed is not None
+        if not self._seed_is_given:
+            config = replace(config, data_seed=None)  # otherwise torch's seed would be a passed one if it is assigned
+        self._loader_config = self._prepared.loader_config = config
 
     @property
     def split_batches(self) -> bool:
@@ -1153,7 +1160,8 @@ class Accelerator:
         Every rank reads the folder. The strategy and the number of processes may differ from those of the save. If the
         state was saved within a pass over a loader, the next pass that trains continues at the saved position, with or
         without `skip_first_batches`. A loop that skips batches in another way passes
-        `DataLoaderConfiguration(use_stateful_dataloader=False)`. A checkpoint of a Trainer restores only weights,
+        `DataLoaderConfiguration(use_stateful_dataloader=False)`. Without a `seed` of the Accelerator, loaders take the
+        order of the saved loop in their next pass. A checkpoint of a Trainer restores only weights,
         optimizers, schedules and generators.
 
         Args:
@@ -1163,7 +1171,8 @@ class Accelerator:
 
         Raises:
             FileNotFoundError: `input_dir` does not exist, or there is no valid state.
-            CheckpointError: The state is damaged, or belongs to another loop or to data in another order.
+            CheckpointError: The state is damaged, or belongs to another loop. Or another seed than that of the state
+                was passed, and the order of a loader depends on the seed.
             ConfigurationError: `input_dir` is missing without automatic naming, or an option is unknown.
         """
         if load_kwargs:
@@ -1185,6 +1194,7 @@ class Accelerator:
             self._scale,
             self._others,
             seed,
+            None if self._seed_is_given else kept.use_seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:

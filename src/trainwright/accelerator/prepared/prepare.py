@@ -138,6 +138,14 @@ class PreparedObjects:
             name="the loader",
         )
 
+    def use_seed(self, seed: int) -> None:
+        """Give all loaders, also later ones, the order of another seed, from their next pass on. Not collective."""
+        self.seed = seed
+        if "rank_options" in vars(self):
+            self.rank_options = replace(self.rank_options, seed=seed)
+        for loader in self.dataloaders:
+            loader.prepared.use(replace(loader.prepared.options, seed=seed))
+
     def _loader_options(self, loader: object) -> LoaderOptions:
         """Return the settings for dividing a loader over ranks, with the present options of loaders."""
         options = replace(self.rank_options, split_batches=self.loader_config.split_batches)
