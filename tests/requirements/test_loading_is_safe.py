@@ -41,7 +41,7 @@ def test_a_crafted_pickle_is_refused_by_every_stage_and_never_executed(tmp_path:
     torch.save({"state_dict": _Bomb(mark)}, tmp_path / name)
     trainer = quiet_trainer(max_epochs=1)
     for stage in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
-        with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
+        with pytest.raises(CheckpointError, match=r"`trainwright checkpoint convert \S+ FOLDER`"):
             stage(RegressionTask(), regression_loader(2), ckpt_path=tmp_path / name)  # type: ignore[operator]
     with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
         RegressionTask.load_from_checkpoint(tmp_path / name)
