@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import TaskError
 from trainwright.core.state import Group
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, parameters_of
+from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, clip_shards, parameters_of
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 
@@ -52,21 +53,30 @@ class EngineStep(AutomaticStep):
             self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
         self._group = self._loss = None
         self._zeroed = not self._zero_late
-        if self._shards is not None:
+        if self._shards is not None and norm is None:
             found = self._engine.get_global_grad_norm()
             norm = torch.as_tensor(found, dtype=torch.float32, device=self.parts.device)
         return norm
 
     def _prepare_clipping(self, clip: GradientClip | None) -> torch.Tensor | None:
-        """Clip the gradients that the engine does not clip, and set the engine's maximum norm."""
+        """Clip the gradients that the engine does not clip, and set the engine's maximum norm.
+
+        Return the norm before clipping if it was computed here.
+        """
         if self._shards is None:
             return None if clip is None else clip_gradients(parameters_of(self.optimizers), clip)
-        by_norm = clip is not None and clip.algorithm != "value"
-        self._engine.optimizer.clip_grad = clip.value if by_norm and clip is not None else 0.0
-        if clip is not None and not by_norm:
-            for _, gradient in self._shards.gradients():
-                gradient.clamp_(-clip.value, clip.value)
-        return None
+        self._engine.optimizer.clip_grad = 0.0
+        if clip is None:
+            return None
+        # With an offloaded optimizer the engine uses the norm from backward, before hooks have changed gradients.
+        if clip.algorithm != "value" and not self._engine.zero_cpu_offload():
+            self._engine.optimizer.clip_grad = clip.value
+            return None
+        # The engine divides by the loss scale of float16 in its step, so that the shards are multiples.
+        scale = float(self._shards.zero.loss_scale)
+        gradients = [(gradient, True) for _, gradient in self._shards.gradients()]
+        norm = clip_shards(gradients, replace(clip, value=clip.value * scale), self.parts.device)
+        return None if norm is None else norm.float() / scale
 
     def _zero_gradients(self, idx: int) -> None:
         for hook in self.hooks.on_before_zero_grad:

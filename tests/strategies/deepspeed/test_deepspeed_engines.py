@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import SaveAtEnd, quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
@@ -80,6 +81,28 @@ def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp
     saved = read_checkpoint(tmp_path / "half").optimizers[0]
     assert saved["class"] == "AdamW"
     assert set(saved["groups"][0]) == {*torch.optim.AdamW([torch.zeros(1)]).param_groups[0]}
+
+
+class Damped(Blocks):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
+
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                safe_set_full_grad(parameter, 0.01 * safe_get_full_grad(parameter))
+
+
+def _damped() -> list[Any]:
+    warnings.simplefilter("ignore")
+    strategy = DeepSpeedStrategy(stage=2, offload_optimizer=True)
+    return [train(strategy, 1, task, max_epochs=1)["reported"][0] for task in (Blocks(), Damped())]
+
+
+@pytest.mark.engines
+@needs_operation("CPUAdamBuilder")
+def test_an_offloaded_optimizer_clips_the_gradients_that_a_hook_has_changed() -> None:
+    ((norm, damped),) = run_distributed(_damped, 1, timeout=280, init=False)
+    assert damped == pytest.approx(0.01 * norm, rel=1e-4)
 
 
 class Teacher(nn.Module):
