@@ -8,7 +8,6 @@ def _each(names: str, answer: str) -> dict[str, str]:
 
 
 ABSENT = {
-    "FILE_EXTENSION": "A checkpoint is a folder, whose name has no extension.",
     "to_yaml": "best_k_models holds the same as a dict; the folder's index.json holds it on disk.",
     "file_exists": "Use pathlib.Path(path).is_dir().",
     "check_monitor_top_k": "Compare with best_k_models; override on_validation_end to decide otherwise.",

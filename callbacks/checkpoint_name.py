@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.replacement import is_replaced
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
 _RUN_INDEX = "index.json"  # next to the checkpoints
@@ -14,6 +15,13 @@ _INTEGER_FORMATS = ("b", "c", "d", "o", "x", "X")
 # File systems allow 255; while a checkpoint is written its name is longer, and a version may be appended.
 _MAX_NAME_BYTES = 220
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+
+
+class FileExtension:
+    """End of the names of checkpoints, which are folders: none, or Lightning's under `as_lightning()`."""
+
+    def __get__(self, owner: object, kind: type | None = None) -> str:
+        return ".ckpt" if is_replaced("lightning") else ""
 
 
 def template_fields(template: str) -> list[str]:

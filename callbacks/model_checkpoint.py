@@ -12,7 +12,13 @@ from typing import Any, Literal
 
 from trainwright.callbacks.agreed_clock import AgreedClock
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, template_fields
+from trainwright.callbacks.checkpoint_name import (
+    DEFAULT_TEMPLATE,
+    FileExtension,
+    check_template,
+    format_name,
+    template_fields,
+)
 from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
 from trainwright.callbacks.save_facts import NO_FACTS, SaveFacts
@@ -40,7 +46,7 @@ class ModelCheckpoint(Callback):
             are written below `trainer.default_root_dir/checkpoints` and uploaded; local and remote copies are deleted
             together. Default: `trainer.checkpoint_dir`.
         filename: template of the folder's name: `"{epoch}-{val_loss:.2f}"` becomes `epoch=3-val_loss=0.12`. Default:
-            `"{epoch}-{step}"`.
+            `"{epoch}-{step}"`. `FILE_EXTENSION` is appended, which is empty, and `.ckpt` under `as_lightning()`.
         monitor: the metric to rank by. Default: None, which keeps the latest checkpoint.
         verbose: print what is saved. Default: False.
         save_last: True also writes a checkpoint named `last` at each save. `"link"` instead creates a relative symbolic
@@ -69,7 +75,7 @@ class ModelCheckpoint(Callback):
     CHECKPOINT_NAME_LAST = "last"
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
-    FILE_EXTENSION = ""  # a checkpoint is a folder
+    FILE_EXTENSION: str = FileExtension()  # type: ignore[assignment]  # a descriptor; sub-classes may set a text
     STARTING_VERSION = 1
 
     def __init__(

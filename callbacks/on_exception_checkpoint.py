@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.callbacks.checkpoint_name import check_template
+from trainwright.callbacks.checkpoint_name import FileExtension, check_template
 from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.host.folders import is_url
 from trainwright.core.run import Run, SaveRequest
@@ -21,13 +21,15 @@ class OnExceptionCheckpoint(Callback):
 
     Args:
         dirpath: folder of the checkpoint.
-        filename: name of the checkpoint, which is a folder. Default: `"on_exception"`.
+        filename: name of the checkpoint, which is a folder. Default: `"on_exception"`. `FILE_EXTENSION` is appended,
+            which is empty, and `.ckpt` under `as_lightning()`.
 
     Raises:
         ConfigurationError: `filename` is not a valid folder name, or `dirpath` is a URL.
     """
 
     order = Order.LAST
+    FILE_EXTENSION: str = FileExtension()  # type: ignore[assignment]  # a descriptor; sub-classes may set a text
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         check_template(filename, "OnExceptionCheckpoint")
@@ -46,12 +48,16 @@ class OnExceptionCheckpoint(Callback):
     @property
     def ckpt_path(self) -> str:
         """The path of the checkpoint."""
-        return str(Path(self.dirpath, self.filename))
+        return str(Path(self.dirpath, self._name))
+
+    @property
+    def _name(self) -> str:
+        return f"{self.filename}{self.FILE_EXTENSION}"
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
         if isinstance(exception, Preempted):  # the Trainer has already saved
             return
         if trainer.stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
             trainer.emergency_save(
-                SaveRequest(self.filename, folder=Path(self.dirpath), metrics=dict(trainer.callback_metrics))
+                SaveRequest(self._name, folder=Path(self.dirpath), metrics=dict(trainer.callback_metrics))
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, rows_without, write_atomically
+from trainwright.loggers.versioned import DEFAULT_NAME, VersionedLogger, cut_torn_line, rows_without, write_atomically
 
 METRICS_FILE = "metrics.csv"
 
@@ -33,7 +33,7 @@ class CSVLogger(VersionedLogger):
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
-        name: str | None = "trainwright_logs",
+        name: str | None = DEFAULT_NAME,
         version: int | str | None = None,
         prefix: str = "",
         flush_logs_every_n_steps: int = 100,

@@ -17,7 +17,7 @@ from trainwright.core.rng import isolate_rng
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import VersionedLogger
+from trainwright.loggers.versioned import DEFAULT_NAME, VersionedLogger
 
 _EVENT_FILES = "events.out.tfevents.*"
 _WRITER_OPTIONS = ("comment", "purge_step", "max_queue", "flush_secs", "filename_suffix")
@@ -44,7 +44,7 @@ class TensorBoardLogger(VersionedLogger):
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
-        name: str | None = "trainwright_logs",
+        name: str | None = DEFAULT_NAME,
         version: int | str | None = None,
         log_graph: bool = False,
         default_hp_metric: bool = True,

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.names.replacement import is_replaced
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.logger import Logger, RunInfo
 
 WHERE = frozenset({"step", "time", "epoch"})
 """Columns with the position of a row; the loop sends `epoch` with everything it logs, so it is not a separate curve."""
+DEFAULT_NAME = "trainwright_logs"
+LIGHTNING_NAME = "lightning_logs"  # Lightning's default, where its programs look for files
 _NUMBERED = re.compile(r"version_(\d+)")
 
 
@@ -39,7 +42,8 @@ class VersionedLogger(Logger):
     Args:
         save_dir: parent folder, where `~` and environment variables such as `$HOME` are replaced. Default: None, the
             run's root folder.
-        name: sub-folder for the experiment; an empty name means none. Default: `"trainwright_logs"`.
+        name: sub-folder for the experiment; an empty name means none. Default: `"trainwright_logs"`, which is
+            `lightning_logs` under `as_lightning()`.
         version: an int N for `version_N`, or the name of a folder. Default: None, which creates a version.
         prefix: text before the name of each metric, followed by a dash. Default: `""`.
         sub_dir: a sub-folder of the version's folder for log files. Default: None.
@@ -51,7 +55,7 @@ class VersionedLogger(Logger):
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
-        name: str | None = "trainwright_logs",
+        name: str | None = DEFAULT_NAME,
         version: int | str | None = None,
         prefix: str = "",
         *,
@@ -68,7 +72,8 @@ class VersionedLogger(Logger):
                 "not to a URL. Write a path, and copy the folder after the run."
             )
         self._save_dir = None if save_dir is None else Path(os.path.expandvars(save_dir)).expanduser()
-        self._name = name or ""
+        is_default = name == DEFAULT_NAME
+        self._name = LIGHTNING_NAME if is_default and is_replaced("lightning") else name or ""
         self._version = version
         self._is_version_chosen = version is None
         self._sub_dir = Path(sub_dir) if sub_dir is not None else None
@@ -99,6 +104,11 @@ class VersionedLogger(Logger):
         if self._version is None and self._save_dir is not None and self._run is None:
             self._begin()
         return self._version
+
+    @property
+    def is_version_known(self) -> bool:
+        """True if the version was passed or its folder has been created. This access creates nothing."""
+        return self._version is not None
 
     @property
     def save_dir(self) -> str | None:

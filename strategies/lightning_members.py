@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from trainwright.core.run import SchedulerConfig
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks
@@ -37,6 +38,16 @@ class LightningMembers:
     def model(self) -> TaskModule | None:
         """The prepared task. Engines do not wrap tasks."""
         return vars(self).get("task")
+
+    @property
+    def lightning_module(self) -> TaskModule | None:
+        """Lightning's name for `model`."""
+        return self.model
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The learning-rate schedules of the Trainer and when they step; empty before the first stage."""
+        return [] if self.model is None else self.model.trainer.lr_scheduler_configs
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank. Collective. `name` has no effect."""

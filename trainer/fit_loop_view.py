@@ -96,8 +96,8 @@ class _Loop:
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
             f"trainer.fit_loop has no {name!r} here. It has the limits and the progress: max_epochs, min_epochs, "
-            "max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, epoch_loop, and "
-            "epoch_loop.val_loop. See also trainer.state."
+            "max_steps, min_steps, done, batch_idx, total_batch_idx, epoch_progress, and epoch_loop with its val_loop. "
+            "See also trainer.state."
         )
 
 

@@ -388,4 +388,8 @@ class LightningNames:
                 object.__getattribute__(self, name)  # raises the error of the attribute's own code
             if name in INTERNALS:
                 raise AttributeError(f"trainer.{name} does not exist here: {INTERNALS[name]}.")
-            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}.{nearest(name, dir(type(self)))}")
+            if name.startswith("_"):
+                hint = " Private parts of Lightning's Trainer do not exist here."
+            else:
+                hint = nearest(name, dir(type(self)))
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}.{hint}")

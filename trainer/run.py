@@ -45,6 +45,8 @@ from trainwright.trainer.recovery.preemption import Preemption
 from trainwright.trainer.run_state import History
 from trainwright.trainer.schedule import Stop
 
+CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints
+
 
 @dataclass(slots=True)
 class ShownMetrics:
@@ -179,6 +181,7 @@ class StageRun:
         data: the data of the stage.
         loop: the state of the training loop.
         saves: requested checkpoints and those being written.
+        default_folder: folder of checkpoints that have no folder of their own.
         status, components, logs, evaluation, resume: see their classes.
     """
 
@@ -205,6 +208,7 @@ class StageRun:
         self.evaluation = EvaluationState()
         self.saves = SaveQueue(self.engine, settings.arguments, muted=is_trial)
         self.resume = ResumeState()
+        self.default_folder = settings.root / CHECKPOINTS
 
     @property
     def state(self) -> TrainState:
@@ -408,7 +412,7 @@ class StageRun:
         """Folder for checkpoints that are saved without a folder of their own."""
         saver = self.saver
         named = None if saver is None else saver.local_dirpath or saver.dirpath
-        return Path(named) if named else self.settings.root / "checkpoints"
+        return Path(named) if named else self.default_folder
 
     @property
     def folder(self) -> RunFolder:

@@ -31,6 +31,7 @@ from trainwright.processes.devices import kernel_choice
 from trainwright.trainer import evaluation, profiling
 from trainwright.trainer.checkpoints import restore, step_end
 from trainwright.trainer.checkpoints.auto_resume import this_attempt
+from trainwright.trainer.checkpoints.default_folder import default_folder
 from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_datamodule, check_needs, check_task
@@ -162,6 +163,8 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     check_needs(run.components.callbacks, run.settings.selection)  # includes the task's callbacks
     run.components.hooks = HookTable(run.components.callbacks, task)
     profiling.wrap_hooks(run)
+    if not run.status.is_trial:
+        run.default_folder = run.broadcast(default_folder(run, load) if run.is_main else None)
     run.status.is_set_up = True
     _prepare_data(run, is_trained=is_trained)
     _check_depth(task)

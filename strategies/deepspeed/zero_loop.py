@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,12 +83,22 @@ class ZeroGradients(Gradients):
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         wanted = list(parameters)
         shards: list[tuple[torch.Tensor, bool]] = []
+        scales: set[float] = set()
         for model, own in self._of(wanted):
             if model.shards is None:
                 return clip_gradients(wanted, clip)  # stage 0: all gradients are full
             ids = {id(parameter) for parameter in own}
             shards += [(gradient, True) for p, gradient in model.shards.gradients() if id(p) in ids]
-        return clip_shards(shards, clip, self.device)
+            scales.add(float(model.shards.zero.loss_scale))
+        if len(scales) > 1:
+            raise ConfigurationError(
+                f"The parameters of several models were clipped together, whose engines scale their losses by "
+                f"{sorted(scales)}. Clip the gradients of each model in a call of its own."
+            )
+        # The engine divides by the loss scale of float16 in its step, so that the shards are multiples.
+        scale = scales.pop() if scales else 1.0
+        norm = clip_shards(shards, replace(clip, value=clip.value * scale), self.device)
+        return None if norm is None else norm / scale
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         for model, own in self._of(parameters):
@@ -117,16 +128,15 @@ class ZeroOptimizer(Optimizer):
         self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the step of the engine, which also clips and frees the gradients. A `closure` is an error."""
+        """Clip by the configuration, and run the engine's step, which frees the gradients. A `closure` is an error."""
         if closure is not None:
             raise ConfigurationError("step(closure): DeepSpeed does not support closures. Call step().")
         model = self.zero
         model.holds_gradients = model.is_complete = False
         if self._clipping is not None:
-            if model.shards is None:
-                clip_gradients(model.model.parameters(), GradientClip(self._clipping))
-            else:
-                model.engine.optimizer.clip_grad = self._clipping
+            # Not by the engine: with offloading it uses the norm from backward, and would clip again what the loop
+            # has clipped.
+            self._gradients.clip(model.model.parameters(), GradientClip(self._clipping))
         model.engine.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

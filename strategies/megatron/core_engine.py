@@ -98,7 +98,8 @@ class MegatronCoreEngine(ParallelEngine):
         move_model(model, self.device)
         for owner, key in places:
             owner._modules[key] = inner
-        shape, tp = shape_of(inner, self._shape.tp), self._shape.tp
+        tp = self._shape.tp
+        shape = shape_of(inner, tp)
         dtype = self.precision.autocast_dtype or torch.float32
         self._gpt = make_gpt(inner, shape, tp, self._recompute, dtype).to(self.device)
         self._weights = WeightMap(inner, self._gpt, shape, tp)
@@ -116,7 +117,8 @@ class MegatronCoreEngine(ParallelEngine):
             own.data.copy_(part)
             shard = None if self.trained is None else self.trained.shard(own)
             if shard is not None:
-                shard[0]["param"].data.copy_(part.reshape(-1)[shard[1]])
+                values, place = shard
+                values["param"].data.copy_(part.reshape(-1)[place])
 
     def from_gpt(self) -> None:
         """Copy the trained values of the GPTModel to transformers' model. Collective."""
@@ -140,7 +142,9 @@ class MegatronCoreEngine(ParallelEngine):
             core(".parallel_state").destroy_model_parallel()
         if self.trained is not None:
             self.trained.handle.remove()
-        self.trained, self._model, self.gradients = None, None, Gradients(self.device)
+        self.trained = None
+        self._model = None
+        self.gradients = Gradients(self.device)
         for name in ("_gpt", "_weights"):
             vars(self).pop(name, None)
         super().close()
@@ -149,7 +153,8 @@ class MegatronCoreEngine(ParallelEngine):
 def check_options(options: Mapping[str, Any], settings: EngineSettings) -> None:
     """Raise a `ConfigurationError` for changed options of the strategy, or settings, that this engine lacks."""
     refused = [f"{name}={value!r}" for name, value in options.items() if name not in (*_OPTIONS, "engine")]
-    refused += ["compile"] if settings.compile_options is not None else []
+    if settings.compile_options is not None:
+        refused.append("compile")
     if settings.precision.name not in ("32-true", "bf16-mixed"):
         refused.append(f"precision={settings.precision.name!r}")
     if refused:
@@ -187,8 +192,11 @@ class DistributedAdamW(Gradients):
 
     def __init__(self, optimizer: Optimizer, gpt: Any, weights: WeightMap, device: torch.device) -> None:
         super().__init__(device)
-        self.optimizer, self.weights, self.num_steps = optimizer, weights, 0
-        parallel, library = core(".distributed"), core(".optimizer")
+        self.optimizer = optimizer
+        self.weights = weights
+        self.num_steps = 0
+        parallel = core(".distributed")
+        library = core(".optimizer")
         options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.replica = parallel.DistributedDataParallel(gpt.config, options, gpt)
         names = {parameter: name for name, parameter in self.replica.named_parameters()}
@@ -249,16 +257,20 @@ class DistributedAdamW(Gradients):
     def full(self, own: nn.Parameter, key: str) -> torch.Tensor:
         """Return a parameter of the GPTModel in float32 (`key="param"`), or one of its moments. Collective."""
         flat = torch.zeros(own.numel(), device=own.device)
-        if (shard := self.shard(own)) is not None:
-            flat[shard[1]] = shard[0][key]
+        shard = self.shard(own)
+        if shard is not None:
+            values, place = shard
+            flat[place] = values[key]
         dist.all_reduce(flat, group=self._ranks)
         return flat.view_as(own)
 
     def shards(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield parameters with this rank's shards of their gradients. Not collective."""
         for _, own, _ in self.weights.rows:
-            if (shard := self.shard(own)) is not None:
-                yield own, own.main_grad.view(-1)[shard[1]]  # type: ignore[attr-defined]  # megatron-core's
+            shard = self.shard(own)
+            if shard is not None:
+                _, place = shard
+                yield own, own.main_grad.view(-1)[place]  # type: ignore[attr-defined]  # megatron-core's
 
     def fill(self) -> None:
         """Copy the state from megatron-core's optimizer to the task's optimizer. Collective."""
@@ -272,7 +284,8 @@ class DistributedAdamW(Gradients):
     def load(self) -> None:
         """Move the state from the task's optimizer to megatron-core's optimizer. Not collective."""
         check_optimizers([self.optimizer])
-        given, own_state = self.optimizer.state, self.library.optimizer.state
+        given = self.optimizer.state
+        own_state = self.library.optimizer.state
         steps = {int(state["step"]) for state in given.values()}
         if len(steps) > 1:
             raise CheckpointError(
@@ -285,9 +298,11 @@ class DistributedAdamW(Gradients):
         for key in _MOMENTS if steps else ():
             values = {parameter: state[key] for parameter, state in given.items()}
             for own, part in self.weights.divide(values.__getitem__):
-                if (shard := self.shard(own)) is not None:
-                    main = shard[0]["param"]
-                    own_state[main][key] = part.reshape(-1)[shard[1]].to(main.device, copy=True)
+                shard = self.shard(own)
+                if shard is not None:
+                    values_here, place = shard
+                    main = values_here["param"]
+                    own_state[main][key] = part.reshape(-1)[place].to(main.device, copy=True)
         for state in own_state.values():  # torch's AdamW reads the steps here, Transformer Engine's in the groups
             state["step"] = torch.tensor(float(self.num_steps))
         for group in self.library.param_groups:

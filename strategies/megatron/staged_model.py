@@ -40,7 +40,8 @@ class StageModule(nn.Module):
     def __init__(self, index: int, parts: Sequence[nn.Module], pipeline: Pipeline) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.index, self._pipeline = index, pipeline
+        self.index = index
+        self._pipeline = pipeline
 
     def forward(self, carry: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
         """Run the stage on one micro-batch. `micro_batch` is the index, a host tensor of shape (1,)."""
@@ -76,7 +77,9 @@ class StageLinks:
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
-        self.group, self.ranks, self.device = group, ranks, device
+        self.group = group
+        self.ranks = ranks
+        self.device = device
         self.rank = dist.get_rank(group)
 
     @property
@@ -96,9 +99,10 @@ class StageLinks:
 
     def receive(self, stage: int) -> torch.Tensor:
         """Receive a tensor from the rank of a stage. Blocks until the tensor has arrived."""
-        peer, header = self.global_rank(stage), [None]
+        peer = self.global_rank(stage)
+        header: list[Any] = [None]
         dist.recv_object_list(header, peer, self.group, self.device)
-        shape, dtype = header[0] or ((), None)
+        shape, dtype = header[0]
         found = torch.empty(shape, dtype=dtype, device=self.device)
         dist.recv(found, peer, self.group)
         return found
@@ -110,17 +114,25 @@ class StageLinks:
             tree: Nested tensors and picklable values. Ignored on other ranks.
             stage: The stage.
         """
-        src, is_source = self.global_rank(stage), self.rank == self.ranks[stage]
-        shown = [map_tensors(lambda t: t.detach().to("meta"), tree) if is_source else None]
-        dist.broadcast_object_list(shown, src, self.group, self.device)
+        src = self.global_rank(stage)
 
-        def share(tensor: torch.Tensor) -> torch.Tensor:
-            sent = tensor.detach().contiguous()
-            sent = sent.to(self.device) if is_source else torch.empty_like(sent, device=self.device)
-            dist.broadcast(sent, src, self.group)
-            return tensor if is_source else sent
+        def send(tensor: torch.Tensor) -> torch.Tensor:
+            dist.broadcast(tensor.detach().contiguous().to(self.device), src, self.group)
+            return tensor
 
-        return map_tensors(share, tree if is_source else shown[0])
+        def receive(shape: torch.Tensor) -> torch.Tensor:
+            received = torch.empty_like(shape.contiguous(), device=self.device)
+            dist.broadcast(received, src, self.group)
+            return received
+
+        # First the structure with tensors on `meta`, from which the other ranks learn shapes and dtypes.
+        if self.rank == self.ranks[stage]:
+            shapes = map_tensors(lambda tensor: tensor.detach().to("meta"), tree)
+            dist.broadcast_object_list([shapes], src, self.group, self.device)
+            return map_tensors(send, tree)
+        header: list[Any] = [None]
+        dist.broadcast_object_list(header, src, self.group, self.device)
+        return map_tensors(receive, header[0])
 
 
 class _StageCaches:
@@ -153,7 +165,8 @@ class _StageCaches:
     def merge(self, caches: dict[int, Any]) -> None:
         """Put the layers that each stage computes into the cache that the model was called with."""
         for stage in self._stages[1:]:
-            into, layers = caches[self._stages[0]].layers, caches[stage].layers
+            into = caches[self._stages[0]].layers
+            layers = caches[stage].layers
             into += layers[len(into) :]
             for i, layer in enumerate(layers):
                 if layer.is_initialized and not layer.keys.is_meta:
@@ -196,7 +209,8 @@ class Pipeline:
     """
 
     def __init__(self, task: nn.Module, stages: Stages, links: StageLinks) -> None:
-        self.links, self.stages = links, stages
+        self.links = links
+        self.stages = stages
         self.run: Callable[[int, Any, int], torch.Tensor] | None = None
         self.release: Callable[[], None] = lambda: None
         self._cast: list[tuple[nn.Module, str, torch.dtype]] = []
@@ -208,9 +222,14 @@ class Pipeline:
             for part in parts:
                 self._stage_of.setdefault(id(part), []).append(i)
         self._entry = _entry(task, stages)
-        self._task, self._name = task, type(task).__name__
-        skipped = [m for i, parts in enumerate(stages) for m in parts if links.own != [i]]
-        self._meta_copies = {id(module): _on_meta(module) for module in skipped}
+        self._task = task
+        self._name = type(task).__name__
+        self._meta_copies: dict[int, nn.Module] = {}
+        for i, parts in enumerate(stages):
+            if links.own == [i]:
+                continue  # a rank with this stage alone never skips its modules
+            for part in parts:
+                self._meta_copies[id(part)] = _on_meta(part)
         self._shapes: dict[Any, Any] = {}
         self._checked: set[int] = set()  # modules whose arguments have been checked
         self._now: _Run | None = None
@@ -279,9 +298,10 @@ class Pipeline:
         Raises:
             TaskError: `call` did not call the model, or called it twice.
         """
-        before, now, device = self._now, _Run(stage, carry, seed), self.links.device
+        before = self._now
+        now = self._now = _Run(stage, carry, seed)
+        device = self.links.device
         devices = [] if device.type == "cpu" else [device]  # the host's generator is always restored
-        self._now = now
         for module, key, dtype in self._cast:
             vars(module)[key] = module.get_parameter(key).to(dtype)  # hides the parameter
         try:
@@ -306,9 +326,11 @@ class Pipeline:
 
     def _called(self, module: nn.Module, call: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
         """Compute or skip a module when the model calls it."""
-        now, stages = self._now, self._stage_of[id(module)]
+        now = self._now
+        stages = self._stage_of[id(module)]
         if now is None:
-            if set(stages) & set(self.links.own):
+            is_here = any(stage in self.links.own for stage in stages)
+            if is_here:
                 return call(*args, **kwargs)
             raise TaskError(
                 f"{self._name} calls {type(module).__name__}, which is on another rank of the pipeline, outside of the "
@@ -316,7 +338,9 @@ class Pipeline:
             )
         if now.stage not in stages:
             skipped = self._skipped(module, args, kwargs)
-            return _with_carry(now.carry, skipped) if module is self._last_before[now.stage] else skipped
+            if module is self._last_before[now.stage]:
+                return _with_carry(now.carry, skipped)
+            return skipped
         parts = self.stages[now.stage]
         if now.stage and module is parts[0] and now.entered:
             raise TaskError(f"a step of {self._name} called the model twice. With a pipeline, call it once per step.")
@@ -378,7 +402,8 @@ class Pipeline:
                 f"{type(self._entry).__name__} was called with gradients enabled outside of a training step, which "
                 "pipelines do not support. Call it under torch.no_grad()."
             )
-        before, cache = self.run, kwargs.get("past_key_values")
+        before = self.run
+        cache = kwargs.get("past_key_values")
         caches = self._caches.of(cache)
 
         def run(stage: int, carry: torch.Tensor | None, _: int) -> Any:
@@ -388,11 +413,12 @@ class Pipeline:
 
         self.run = run
         try:
-            outputs = [out for _, out in self.through(lambda stage, carry: self.modules[stage](carry, torch.zeros(1)))]
+            outputs = dict(self.through(lambda stage, carry: self.modules[stage](carry, torch.zeros(1))))
         finally:
-            self.run, self._cache = before, None
+            self.run = before
+            self._cache = None
         self.release()
-        output = outputs[-1]
+        output = outputs[self.links.own[-1]]
         if cache is not None:
             self._caches.merge(caches)
             if isinstance(output, dict) and "past_key_values" in output:
@@ -410,11 +436,11 @@ class Pipeline:
         """
         carry = torch.empty(0)
         for stage in self.links.own:
-            here_before = stage and self.links.ranks[stage - 1] == self.links.rank
-            if stage and not here_before:
+            own = self.links.own
+            if stage > 0 and stage - 1 not in own:
                 carry = self.links.receive(stage - 1)
             output = compute(stage, carry)
-            if stage < self.last and self.links.ranks[stage + 1] != self.links.rank:
+            if stage < self.last and stage + 1 not in own:
                 self.links.send(output, stage + 1)
             carry = output
             yield stage, output
@@ -463,7 +489,9 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 def _with_carry(carry: torch.Tensor | None, output: object) -> Any:
     """Return the output of a skipped layer. The tensor from the previous rank replaces the first tensor."""
-    return type(output)([carry, *output[1:]]) if isinstance(output, (tuple, list)) and output else carry
+    if isinstance(output, (tuple, list)) and output:
+        return type(output)([carry, *output[1:]])
+    return carry
 
 
 def _carried(output: object, module: nn.Module) -> torch.Tensor:

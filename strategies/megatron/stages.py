@@ -35,29 +35,52 @@ def find_stages(task: nn.Module, num_stages: int, split_points: Sequence[str] | 
     Raises:
         ConfigurationError: The model has too few layers, or the description of the stages is invalid.
     """
-    own = method_of(task, "pipeline_stages")() if isinstance(task, TaskModule) and split_points is None else None
-    if own is not None:
-        return _checked(task, [list(stage) for stage in own], num_stages)
+    if split_points is None and isinstance(task, TaskModule):
+        own = method_of(task, "pipeline_stages")()
+        if own is not None:
+            return _checked(task, [list(stage) for stage in own], num_stages)
     _refuse_two_stacks(task, num_stages)
     named = layers_of(task, num_stages)
-    layers, names = list(named.values()), list(named)
+    layers = list(named.values())
+    before, after = _around(task, layers)
+    if split_points is None:
+        weights = [_weight([layer]) for layer in layers]
+        starts = _balanced(weights, _weight(before), _weight(after), num_stages)
+    else:
+        starts = _starts(split_points, list(named), num_stages)
+    bounds = [0, *starts, len(layers)]
+    stages = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
+    stages[0] = [*before, *stages[0]]
+    stages[-1] = [*stages[-1], *after]
+    return stages
+
+
+def _around(task: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules with parameters that are registered before the layers, and those after them.
+
+    Each is as large as possible without containing a layer: an embedding block is one module, not its parts.
+    """
     inside = {id(module) for layer in layers for module in layer.modules()}
-    around = {id(module) for module in task.modules() if any(layer in set(module.modules()) for layer in layers[:1])}
+    containers = {id(module) for module in task.modules() if _contains(module, layers[0])}
+    covered: set[int] = set()  # parts of modules that were found
     before: list[nn.Module] = []
     after: list[nn.Module] = []
-    found, covered = before, set[int]()
+    found = before
     for module in task.modules():
         if id(module) in inside:
             found = after
-        elif id(module) not in around and id(module) not in covered and any(True for _ in module.parameters()):
+            continue
+        if id(module) in containers or id(module) in covered:
+            continue
+        has_parameters = next(module.parameters(), None) is not None
+        if has_parameters:
             found.append(module)
-            covered |= {id(part) for part in module.modules()}
-    starts = _starts(split_points, names, num_stages) if split_points is not None else None
-    if starts is None:
-        starts = _balanced([_weight([layer]) for layer in layers], _weight(before), _weight(after), num_stages)
-    bounds = [0, *starts, len(layers)]
-    stages = [layers[start:stop] for start, stop in itertools.pairwise(bounds)]
-    return [[*before, *stages[0]], *stages[1:-1], [*stages[-1], *after]]
+            covered.update(id(part) for part in module.modules())
+    return before, after
+
+
+def _contains(module: nn.Module, part: nn.Module) -> bool:
+    return any(each is part for each in module.modules())
 
 
 def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
@@ -72,15 +95,15 @@ def _checked(task: nn.Module, stages: Stages, num_stages: int) -> Stages:
         raise ConfigurationError(
             f"{name} returned a module that is not in the task. Return modules of {type(task).__name__}."
         )
-    held = {id(p) for stage in stages for module in stage for p in module.parameters()}
-    ancestors = {id(m) for m in task.modules() if any(part in set(m.modules()) for stage in stages for part in stage)}
-    loose = [
-        plain_name(f"{prefix}.{key}".lstrip("."))
-        for prefix, module in task.named_modules()
-        if id(module) not in ancestors
-        for key, parameter in module.named_parameters(recurse=False)
-        if id(parameter) not in held
-    ]
+    held = {id(parameter) for stage in stages for module in stage for parameter in module.parameters()}
+    part_ids = {id(module) for stage in stages for module in stage}
+    loose = []
+    for prefix, module in task.named_modules():
+        if not part_ids.isdisjoint(id(inner) for inner in module.modules()):
+            continue  # a part, or a module around parts, which may have parameters of its own
+        for key, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in held:
+                loose.append(plain_name(f"{prefix}.{key}".lstrip(".")))
     if loose:
         raise ConfigurationError(f"{name} does not include {', '.join(loose[:5])}. Add each module to a stage.")
     return stages
@@ -144,13 +167,12 @@ def _starts(split_points: Sequence[str], names: list[str], num_stages: int) -> l
 
 def _weight(modules: Iterable[nn.Module]) -> int:
     """Return the number of parameters, without embeddings, because a lookup takes little time."""
-    parts = {id(part): part for module in modules for part in module.modules()}
-    return sum(
-        p.numel()
-        for part in parts.values()
-        if not isinstance(part, nn.Embedding)
-        for p in part.parameters(recurse=False)
-    )
+    total = 0
+    parts = {id(part): part for module in modules for part in module.modules()}  # each part once
+    for part in parts.values():
+        if not isinstance(part, nn.Embedding):
+            total += sum(parameter.numel() for parameter in part.parameters(recurse=False))
+    return total
 
 
 def _balanced(weights: list[int], before: int, after: int, num_stages: int) -> list[int]:
@@ -188,11 +210,11 @@ def own_parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Param
 
 def free_module(task: nn.Module, module: nn.Module, kept: set[int]) -> None:
     """Replace a module's tensors by `meta` tensors, except for the parameters with ids in `kept`."""
-    new = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in module.parameters()
-        if id(p) not in kept
-    }
+    new = {}
+    for parameter in module.parameters():
+        if id(parameter) not in kept:
+            empty = torch.empty_like(parameter, device="meta")
+            new[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     replace_parameters(task, new)
     for owner in module.modules():
         for key, buffer in owner.named_buffers(recurse=False):

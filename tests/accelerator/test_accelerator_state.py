@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.checkpoint.foreign import accelerate_folder, trained
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.gradient_state import GradientAccumulationPlugin
@@ -20,6 +21,7 @@ from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model
 from trainwright.bigmodels.saving import save_model
 from trainwright.checkpoint.format.manifests import read_manifest, verify
+from trainwright.checkpoint.interop.convert import convert_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -125,12 +127,61 @@ def test_what_cannot_be_saved_or_loaded_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         Loop().accelerator.save_state(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "mine"
-    Loop().run(num_epochs=1, save_at=2, folder=tmp_path / "state")
-    seeded = Loop()
-    seeded.accelerator._prepared.seed = 8
-    del seeded.accelerator._prepared.rank_options  # asked for when the loader was prepared
-    with pytest.raises(CheckpointError, match=r"Pass Accelerator\(seed=7\)"):
-        seeded.accelerator.load_state(tmp_path / "state")
+
+
+class _Ordered:
+    """A sampler of the user without random numbers."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((3, 1, 4, 0, 5, 2, 7, 6))
+
+
+class _Drawn:
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(8).tolist())
+
+
+def _order_from(
+    torch_seed: int, folder: Path, *, load: bool, stop: int, options: dict[str, Any], **seeds: Any
+) -> list[Any]:
+    """Return the batches of two epochs from a save after `stop` batches on, or after loading that save."""
+    torch.manual_seed(torch_seed)
+    accelerator = Accelerator(cpu=True, **seeds)
+    loader = accelerator.prepare(DataLoader(list(range(8)), batch_size=2, **options))
+    if load:
+        accelerator.load_state(folder)
+        return [batch.tolist() for _ in range(2 - stop // 4) for batch in loader]
+    found = []
+    for number, batch in enumerate(batch for _ in range(2) for batch in loader):
+        if number == stop:
+            accelerator.save_state(folder)  # the loop has received this batch, which the resumed loop does not repeat
+        elif number > stop:
+            found.append(batch.tolist())
+    return found
+
+
+@pytest.mark.parametrize("stop", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{"shuffle": True}, {"sampler": _Ordered()}, {"sampler": _Drawn()}, {"sampler": RandomSampler(range(8))}, {}],
+)
+def test_without_a_seed_a_loop_continues_in_the_order_of_the_saved_state(
+    options: dict[str, Any], stop: int, tmp_path: Path
+) -> None:
+    wanted = _order_from(1, tmp_path / "state", load=False, stop=stop, options=options)
+    assert _order_from(2, tmp_path / "state", load=True, stop=stop, options=options) == wanted
+
+
+def test_another_seed_is_an_error_if_the_order_of_a_loader_depends_on_it(tmp_path: Path) -> None:
+    for options in ({"shuffle": True}, {"sampler": _Drawn()}, {"sampler": RandomSampler(range(8))}):
+        _order_from(1, tmp_path / "state", load=False, stop=1, options=options, seed=7)
+        with pytest.raises(CheckpointError, match=r"Pass Accelerator\(seed=7\)"):
+            _order_from(1, tmp_path / "state", load=True, stop=1, options=options, seed=8)
+    for options in ({"sampler": _Ordered()}, {}):
+        wanted = _order_from(1, tmp_path / "state", load=False, stop=1, options=options, seed=7)
+        config = DataLoaderConfiguration(data_seed=8)
+        found = _order_from(1, tmp_path / "state", load=True, stop=1, options=options, dataloader_config=config)
+        assert found == wanted
 
 
 def _go_on(folder: str) -> list[Any]:
@@ -162,9 +213,32 @@ def test_a_state_of_accelerate_is_named_with_what_reads_it(tmp_path: Path) -> No
     net = accelerator.prepare(nn.Linear(4, 1))
     save_model(net, tmp_path)
     (tmp_path / "random_states_0.pkl").touch()
-    with pytest.raises(CheckpointError, match=r"Accelerate's save_state.*load_checkpoint_in_model"):
+    with pytest.raises(CheckpointError, match=r"checkpoint convert \S+ TARGET.*load_checkpoint_in_model"):
         accelerator.load_state(tmp_path)
     load_checkpoint_in_model(net, tmp_path)
+
+
+def test_a_converted_state_of_accelerate_is_loaded_with_its_optimizer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    adam = torch.optim.AdamW(net.parameters())
+    trained(net, adam)
+    accelerate_folder(tmp_path / "state", net, adam, safe=False)
+    convert_checkpoint(tmp_path / "state", tmp_path / "converted")
+    accelerator = Accelerator(cpu=True)
+    other = nn.Linear(3, 1)
+    again = torch.optim.AdamW(other.parameters())
+    accelerator.prepare(other, again, torch.optim.lr_scheduler.StepLR(again, 1))
+    accelerator.register_for_checkpointing(Tally())
+    with pytest.warns(match=r"converted from a checkpoint \(accelerate\): .* Registered objects are not restored"):
+        accelerator.load_state(tmp_path / "converted")
+    assert torch.equal(other.weight, net.weight)
+    assert torch.equal(again.state[other.weight]["exp_avg"], adam.state[net.weight]["exp_avg"])
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
 
 
 def _resumed(folder: Path, **options: Any) -> tuple[Loop, list[int]]:
@@ -196,6 +270,26 @@ def test_a_loader_with_a_state_is_one_of_torchdata_on_request() -> None:
     for loader in (loop.loader, other):
         assert isinstance(loader, StatefulDataLoader)
         assert loader.state_dict()["epoch"] == 0
+
+
+def test_an_iterable_is_fetched_again_if_the_loader_has_a_state() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    assert isinstance(loader, StatefulDataLoader)
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        if len(batches) == 2:
+            state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == batches[2:]
+    assert [batch.tolist() for batch in loader] == batches
+    with pytest.raises(ConfigurationError, match="differ"):
+        accelerator.dataloader_config = DataLoaderConfiguration(data_seed=accelerator._prepared.seed + 1)
+    other = Accelerator(cpu=True)
+    other.dataloader_config = DataLoaderConfiguration(data_seed=5)
+    assert other.prepare(DataLoader(Data(), shuffle=True)).prepared.options.seed == 5
 
 
 @pytest.mark.parametrize(("options", "train", "line"), _SCRIPTS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
@@ -52,9 +52,13 @@ def _pass_by() -> list[str]:
     accelerator.backward(net(x).sum())
     with pytest.raises(ConfigurationError, match="not through the model"):
         net.compute_loss(x)
-    again = Accelerator(cpu=True).prepare(net)
+    later = Accelerator(cpu=True)
+    again = later.prepare(net)
     again(x).sum().backward()
-    return [type(again).__name__, "" if again.prepared.call is net.prepared.call else "joined twice"]
+    joined = [type(again).__name__, "" if again.prepared.call is net.prepared.call else "joined twice"]
+    later.free_memory()
+    again.compute_loss(x).backward()
+    return joined
 
 
 @pytest.mark.distributed
@@ -118,6 +122,20 @@ def test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes() -> No
     assert isinstance(loader, DataLoader)
     assert accelerator.prepare(_loader(11, batch_size=4, drop_last=True)).remainder == -1
     assert accelerator.prepare_data_loader([torch.ones(2)]).remainder == -1
+
+
+class _OwnBatchSampler(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_sampler_of_the_user_has_a_short_last_batch(drop_last: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    batches = _OwnBatchSampler(range(11), 4, drop_last)
+    loader: Any = accelerator.prepare(_loader(11, batch_sampler=batches))
+    assert (loader.total_batch_size, loader.remainder) == (4, -1 if drop_last else 3)
+    counts = [len(accelerator.gather_for_metrics(torch.ones(()).repeat(4))) for _ in loader]
+    assert counts == ([4, 4] if drop_last else [4, 4, 3])
 
 
 def test_a_state_is_not_saved_with_gradients_of_a_group_that_was_left(tmp_path: Path) -> None:

@@ -68,5 +68,5 @@ def test_a_sub_class_names_checkpoints_and_the_last_link_is_replaced(tmp_path: P
     assert {path.name for path in (tmp_path / "c").iterdir()} == {
         "epoch_1-step_2.saved",
         "last-epoch_1.saved",
-        "index.json",
+        ".index.json",
     }

@@ -75,10 +75,21 @@ def make_index(folder: Path) -> list[IndexEntry]:
     return index.entries()
 
 
+def test_an_index_of_an_earlier_version_is_read_and_renamed(tmp_path: Path) -> None:
+    index = index_with(tmp_path, [1.0, 2.0])
+    entries = index.entries()
+    index.path.rename(tmp_path / "index.json")
+    assert index.entries() == entries
+    assert not index.path.exists()
+    index.delete(entries[0].name)
+    assert index.entries() == entries[1:]
+    assert {path.name for path in tmp_path.iterdir()} == {".index.json", entries[1].name}
+
+
 @pytest.mark.slow
 def test_every_flipped_bit_of_an_index_is_detected_and_repaired(tmp_path: Path) -> None:
     entries = make_index(tmp_path)
-    file = tmp_path / "index.json"
+    file = tmp_path / ".index.json"
     whole = file.read_bytes()
     numbers = random.Random(1)
     for place in numbers.sample(range(len(whole)), 50):

@@ -134,7 +134,9 @@ def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: s
 )
 def test_schedules_of_accelerate_advance_as_often_as_before(call: str, wanted: str) -> None:
     text = f"from accelerate import Accelerator\noptions = {{}}\na = {call}\nscheduler = a.prepare(None)\n"
-    assert wanted in rewrite(text.encode()).code.decode()
+    found = rewrite(text.encode())
+    assert wanted in found.code.decode()
+    assert [each.line for each in found.added] == ([] if "**" in call else [3])
     assert "schedule_steps" not in rewrite(text.replace("scheduler", "model").encode()).code.decode()
 
 
@@ -201,6 +203,38 @@ Other().save
     assert [line.partition(":")[0] for line in told] == ["8", "10"]
     for line, says in zip(told, ["validate_loop", "a folder here"], strict=True):
         assert says in line
+
+
+def test_check_reports_changes_to_make_by_hand_after_the_rewrite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """import os, torch
+from pathlib import Path
+import lightning as L
+trainer = L.Trainer()
+trainer.validate_loop
+path = trainer.checkpoint_callback.best_model_path
+torch.load(path)
+torch.load(os.path.join("runs", "last.ckpt"))
+print("last.ckpt" in os.listdir("runs"), list(Path("runs").glob("*.ckpt")))
+class Net(L.LightningModule):
+    def training_epoch_end(self, outputs): ...
+trainer.save_checkpoint("runs/mine.ckpt")
+print("mine.ckpt" in os.listdir("runs"))
+torch.load("weights.pt")
+trainer.fit(Net(), ckpt_path="last.ckpt")
+"""
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    for argument in ([], ["--check"]):
+        assert main(["migrate", *argument, str(file)]) == 1
+        lines = re.findall(r"program.py:(\d+): (.{14})", capsys.readouterr().err)
+        assert lines == [
+            ("5", "trainer.valida"),
+            ("7", "a checkpoint i"),
+            ("9", "the name of a "),
+            ("11", "training_epoch"),
+        ]
 
 
 def test_a_configuration_file_of_accelerate_is_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ def test_a_crafted_pickle_is_refused_by_every_stage_and_never_executed(tmp_path:
     torch.save({"state_dict": _Bomb(mark)}, tmp_path / name)
     trainer = quiet_trainer(max_epochs=1)
     for stage in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
-        with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
+        with pytest.raises(CheckpointError, match=r"`trainwright checkpoint convert \S+ FOLDER`"):
             stage(RegressionTask(), regression_loader(2), ckpt_path=tmp_path / name)  # type: ignore[operator]
     with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
         RegressionTask.load_from_checkpoint(tmp_path / name)
@@ -138,7 +138,7 @@ def test_a_huge_manifest_or_index_is_refused_in_bounded_memory(checkpoint: Path)
     _huge_file(checkpoint / "manifest.json")
     with bounded_memory(), pytest.raises(CheckpointError):
         read_checkpoint(checkpoint)
-    _huge_file(checkpoint.parent / "index.json")
+    _huge_file(checkpoint.parent / ".index.json")
     with bounded_memory(), pytest.warns(TrainwrightWarning):  # it is rebuilt
         RunIndex(checkpoint.parent)
 

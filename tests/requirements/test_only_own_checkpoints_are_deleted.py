@@ -101,7 +101,7 @@ def test_an_index_that_was_edited_to_point_outside_is_refused_and_nothing_is_del
     fit(tmp_path, 2, filename="precious")
     run = tmp_path / "run"
     fit(run, 3)
-    index = run / "index.json"
+    index = run / ".index.json"
     values = json.loads(index.read_text())
     values["checkpoints"].append({**values["checkpoints"][0], "name": "../precious"})
     del values["seal"]  # with one that does not fit, the index is rebuilt from the manifests
@@ -149,7 +149,7 @@ def test_runs_that_enter_checkpoints_at_the_same_moment_keep_each_others_entries
     other = threading.Thread(target=lambda: RunIndex(tmp_path, run="other").add(tmp_path / "step-00000002"))
 
     def come_between(event: str, path: Path) -> None:
-        if event == "open" and "index.json" in path.name and other.ident is None:
+        if event == "open" and ".index.json" in path.name and other.ident is None:
             other.start()
             other.join(timeout=0.5)  # it waits for us, or it would be through by now
 

@@ -123,7 +123,7 @@ def one_training(case: Case, folder: Path, kills: list[Kill], whole: Whole) -> i
         # Without a further save nothing is deleted; the next one would take what the last save was to replace.
         (state,) = read_checkpoint(checkpoints / f"step={after}").trainer["callbacks"].values()
         newest |= set(state["replaced"]) & {path.name for path in checkpoints.iterdir()}
-    left = {path.name for path in checkpoints.iterdir()} - {"index.json", "last"}
+    left = {path.name for path in checkpoints.iterdir()} - {".index.json", "last"}
     all_of_them = {f"step={step}" for step in range(SAVE_EVERY, EPOCHS * STEPS_PER_EPOCH + 1, SAVE_EVERY)}
     assert left == {"newest": newest, "all": all_of_them, "replaced": set()}[case.keep]
     return hits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -243,6 +244,61 @@ def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Pa
     assert (found["global_step"], found["mean"]) == (2, 2.0)
     assert found[KeptData.CHECKPOINT_HYPER_PARAMS_KEY] == {"rows": 2}
     assert torch.equal(found["state_dict"]["net.weight"], task.net.weight)
+
+
+class Plain(Kept):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        pass
+
+
+def fit_in(folder: Path, max_epochs: int = 1, ckpt_path: Any = None, **options: Any) -> Any:
+    options = {"enable_progress_bar": False, "enable_model_summary": False, **options}
+    trainer = trainwright.Trainer(max_epochs=max_epochs, default_root_dir=folder, accelerator="cpu", **options)
+    trainer.fit(Plain(), torch.utils.data.DataLoader(torch.ones(2, 1)), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_files_are_where_programs_look_for_those_of_lightning(lightning: Any, tmp_path: Path) -> None:
+    first = fit_in(tmp_path, callbacks=lightning.pytorch.callbacks.ModelCheckpoint(save_last=True))
+    runs = tmp_path / "lightning_logs"
+    assert first.log_dir == str(runs / "version_0")
+    assert first.checkpoint_callback.dirpath == str(first.checkpoint_dir) == str(runs / "version_0/checkpoints")
+    assert {"epoch=0-step=2.ckpt", "last.ckpt"} <= set(os.listdir(first.checkpoint_dir))
+    assert torch.load(first.checkpoint_callback.last_model_path)["global_step"] == 2
+    fit_in(tmp_path, 2)
+    assert "epoch=1-step=4.ckpt" in os.listdir(runs / "version_1/checkpoints")
+    resumed = fit_in(tmp_path, 3, runs / "version_0/checkpoints/last.ckpt")  # a resumed run keeps its folder
+    assert (resumed.global_step, resumed.log_dir) == (6, str(runs / "version_0"))
+    assert "epoch=2-step=6.ckpt" in os.listdir(runs / "version_0/checkpoints")
+    newest = runs / "version_0/checkpoints/epoch=2-step=6.ckpt"
+    assert fit_in(tmp_path, 4, "last").global_step == 8
+    assert sorted(os.listdir(runs)) == ["version_0", "version_1"]
+    assert not newest.exists()  # the resumed run keeps one checkpoint
+    trainer = trainwright.Trainer(default_root_dir=tmp_path, accelerator="cpu", enable_progress_bar=False)
+    trainer.predict(PlainPredict(), torch.utils.data.DataLoader(torch.ones(2, 1)), ckpt_path="best")
+    assert trainer.ckpt_path == str(runs / "version_0/checkpoints/epoch=3-step=8.ckpt")
+
+
+class PlainPredict(Plain):
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.net(batch)  # type: ignore[no-any-return]  # a module returns Any
+
+
+def test_files_without_a_logger_and_with_folders_of_the_program(lightning: Any, tmp_path: Path) -> None:
+    silent = fit_in(tmp_path / "silent", logger=False)
+    assert silent.checkpoint_callback.best_model_path == str(tmp_path / "silent/checkpoints/epoch=0-step=2.ckpt")
+    logger = lightning.pytorch.loggers.CSVLogger(tmp_path / "logs", name="mine", version="here")
+    given = fit_in(tmp_path / "given", logger=logger)
+    assert os.listdir(tmp_path / "logs/mine/here/checkpoints") == os.listdir(given.checkpoint_dir)
+    given.fit(given.task, torch.utils.data.DataLoader(torch.ones(2, 1)))
+    crash = lightning.pytorch.callbacks.OnExceptionCheckpoint(tmp_path)
+    assert crash.ckpt_path == str(tmp_path / "on_exception.ckpt")
+
+
+def test_files_have_other_places_if_nothing_is_replaced(tmp_path: Path) -> None:
+    trainer = fit_in(tmp_path)
+    assert trainer.checkpoint_callback.best_model_path == str(tmp_path / "checkpoints/epoch=0-step=2")
+    assert trainer.log_dir == str(tmp_path / "trainwright_logs/version_0")
 
 
 class WithLoss(Kept):

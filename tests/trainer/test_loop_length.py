@@ -256,3 +256,9 @@ def test_a_validation_changes_neither_weights_nor_generators() -> None:
 def test_an_interval_longer_than_the_epoch_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"val_check_interval=9 batches, but an epoch has 8"):
         _validations(8, max_epochs=1, val_check_interval=9)
+
+
+@pytest.mark.parametrize("none", [{"max_epochs": 1, "max_steps": 0}, {"max_epochs": 0}])
+def test_an_interval_of_0_is_accepted_if_nothing_is_trained(none: dict[str, Any]) -> None:
+    """As neuralforecast passes it: `val_check_interval=min(val_check_steps, max_steps)`."""
+    assert _validations(8, val_check_interval=0, **none) == []

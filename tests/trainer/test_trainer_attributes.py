@@ -11,7 +11,7 @@ from tests.helpers.runs import fitted, quiet_trainer
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.lambda_callback import LambdaCallback
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.loggers import CSVLogger
 from trainwright.strategies import DDPStrategy, FSDPStrategy
 from trainwright.trainer.lightning_names import INTERNALS
@@ -130,6 +130,29 @@ def test_libraries_can_read_private_names_of_lightning() -> None:
         _ = trainer.fit_loop.epoch_loop.val_loop.run
     with pytest.raises(AttributeError, match=r"Use trainer\.strategy"):
         _ = trainer._accelerator_connector.use_ddp
+    with pytest.raises(AttributeError, match=r"epoch_progress, and epoch_loop with its val_loop\. See"):
+        _ = trainer.fit_loop._results
+
+
+@pytest.mark.parametrize("name", ["_data_connector", "_logger_connector", "_checkpoint_connector"])
+def test_a_private_name_of_lightning_gets_no_suggestion(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"'{name}'. Private parts of Lightning's Trainer do not exist here.$"):
+        getattr(quiet_trainer(), name)
+
+
+def test_libraries_read_the_trainer_of_a_task() -> None:
+    task = RegressionTask()
+    assert task._trainer is None
+    trainer = fitted(task, regression_loader(4), max_epochs=1)
+    assert task._trainer is trainer is task.trainer
+    assert trainer.strategy.lightning_module is task
+    assert trainer.strategy.lr_scheduler_configs == trainer.lr_scheduler_configs
+    task.__dict__.pop("_trainer", None)  # as neuralforecast does before it saves
+    assert task._trainer is trainer
+    task._trainer = None
+    assert task._trainer is None
+    with pytest.raises(TaskError, match="is not attached to a Trainer"):
+        _ = task.trainer
 
 
 def test_the_limits_of_fit_loop_continue_a_fit() -> None:

@@ -154,6 +154,14 @@ def parse_validation_interval(value: object) -> int | float | Duration:
     return value
 
 
+def _validation_interval(arguments: TrainerArguments, limits: Limits) -> int | float | Duration:
+    # Libraries pass min(interval, max_steps). If nothing is trained, the interval has no effect.
+    trains_nothing = 0 in (limits.max_steps, limits.max_epochs)
+    if trains_nothing and arguments.val_check_interval == 0:
+        return 1.0
+    return parse_validation_interval(arguments.val_check_interval)
+
+
 def check_plain_arguments(arguments: TrainerArguments) -> None:
     """Check the values of arguments, and pairs of arguments that contradict each other.
 
@@ -344,7 +352,7 @@ def configure(arguments: TrainerArguments) -> Settings:
     clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
     selection = _select(arguments, clip)
     limits = limits_of(arguments)
-    interval = parse_validation_interval(arguments.val_check_interval)
+    interval = _validation_interval(arguments, limits)
     overfit = arguments.overfit_batches
     limit_batches = {
         "train": arguments.limit_train_batches,

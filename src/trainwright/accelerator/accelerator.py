@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
@@ -130,7 +131,8 @@ class Accelerator:
             order of the data depends on `seed`.
         strategy: A strategy that supports user-written loops, or its name. Default: `"auto"`, which is `"single"` for
             one process and `"ddp"` for several processes.
-        seed: Seed of the order of the data. Default: torch's initial seed on the first process.
+        seed: Seed of the order of the data. Default: torch's initial seed on the first process, or the seed of a state
+            that `load_state` loads.
 
     Other arguments of Accelerate's Accelerator must be None. The error for another value names the replacement.
 
@@ -185,7 +187,8 @@ class Accelerator:
         install_rich_tracebacks()
         self.project_configuration = project_of(project_dir, project_config)
         self.log_with = read_trackers(log_with, self.project_configuration.logging_dir)
-        self.dataloader_config = loader_settings(split_batches, seed, dataloader_config)
+        self._loader_config = loader_settings(split_batches, seed, dataloader_config)
+        self._seed_is_given = self._loader_config.data_seed is not None
         self._settings = settings = read_settings(
             mixed_precision=mixed_precision,
             steps=gradient_accumulation_steps,
@@ -222,7 +225,7 @@ class Accelerator:
         self._traces: list[str] = []
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
-            self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
+            self._loader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
         )
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
@@ -267,7 +270,7 @@ class Accelerator:
             self._groups,
             self._scale,
             self._make_context,
-            self.dataloader_config,
+            self._loader_config,
             seed,
             self.rng_types,
             self.schedule_steps,
@@ -275,6 +278,20 @@ class Accelerator:
         )
 
     # How loaders are prepared
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """The options for preparing loaders. A change, or another configuration, holds for loaders prepared later."""
+        return self._loader_config
+
+    @dataloader_config.setter
+    def dataloader_config(self, value: DataLoaderConfiguration) -> None:
+        config = loader_settings(False, self._prepared.seed, value)
+        self._prepared.seed = config.data_seed
+        self._seed_is_given = self._seed_is_given or value.data_seed is not None
+        if not self._seed_is_given:
+            config = replace(config, data_seed=None)  # otherwise torch's seed would be a passed one if it is assigned
+        self._loader_config = self._prepared.loader_config = config
 
     @property
     def split_batches(self) -> bool:
@@ -1143,7 +1160,8 @@ class Accelerator:
         Every rank reads the folder. The strategy and the number of processes may differ from those of the save. If the
         state was saved within a pass over a loader, the next pass that trains continues at the saved position, with or
         without `skip_first_batches`. A loop that skips batches in another way passes
-        `DataLoaderConfiguration(use_stateful_dataloader=False)`. A checkpoint of a Trainer restores only weights,
+        `DataLoaderConfiguration(use_stateful_dataloader=False)`. Without a `seed` of the Accelerator, loaders take the
+        order of the saved loop in their next pass. A checkpoint of a Trainer restores only weights,
         optimizers, schedules and generators.
 
         Args:
@@ -1153,7 +1171,8 @@ class Accelerator:
 
         Raises:
             FileNotFoundError: `input_dir` does not exist, or there is no valid state.
-            CheckpointError: The state is damaged, or belongs to another loop or to data in another order.
+            CheckpointError: The state is damaged, or belongs to another loop. Or another seed than that of the state
+                was passed, and the order of a loader depends on the seed.
             ConfigurationError: `input_dir` is missing without automatic naming, or an option is unknown.
         """
         if load_kwargs:
@@ -1175,18 +1194,19 @@ class Accelerator:
             self._scale,
             self._others,
             seed,
+            None if self._seed_is_given else kept.use_seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:
         """Release all prepared objects and their memory. Return None for each of `objects`.
 
-        Call this method on every process, because it replaces the engine.
+        Call this method on every process, because it replaces the engine. Afterwards, a process can train the user's
+        model directly and alone.
 
         The loop must also release its references: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         self._checkpoints.close()
-        for loader in self._prepared.dataloaders:
-            loader.prepared.close()
+        self._prepared.release()
         self.engine.close()
         self.engine = self._settings.selection.engine()
         self.engine.start(self.state.topology)

@@ -39,7 +39,8 @@ class DataLoaderConfiguration:
         non_blocking: Always on. Batches are copied to the device asynchronously. Default: False.
         use_stateful_dataloader: After `load_state`, the pass that was interrupted continues at its position. False: it
             begins at the first batch of its epoch, for loops that skip batches by themselves. Default: None, which is
-            True and logs a line when a pass continues, and False under `trainwright.as_accelerate()`.
+            True and logs a line when a pass continues, and False under `trainwright.as_accelerate()`. With True, data
+            that cannot seek is fetched again from its beginning.
         custom_classes: Must be None. Default: None.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -49,6 +50,7 @@ class LoopObjects:
         scale: Loss scale of fp16. None: the loss is not scaled.
         others: The user's objects with `state_dict` and `load_state_dict`, with equal states on every rank.
         seed: Seed of the data order.
+        use_seed: Function that sets another seed, which a loaded state has. None: the user has passed the seed.
         weights: Save the weights of the models. Default: True.
     """
 
@@ -59,6 +61,7 @@ class LoopObjects:
     scale: LossScale | None
     others: Sequence[Any]
     seed: int
+    use_seed: Callable[[int], None] | None = None
     weights: bool = True
 
     @property
@@ -285,8 +288,9 @@ class LoopCheckpoints:
             processes.on_main_rank(self.wait, f"write the last state before {path} is read")
         if (path / "random_states_0.pkl").is_file():
             raise CheckpointError(
-                f"{path} is a folder of Accelerate's save_state, which load_state does not read. Load its weights with "
-                "load_checkpoint_in_model(model, path); the optimizer and the position in the data start from scratch."
+                f"{path} is a folder of Accelerate's save_state, which load_state does not read. Convert "
+                f"it with `trainwright checkpoint convert {shlex.quote(str(path))} TARGET`, which keeps optimizers and "
+                "schedules, and load TARGET. load_checkpoint_in_model(model, path) loads weights alone."
             )
         snapshot = read_checkpoint(path, copy_model=False, allow_missing=["model"])
         entry = snapshot.trainer.get(_ENTRY)
@@ -308,12 +312,7 @@ class LoopCheckpoints:
             objects.scale.load_state_dict(scale)
         self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
-            warnings.warn(
-                f"{path} is a checkpoint of a Trainer: weights, optimizers, schedules and generators are restored, and "
-                "loaders begin an epoch.",
-                TrainwrightWarning,
-                stacklevel=3,
-            )
+            warnings.warn(_begins_an_epoch(path, snapshot, objects), TrainwrightWarning, stacklevel=3)
         else:
             self._load_entry(entry, objects)
         # After all code of the user, which may draw random numbers.
@@ -327,6 +326,8 @@ class LoopCheckpoints:
             other.load_state_dict(saved)
         for optimizer, steps in zip(objects.optimizers, entry["steps"], strict=True):
             optimizer.num_steps = steps
+        if objects.use_seed is not None:
+            objects.use_seed(entry["seed"])  # before the loaders, whose positions are those of its order
         same_ranks = len(entry["loaders"]) == processes.world_size
         for loader, saved in zip(objects.loaders, entry["loaders"][processes.rank if same_ranks else 0], strict=True):
             loader.load_state_dict(saved)
@@ -383,7 +384,7 @@ class LoopCheckpoints:
         compare_classes("registered object", objects.others, entry.get("other_classes"), path)
         _check_counts(path, entry["steps"])
         _check_counts(path, [[loader["epoch"], loader["position"]] for rank in entry["loaders"] for loader in rank])
-        if objects.loaders and entry["seed"] != objects.seed:
+        if _needs_other_seed(objects, entry["seed"]):
             raise CheckpointError(
                 f"{path} was written with seed={entry['seed']}, and the data of this loop has the order of "
                 f"seed={objects.seed}. Pass Accelerator(seed={entry['seed']})."
@@ -395,6 +396,23 @@ class LoopCheckpoints:
                 f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
                 "counted in samples."
             )
+
+
+def _begins_an_epoch(path: Path, snapshot: Snapshot, objects: LoopObjects) -> str:
+    """Return the warning for a checkpoint that no own loop has written."""
+    program = snapshot.trainer.get("converted_from")
+    origin = "is a checkpoint of a Trainer" if program is None else f"was converted from a checkpoint ({program})"
+    text = f"{path} {origin}: weights, optimizers, schedules and generators are restored, and loaders begin an epoch."
+    if objects.others:
+        text += " Registered objects are not restored."
+    return text
+
+
+def _needs_other_seed(objects: LoopObjects, saved: int) -> bool:
+    """Return whether the user has passed another seed than the saved one, and a loader's order depends on it."""
+    if objects.use_seed is None and objects.seed != saved:
+        return any(loader.prepared.order_needs_seed for loader in objects.loaders)
+    return False
 
 
 def _check_counts(path: Path, counts: object) -> None:

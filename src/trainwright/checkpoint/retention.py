@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainwright.checkpoint.disk.durable import make_folder, replace_file
+from trainwright.checkpoint.disk.durable import make_folder, rename, replace_file
 from trainwright.checkpoint.disk.untrusted import check_relative, inside, load_json, read_bytes, reading
 from trainwright.checkpoint.format.layout import (
+    EARLIER_RUN_INDEX,
     MAX_MANIFEST_BYTES,
     PARTS,
     PLAIN_VERSION,
@@ -45,18 +46,19 @@ class IndexEntry:
 
 
 class RunIndex:
-    """The list of the checkpoints that a run wrote, stored in `folder/index.json`.
+    """The list of the checkpoints that a run wrote, stored in `folder/.index.json`.
 
-    The folder can be moved, because names are relative. The file may have entries of other runs, which are preserved.
-    Use the index in one process of a run. Every change is on the disk when the method returns. A damaged index is
-    rebuilt from the manifests of the checkpoints, with a `TrainwrightWarning`.
+    An `index.json` of an earlier version is read, and renamed at the first change. The folder can be moved, because
+    names are relative. The file may have entries of other runs, which are preserved. Use the index in one process of a
+    run. Every change is on the disk when the method returns. A damaged index is rebuilt from the manifests of the
+    checkpoints, with a `TrainwrightWarning`.
 
     Args:
         folder: the run's checkpoint folder. The first `add` creates it.
         run: the run's id, which a resume does not change. Runs that share a folder need different ids.
 
     Raises:
-        CheckpointError: `index.json` has a newer format, or names a path outside the folder.
+        CheckpointError: the index has a newer format, or names a path outside the folder.
     """
 
     def __init__(self, folder: Path | str, *, run: str = "") -> None:
@@ -146,12 +148,13 @@ class RunIndex:
         return next(iter(reversed(self.entries())), None)
 
     def _load(self) -> list[IndexEntry]:
-        if not self.path.is_file():
+        path = self._stored_path()
+        if not path.is_file():
             return []
-        origin = str(inside(self.folder, RUN_INDEX, str(self.folder)))
+        origin = str(inside(self.folder, path.name, str(self.folder)))
         data = b""
         try:
-            data = read_bytes(self.path, max_bytes=MAX_MANIFEST_BYTES)
+            data = read_bytes(path, max_bytes=MAX_MANIFEST_BYTES)
             return _parse(data, origin)
         except (NewerFormatError, _OutsideError):
             raise
@@ -167,6 +170,11 @@ class RunIndex:
                 self._store(entries)
             return entries
 
+    def _stored_path(self) -> Path:
+        """Return the file that has the index: `path`, or the file of an earlier version."""
+        earlier = self.folder / EARLIER_RUN_INDEX
+        return earlier if earlier.is_file() and not self.path.is_file() else self.path
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Return a context that locks the index against changes by other runs in the folder; see `lock_folder`."""
@@ -180,6 +188,9 @@ class RunIndex:
             asdict(entry) | {"metrics": {name: repr(float(value)) for name, value in entry.metrics.items()}}
             for entry in entries
         ]
+        stored = self._stored_path()
+        if stored != self.path:
+            rename(stored, self.path)
         replace_file(self.path, sealed({"format_version": PLAIN_VERSION, "checkpoints": items}))
 
 

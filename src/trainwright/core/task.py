@@ -391,6 +391,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         for task in _tasks_in(self):
             task._run = trainer
 
+    # Libraries read, set and delete this private name of Lightning.
+    @property
+    def _trainer(self) -> Run | None:
+        return self._run
+
+    @_trainer.setter
+    def _trainer(self, trainer: Run | None) -> None:
+        self.trainer = trainer
+
     @property
     def current_epoch(self) -> int:
         """0-based index of the current epoch; 0 without a Trainer."""

@@ -123,6 +123,10 @@ class PreparedCombined(PreparedLoader):
         return self.raw.mode != "sequential" and any(member.stateful for member in self._members)
 
     @property
+    def order_needs_seed(self) -> bool:
+        return any(member.order_needs_seed for member in self._members)
+
+    @property
     def can_seek(self) -> bool:
         return all(member.can_seek for member in self._members)
 

@@ -132,7 +132,7 @@ class _PreparedByIndex(PreparedLoader):
     _dealer: Dealer
 
     def use(self, options: LoaderOptions) -> None:
-        self.options = options
+        super().use(options)
         self._dealer.completes = self._completes
         if self._is_dealt:
             self._counts = self._dealer.counts()

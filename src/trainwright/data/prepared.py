@@ -62,8 +62,10 @@ class PreparedLoader(ABC):
         self._loader: Any = None
 
     def use(self, options: LoaderOptions) -> None:
-        """Divide data as `options` say, from the next pass on. Not collective."""
+        """Divide data as `options` say, and use their seed, from the next pass on. Not collective."""
         self.options = options
+        if self._dealer is not None:
+            self._dealer.seed = options.seed
 
     # For the loop
 
@@ -88,6 +90,11 @@ class PreparedLoader(ABC):
     def stateful(self) -> bool:
         """True if the loader's own `state_dict` defines the position in the data."""
         return self._state_source is not None
+
+    @property
+    def order_needs_seed(self) -> bool:
+        """True if the order of the data depends on the seed of the options. May start a copy of the user's sampler."""
+        return self._dealer is not None and self._dealer.order_needs_seed
 
     @property
     def can_seek(self) -> bool:

@@ -31,6 +31,7 @@ from trainwright.data.rounds import completed, real_rows, rounds_of_batches
 from trainwright.data.seeding import (
     batch_key,
     held_generators,
+    numbers_of_global_generators,
     sample_key,
     seed_each_sample,
     seed_global_generators,
@@ -68,6 +69,11 @@ class Dealer(Sampler[Any], ABC):
     @abstractmethod
     def micro_batches_left(self) -> int | None:
         """Micro-batches of this epoch after the anchor, over all ranks; None if unknown."""
+
+    @property
+    @abstractmethod
+    def order_needs_seed(self) -> bool:
+        """True if the order depends on `seed`."""
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
         """Set `epoch` (0-based). `resume` is the `position` at which the epoch was interrupted, or None."""
@@ -268,6 +274,10 @@ class ShardedBatchSampler(Dealer):
         """Return `batch` and `samples`, the number of samples consumed by all ranks in `batch` rounds."""
         return {"batch": batch, "samples": self._samples_before(batch)}
 
+    @property
+    def order_needs_seed(self) -> bool:
+        return self.shuffle
+
     def order(self) -> SampleOrder:
         """Return the current epoch's order."""
         if self.shuffle:
@@ -357,6 +367,19 @@ class BatchShard(Dealer):
             return left
         rounds = left // self.world if self._drop_last else -(-left // self.world)
         return rounds * self.world
+
+    @property
+    def order_needs_seed(self) -> bool:
+        """True if the user's sampler draws random numbers. Starts a copy of the sampler. True for an iterator."""
+        if self._generators or self._others or isinstance(self.batch_sampler, Iterator):
+            return True
+        twin = self._twin()
+        with isolate_rng():
+            seed_global_generators(0)
+            unused = numbers_of_global_generators()
+            seed_global_generators(0)
+            next(iter(twin.batch_sampler), None)
+            return numbers_of_global_generators() != unused
 
     def _num_batches(self) -> int | None:
         try:

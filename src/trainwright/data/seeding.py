@@ -34,6 +34,11 @@ def seed_global_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
+def numbers_of_global_generators() -> tuple[float, float, float]:
+    """Draw and return a number of each generator that `seed_global_generators` seeds."""
+    return random.random(), np.random.random(), torch.rand((), device="cpu").item()
+
+
 class HeldGenerator:
     """NumPy's or Python's generator of a sampler, with one interface for both."""
 

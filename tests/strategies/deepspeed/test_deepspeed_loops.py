@@ -200,6 +200,37 @@ def test_offloaded_states_of_torchs_optimizer_are_stepped_on_the_host(tmp_path: 
     assert found["rates"] == [*rates, *rates[1:]]
 
 
+def _clipped_twice() -> dict[str, torch.Tensor]:
+    """Train with offloading, where both the loop and the configuration clip, as with transformers' Trainer."""
+    plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="cpu", gradient_clipping=0.1)
+    accelerator = Accelerator(deepspeed_plugin=plugin, seed=0)
+    net = _net(1)
+    model, optimizer, batches = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.05), _loader(2))
+    for inputs, targets in batches:
+        accelerator.backward(functional.mse_loss(model(inputs), targets))
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return weights
+
+
+@pytest.mark.engines
+@needs_operation("CPUAdamBuilder")
+def test_gradients_that_the_loop_has_clipped_are_not_clipped_again() -> None:
+    found, _ = run_distributed(_clipped_twice, 2, init=False, timeout=280)
+    net = _net(1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    inputs, targets = _loader(2).dataset.tensors  # type: ignore[attr-defined]
+    for rows, wanted in zip(inputs.split(2 * _ROWS), targets.split(2 * _ROWS), strict=True):
+        functional.mse_loss(net(rows), wanted).backward()
+        assert nn.utils.clip_grad_norm_(net.parameters(), 0.1) > 0.1
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(found, dict(net.state_dict()), rtol=1e-3, atol=1e-4)
+
+
 def _refusals() -> list[str]:
     found = []
 

@@ -123,5 +123,5 @@ def test_a_rank_whose_disk_is_full_fails_the_save_on_all_and_nothing_half_is_lef
     for text in texts:
         assert "rank 1 could not write its files: OSError" in text
         assert "No space left" in text
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["index.json", "step=1"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".index.json", "step=1"]
     assert verify(tmp_path / "step=1") == []

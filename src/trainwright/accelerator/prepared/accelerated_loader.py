@@ -80,6 +80,7 @@ class AcceleratedLoader(SkippableLoader):
         self._models = models
         self._epoch = 0
         self._saved: dict[str, Any] | None = None  # the loaded state of an interrupted pass that has not continued
+        self._replays = False  # the pass that continues fetches the batches before its position, and drops them
         self._trained_at_load = False
         self._reading: Pass | None = None  # the present pass
         self._newest: Pass | None = None  # the newest pass, finished or not
@@ -117,7 +118,7 @@ class AcceleratedLoader(SkippableLoader):
     @property
     def total_batch_size(self) -> int:
         """Samples of one micro-batch over all processes."""
-        return (self.prepared.batch_size or 1) * self.prepared.options.world
+        return (self._full_rows or 1) * self.prepared.options.world
 
     @property
     def total_dataset_length(self) -> int:
@@ -128,7 +129,10 @@ class AcceleratedLoader(SkippableLoader):
     def remainder(self) -> int:
         """Samples of a pass's last micro-batch on all processes. 0 if it is full. -1 if unknown or dropped."""
         raw = self.prepared.raw
-        if not isinstance(raw, DataLoader) or raw.drop_last or not isinstance(raw.dataset, Sized):
+        if not isinstance(raw, DataLoader) or not isinstance(raw.dataset, Sized):
+            return -1
+        # A DataLoader with a batch sampler of the user has drop_last=False.
+        if raw.drop_last or getattr(raw.batch_sampler, "drop_last", False):
             return -1
         return self.total_dataset_length % self.total_batch_size
 
@@ -170,6 +174,9 @@ class AcceleratedLoader(SkippableLoader):
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         continues = self._saved is None or not self._evaluates()
         position = self._take_position(first, continues)
+        if position is not None and self._replays:
+            first = position["batch"]
+            position = None
         self.prepared.set_epoch(self._epoch, position)
         if continues:
             self._epoch += 1
@@ -269,7 +276,7 @@ class AcceleratedLoader(SkippableLoader):
         real = prepared.real_rows(index)
         if real is not None:
             return real
-        full, found = prepared.batch_size, prepared.samples_in_round(index)
+        full, found = self._full_rows, prepared.samples_in_round(index)
         if full is None or found == full * prepared.real_ranks(index):
             return None
         if found is not None and prepared.options.world == 1:
@@ -330,11 +337,13 @@ class AcceleratedLoader(SkippableLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position. The next pass that trains begins at this position, unless `continues` is False.
 
-        Warns and restarts the epoch if the data set can neither seek nor restore its own position.
+        A data set that can neither seek nor restore its own position is read from its beginning if `continues` is True.
+        Otherwise, the epoch restarts with a warning.
         """
         position, own = state["position"], state["loader"]
         self._epoch = state["epoch"]
         self._saved = None
+        self._replays = False
         if position is None:
             if own is not None:
                 self.prepared.load_state_dict(own, at_epoch_start=True)
@@ -344,13 +353,16 @@ class AcceleratedLoader(SkippableLoader):
         try:
             self.prepared.check_resume(position["batch"], has_state=own is not None)
         except ConfigurationError as error:
-            warnings.warn(
-                f"{error} The epoch restarts. To skip the batches that were already used, call "
-                f"skip_first_batches(loader, {position['batch']}).",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
-            return
+            if not self._continues:
+                warnings.warn(
+                    f"{error} The epoch restarts. To skip the batches that were already used, call "
+                    f"skip_first_batches(loader, {position['batch']}), or pass "
+                    "DataLoaderConfiguration(use_stateful_dataloader=True) to fetch them again.",
+                    TrainwrightWarning,
+                    stacklevel=2,
+                )
+                return
+            self._replays = True
         self._saved = dict(state)
         self._trained_at_load = self._in_training_mode()
 

@@ -74,7 +74,7 @@ class AcceleratedModel(nn.Module):
         return map_tensors(_widened, output)
 
     def release(self) -> None:
-        """Allow another object to wrap the same model."""
+        """Allow another object to wrap the same model, and a process to train it directly."""
         if self._guard is not None:
             self._guard.remove()
 
@@ -190,7 +190,8 @@ def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, arg
     raise ConfigurationError(
         f"{type(module).__name__} was called directly or by one of its own methods, not through the model that "
         "prepare() returned: its gradients would not be averaged, and the weights of the processes would diverge. "
-        "Call the prepared model, or this one under torch.no_grad() or in eval mode."
+        "Call the prepared model, or this one under torch.no_grad() or in eval mode. If training with the Accelerator "
+        "has ended and each process now trains the model alone, call accelerator.free_memory() first."
     )
 
 

@@ -57,8 +57,7 @@ class DispatchedLoader(PreparedLoader):
 
     def _prepare(self) -> tuple[bool, bool, int | None]:
         options = self.options
-        alone = replace(options, rank=0, world=1, split_batches=False)
-        self._inner = inner = prepare_loader(self.raw, alone)
+        self._inner = inner = prepare_loader(self.raw, self._alone)
         size = inner.batch_size
         if size is None and isinstance(self.raw, DataLoader):
             size = getattr(self.raw.batch_sampler, "batch_size", None)
@@ -74,6 +73,21 @@ class DispatchedLoader(PreparedLoader):
     @property
     def stateful(self) -> bool:
         return self._keeps_state and self._inner is not None
+
+    def use(self, options: LoaderOptions) -> None:
+        super().use(options)
+        if self._inner is not None:
+            self._inner.use(self._alone)
+
+    @property
+    def _alone(self) -> LoaderOptions:
+        """The options with which the first process reads the user's loader."""
+        return replace(self.options, rank=0, world=1, split_batches=False)
+
+    @property
+    def order_needs_seed(self) -> bool:
+        """True if the order depends on the seed. Collective."""
+        return _from_first(lambda: self._on_first.order_needs_seed, self._processes, self.options)
 
     @property
     def can_seek(self) -> bool:

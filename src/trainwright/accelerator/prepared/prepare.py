@@ -97,7 +97,8 @@ class PreparedObjects:
     ) -> None:
         self._state, self._engine, self._groups = state, engine, groups
         self._scale, self._make_context = scale, make_context
-        self._config, self.seed, self._rng_types = loaders, seed, rng_types
+        self.loader_config = loaders
+        self.seed, self._rng_types = seed, rng_types
         self._schedule_steps, self.megatron = schedule_steps, megatron
         self.run_group: RunGroup | None = None
         self.models: list[nn.Module] = []
@@ -137,10 +138,26 @@ class PreparedObjects:
             name="the loader",
         )
 
+    def use_seed(self, seed: int) -> None:
+        """Give all loaders, also later ones, the order of another seed, from their next pass on. Not collective."""
+        self.seed = seed
+        if "rank_options" in vars(self):
+            self.rank_options = replace(self.rank_options, seed=seed)
+        for loader in self.dataloaders:
+            loader.prepared.use(replace(loader.prepared.options, seed=seed))
+
     def _loader_options(self, loader: object) -> LoaderOptions:
         """Return the settings for dividing a loader over ranks, with the present options of loaders."""
-        options = replace(self.rank_options, split_batches=self._config.split_batches)
-        return divided_options(options, loader, self._config.even_batches)
+        options = replace(self.rank_options, split_batches=self.loader_config.split_batches)
+        return divided_options(options, loader, self.loader_config.even_batches)
+
+    def release(self) -> None:
+        """End the workers of loaders. Afterwards, a process can train the user's models directly and alone."""
+        for loader in self.dataloaders:
+            loader.prepared.close()
+        for model in self.models:
+            if isinstance(model, AcceleratedModel):
+                model.release()
 
     def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
         """Prepare models, optimizers, schedulers and data loaders. Return other objects unchanged.
@@ -310,7 +327,7 @@ class PreparedObjects:
                 own,
                 steps or self.optimizers,
                 steps_with_optimizer,
-                self._config.split_batches,
+                self.loader_config.split_batches,
                 groups=self._groups,
                 further=further,
             )
@@ -319,7 +336,7 @@ class PreparedObjects:
 
     def _per_step(self) -> int:
         """Return the number of advances of a schedule per optimizer step."""
-        world = 1 if self._config.split_batches else self._state.num_processes
+        world = 1 if self.loader_config.split_batches else self._state.num_processes
         if world > 1 and self._schedule_steps is None and self._state.is_main_process and not self.schedulers:
             warnings.warn(
                 f"a schedule advances once per optimizer step here, and {world} times in Accelerate, once for each "
@@ -347,7 +364,7 @@ class PreparedObjects:
                 prepared: PreparedLoader = DispatchedLoader(used, options, self._state.joined(), slice_fn)
             else:
                 prepared = prepare_loader(used, options)
-            continues = self._config.use_stateful_dataloader
+            continues = self.loader_config.use_stateful_dataloader
             kind = stateful_loader_class() if continues else AcceleratedLoader
             return kind(own, prepared, self._groups, mover, self._rng_types, continues, self.models)
 
@@ -355,13 +372,13 @@ class PreparedObjects:
 
     def _dispatches(self, loader: object) -> bool:
         """Return whether only the first process reads a loader."""
-        if self._state.num_processes == 1 or self._config.dispatch_batches is False:
+        if self._state.num_processes == 1 or self.loader_config.dispatch_batches is False:
             return False
-        return self._config.dispatch_batches or _is_undivided(loader)
+        return self.loader_config.dispatch_batches or _is_undivided(loader)
 
     def _is_cut_into_shards(self, loader: object) -> bool:
         """Return whether every process reads a whole iterable data set and keeps only its own batches."""
-        if self._state.num_processes == 1 or self._config.dispatch_batches is not False:
+        if self._state.num_processes == 1 or self.loader_config.dispatch_batches is not False:
             return False
         return _is_undivided(loader)
 

@@ -36,7 +36,9 @@ OPTIMIZER_FOLDER = "optimizer"
 RNG_FOLDER = "rng"
 TRAINER_STEM = "trainer"
 PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
-RUN_INDEX = "index.json"
+# Hidden, so that programs which list a folder of checkpoints find checkpoints only.
+RUN_INDEX = ".index.json"
+EARLIER_RUN_INDEX = "index.json"  # the name until the index was hidden
 # The entries that a checkpoint folder may have. A hidden folder with any other entry is never deleted.
 TOP_LEVEL = frozenset(
     {MANIFEST, MODEL_FOLDER, OPTIMIZER_FOLDER, RNG_FOLDER, f"{TRAINER_STEM}.json", f"{TRAINER_STEM}.safetensors"}
@@ -63,7 +65,7 @@ Trees = dict[str, Any]
 Upgrade = Callable[[Trees], Trees]
 
 # Version → the function that converts trees to the next version. It receives only the trees that were read, by name:
-# "manifest" (the object in manifest.json, before any part is read), "index" (a run's index.json), "remote_index" (the
+# "manifest" (the object in manifest.json, before any part is read), "index" (a run's .index.json), "remote_index" (the
 # index of its uploads), and the decoded parts "trainer" (a dict), "model" (name → value), "optimizer" and "rng" (lists
 # of trees).
 UPGRADES: dict[int, Upgrade] = {1: lambda trees: trees}  # version 2 only adds sharded tensors

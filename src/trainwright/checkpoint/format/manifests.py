@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,8 @@ def _not_a_folder(path: Path) -> str:
     return (
         f"{path} is a single file, and a checkpoint is a folder with a {MANIFEST}. Files such as .ckpt, .pt, .pth and "
         ".bin are pickles, which can run any code when they are loaded. Convert it with "
-        "`trainwright checkpoint convert`, which reads such files without running code from them."
+        f"`trainwright checkpoint convert {shlex.quote(str(path))} FOLDER`, which reads such files without running "
+        "code from them."
     )
 
 

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from trainwright.checkpoint.disk.durable import fault_point, hidden, rename
-from trainwright.checkpoint.format.layout import MANIFEST, RUN_INDEX, TOP_LEVEL
+from trainwright.checkpoint.format.layout import EARLIER_RUN_INDEX, MANIFEST, RUN_INDEX, TOP_LEVEL
 from trainwright.core.host.folders import is_in_use
 from trainwright.core.names.hidden_names import split_hidden
 
@@ -57,7 +57,7 @@ def clean_stale(folder: Path | str) -> list[Path]:
         if split is None or entry.is_symlink():
             continue
         name, role = split
-        if entry.is_file() and name == RUN_INDEX:
+        if entry.is_file() and name in (RUN_INDEX, EARLIER_RUN_INDEX):
             entry.unlink()
         elif entry.is_dir() and {child.name for child in entry.iterdir()} <= TOP_LEVEL and not is_in_use(entry):
             if role == "old" and replaced_checkpoint(folder / name) == entry:

@@ -133,6 +133,7 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
         state.epoch = state.epoch if options.epoch is None else options.epoch
         snapshot.state = state.to_dict()
         snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
+        snapshot.trainer["converted_from"] = kind
     try:
         if target.parent.is_dir():
             clean_stale(target.parent)

@@ -20,7 +20,9 @@ _UNSETTLED = 1  # exit code: manual changes are needed, or with `--check` any ch
 
 
 def migrate(argv: Sequence[str]) -> int:
-    """Rewrite files in place, or print changes with `--diff`. Print the remaining manual changes with file and line.
+    """Rewrite files in place, or print changes with `--diff`.
+
+    Print added arguments and the remaining manual changes with file and line.
 
     Returns:
         0, or 1 if manual changes are needed, or with `--check` any changes.
@@ -74,6 +76,9 @@ def migrate(argv: Sequence[str]) -> int:
                     "rewritten."
                 ) from None
             print(f"{path}: rewritten")
+    for path, _, after in done:
+        for each in after.added:
+            print(f"{path}:{each.line}: {each.text}", file=sys.stderr)
     left = [(path, each) for path, _, after in done for each in after.unsettled]
     for path, each in left:
         print(f"{path}:{each.line}: {each.text}", file=sys.stderr)

@@ -25,6 +25,12 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.ExceptHandler, ast.MatchAs, ast.MatchStar)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _FOLDER = "a checkpoint is a folder here: load_from_checkpoint of your task reads it, torch.load does not."
+_EXTENSION = "the name of a checkpoint has no .ckpt at its end here, unless save_checkpoint(path) has named it."
+_ADVANCES = (
+    "schedule_steps='per_process' is added: a schedule then advances once for each process and step, as in Accelerate. "
+    "Without it, a schedule advances once for each step."
+)
+_SEARCHES = ("endswith", "glob", "rglob", "iglob", "fnmatch", "filter")
 _OPTIMIZER_IDX = (
     "optimizer_idx is of Lightning 1: a step is called once for a batch. Set automatic_optimization = False, and step "
     "the optimizers of self.optimizers() in training_step."
@@ -47,10 +53,17 @@ class Unsettled:
 
 @dataclass
 class Rewritten:
-    """Result of a rewrite: the new source code, and the remaining manual changes, sorted by line."""
+    """Result of a rewrite.
+
+    Attributes:
+        code: The new source code.
+        unsettled: The remaining manual changes, sorted by line.
+        added: Arguments that the rewrite has added, with the reason. They need no change.
+    """
 
     code: bytes
     unsettled: list[Unsettled] = field(default_factory=list)
+    added: list[Unsettled] = field(default_factory=list)
 
 
 def rewrite(code: bytes) -> Rewritten:
@@ -71,7 +84,7 @@ def rewrite(code: bytes) -> Rewritten:
     first: dict[str, Unsettled] = {}  # a name that is used often is reported once
     for each in sorted(program.unsettled):
         first.setdefault(each.text, each)
-    return Rewritten(text.encode(encoding), list(first.values()))
+    return Rewritten(text.encode(encoding), list(first.values()), sorted(program.added))
 
 
 @dataclass(eq=False)
@@ -118,6 +131,7 @@ class _Program:
         self.newline = "\r\n" if "\r\n" in text else "\n"
         self.edits: dict[tuple[int, int], str] = {}
         self.unsettled: set[Unsettled] = set()
+        self.added: set[Unsettled] = set()
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.scopes: list[_Scope] = []
         self.reads: list[tuple[ast.Name, _Scope]] = []
@@ -214,9 +228,12 @@ class _Program:
                 self._report(node, f"from {node.module} import *: name what you use.")
         if uses:
             self._rename_arguments()
-            self._report_old_code()
         self._settle_strings({each.local: each.path for each in uses if isinstance(each.node, ast.Import)}, names)
-        self._report_objects(trainers, reads_folders=bool(uses))
+        migrated = self._imports_of_face()
+        if uses or migrated:  # a later run still reports what the first one has left to the user
+            self._report_old_code()
+            self._report_trainers(trainers | self._new_trainers(migrated))
+            self._report_files()
 
     def _chain(self, name: ast.Name) -> list[Any]:
         """Return a name and the attribute accesses on it: `L`, `L.callbacks`, `L.callbacks.Timer`."""
@@ -315,6 +332,7 @@ class _Program:
         ends = [self._span(each)[1] for each in passed]
         place = max(ends) if ends else self.source.index(b"(", self._span(call.func)[1]) + 1
         self.edits[place, place] = (", " if ends else "") + 'schedule_steps="per_process"'
+        self.added.add(Unsettled(call.lineno, _ADVANCES))
 
     def _change_import(self, node: ast.Import | ast.ImportFrom, own: dict[ast.alias, tuple[str | None, str]]) -> None:
         if isinstance(node, ast.Import):
@@ -457,8 +475,34 @@ class _Program:
                     if isinstance(call, ast.Attribute) and call.attr == "save_state":
                         self._report(call, _SAVE_ON_MAIN)
 
-    def _report_objects(self, trainers: set[str], *, reads_folders: bool) -> None:
-        """Report attributes of a Trainer that do not exist here, and reads of a checkpoint as a file.
+    def _imports_of_face(self) -> dict[str, str]:
+        """Return the local names that are imported from Trainwright, with their dotted names."""
+        found: dict[str, str] = {}
+        for node in ast.walk(self.tree):
+            if not isinstance(node, (ast.Import, ast.ImportFrom)) or FACE not in _roots(node):
+                continue
+            for alias in node.names:
+                if isinstance(node, ast.ImportFrom):
+                    found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                elif alias.asname is not None:
+                    found[alias.asname] = alias.name
+                else:
+                    found[FACE] = FACE
+        return found
+
+    def _new_trainers(self, imported: dict[str, str]) -> set[str]:
+        """Return the variables to which a Trainer of Trainwright is assigned, as text."""
+        found: set[str] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                local, _, rest = ast.unparse(node.value.func).partition(".")
+                path = ".".join(filter(None, [imported.get(local), rest]))
+                if local in imported and path in (f"{FACE}.Trainer", f"{FACE}.trainer.Trainer"):
+                    found |= set(map(ast.unparse, node.targets))
+        return found
+
+    def _report_trainers(self, trainers: set[str]) -> None:
+        """Report attributes of a Trainer that do not exist here.
 
         Any variable in the program to which a Trainer is assigned counts as a Trainer.
         """
@@ -466,15 +510,36 @@ class _Program:
         from trainwright.trainer.trainer import Trainer
 
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Attribute) and node.attr in INTERNALS and not hasattr(Trainer, node.attr):
-                if isinstance(node.ctx, ast.Load) and ast.unparse(node.value) in trainers:
-                    self._report(node, f"trainer.{node.attr} does not exist here: {INTERNALS[node.attr]}.")
-            elif reads_folders and isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                named = {
-                    each.attr for given in node.args for each in ast.walk(given) if isinstance(each, ast.Attribute)
-                }
-                if named & {"best_model_path", "last_model_path"}:
+            if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+                continue
+            if node.attr in INTERNALS and not hasattr(Trainer, node.attr) and ast.unparse(node.value) in trainers:
+                self._report(node, f"trainer.{node.attr} does not exist here: {INTERNALS[node.attr]}.")
+
+    def _report_files(self) -> None:
+        """Report reads of a checkpoint as a file, and searches for checkpoints by the extension of Lightning's files.
+
+        Any variable in the program to which the path of a checkpoint is assigned counts as such a path.
+        """
+        paths: set[str] = set()
+        saved: set[str] = set()  # the names of checkpoints that the program itself has chosen
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Assign) and _names_checkpoint(node.value, set()):
+                paths |= set(map(ast.unparse, node.targets))
+            elif isinstance(node, ast.Call) and _called(node) == "save_checkpoint":
+                saved |= {text.rpartition("/")[2] for text in _extended_names(node)}
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                if any(_names_checkpoint(given, paths) for given in node.args):
                     self._report(node, _FOLDER)
+                continue
+            searched: list[ast.expr] = []
+            if isinstance(node, ast.Compare):
+                searched = [node.left, *node.comparators]
+            elif isinstance(node, ast.Call) and _called(node) in _SEARCHES:
+                searched = node.args
+            constants = [each for each in searched if isinstance(each, ast.Constant)]
+            if any(set(_extended_names(each)) - saved for each in constants):
+                self._report(node, _EXTENSION)
 
 
 def counterpart(path: str) -> str | None:
@@ -487,6 +552,31 @@ def counterpart(path: str) -> str | None:
     if path.endswith(".__version__") and LIBRARIES[_root(path)] == "Lightning":
         return None  # Trainwright has the version of Accelerate's interface, but none of Lightning's
     return own_name(path)
+
+
+def _called(call: ast.Call) -> str:
+    """Return the last part of the name of a called function."""
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _extended_names(tree: ast.AST) -> list[str]:
+    """Return the strings in an expression that end with the extension of Lightning's checkpoints."""
+    texts = [each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)]
+    return [text for text in texts if isinstance(text, str) and text.endswith(".ckpt")]
+
+
+def _names_checkpoint(tree: ast.AST, paths: set[str]) -> bool:
+    """Return whether an expression is, or is made of, the path of a checkpoint. `paths`: variables with such paths."""
+    if isinstance(tree, ast.Call) and _called(tree) not in ("Path", "join", "str", "fspath", "format"):
+        return False  # `Net.load_from_checkpoint("last.ckpt")` is a task
+    if _extended_names(tree):
+        return True
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Attribute) and each.attr in ("best_model_path", "last_model_path"):
+            return True
+        if isinstance(each, (ast.Name, ast.Attribute)) and ast.unparse(each) in paths:
+            return True
+    return False
 
 
 def _own_module(path: str, chains: Sequence[Sequence[Any]]) -> str | None:
