@@ -155,6 +155,10 @@ def test_a_tracker_may_be_created_before_the_accelerator(kind: Any, monkeypatch:
     assert not kind("project" if kind is trackers.TensorBoardTracker else None).logger.muted
 
 
+def test_options_of_a_tracker_that_is_not_used_are_ignored_without_trackers() -> None:
+    Accelerator(cpu=True).init_trackers("project", init_kwargs={"wandb": {"entity": "team"}})
+
+
 class InFolder(Recorder):
     name = "in_folder"
     requires_logging_directory = True

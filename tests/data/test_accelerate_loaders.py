@@ -133,8 +133,26 @@ def test_an_interrupted_pass_continues(kind: Any) -> None:
             batches.append(batch.tolist())
             state[len(batches)] = whole.state_dict()
     other.load_state_dict(state[1])
+    assert other.state_dict().keys() == state[1].keys()
+    assert other.state_dict()["batch"] == 1
     assert _read(other)[0] == batches[1:3]
     assert other.iteration == 1
     other.load_state_dict(state[3])
     assert len(_read(other)[0]) == 3
     assert other.state_dict() == whole.state_dict() == {"iteration": 2, "batch": 0, "generator": None}
+
+
+def test_a_divided_pass_continues_in_its_order() -> None:
+    def make() -> Any:
+        shuffled = loader(32, shuffle=True, generator=torch.Generator().manual_seed(5))
+        return prepare_data_loader(shuffled, num_processes=2, process_index=0)
+
+    whole, other = make(), make()
+    _read(whole)
+    batches = []
+    for batch in whole:
+        batches.append(batch.tolist())
+        if len(batches) == 1:
+            state = whole.state_dict()
+    other.load_state_dict(state)
+    assert _read(other)[0] == batches[1:]

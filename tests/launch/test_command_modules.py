@@ -42,9 +42,8 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     found: list[list[str]] = []
     monkeypatch.setattr("trainwright.commands.launch.launch", lambda argv: found.append(argv) or len(found) - 1)
     parser = launch_command_parser()
-    args = parser.parse_args(
-        ["--num-processes", "2", "--cpu", "-m", "--mixed_precision=bf16", "package.script", "--x", "1"]
-    )
+    options = ["--num-processes", "2", "--use_cpu", "--dynamo_use_dynamic", "-m", "--mixed_precision=bf16"]
+    args = parser.parse_args([*options, "package.script", "--x", "1"])
     assert (args.num_processes, args.cpu, args.multi_gpu) == (2, True, False)
     args.num_machines = 1
     launch_command(args)
@@ -52,6 +51,7 @@ def test_a_program_launches_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert script == ["--", "package.script", "--x", "1"]
     assert sorted(words) == [
         "--cpu=True",
+        "--dynamo_use_dynamic=True",
         "--mixed_precision=bf16",
         "--module",
         "--num_machines=1",

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import trainwright
+from trainwright.checkpoint.task_objects import describe
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.constants import LIGHTNING_VERSION
 
@@ -244,6 +245,29 @@ def test_libraries_load_checkpoints_with_torch_load(lightning: Any, tmp_path: Pa
     assert (found["global_step"], found["mean"]) == (2, 2.0)
     assert found[KeptData.CHECKPOINT_HYPER_PARAMS_KEY] == {"rows": 2}
     assert torch.equal(found["state_dict"]["net.weight"], task.net.weight)
+
+
+def test_a_plugin_is_one_class_and_may_not_save(lightning: Any) -> None:
+    plugins = lightning.pytorch.plugins
+    assert plugins.TorchCheckpointIO is plugins.io.TorchCheckpointIO
+    saver = type("Saver", (), {"save_checkpoint": print})
+    saves = type("Saves", (saver, plugins.TorchCheckpointIO), {"load_checkpoint": print})
+    with pytest.raises(trainwright.ConfigurationError):
+        saves()
+
+
+def test_objects_with_one_description_compute_the_same() -> None:
+    class Power(torch.nn.Module):
+        def __init__(self, power: int) -> None:
+            super().__init__()
+            self._power = power
+
+    Power.__qualname__ = "Power"
+    assert describe(Power(2)) == describe(Power(2)) != describe(Power(3))
+    assert describe(torch.nn.MSELoss()) == "torch.nn.modules.loss.MSELoss(reduction='mean')"
+    hooked = torch.nn.MSELoss()
+    hooked.register_forward_hook(lambda *_: None)
+    assert describe(hooked) == describe(torch.nn.CrossEntropyLoss(torch.ones(2, device="meta"))) == ""
 
 
 class Plain(Kept):

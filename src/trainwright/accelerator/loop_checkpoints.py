@@ -229,8 +229,13 @@ class LoopCheckpoints:
             for prefix in prefixes
         ]
         left, models = list(dicts), list(objects.models)
-        for hook in list(self.save_hooks.values()):
-            hook(models, left, str(folder))
+        try:
+            for hook in list(self.save_hooks.values()):
+                hook(models, left, str(folder))
+        except BaseException:
+            if folder.is_dir():
+                remove_folder(folder)
+            raise
         processes.barrier()  # every rank has written its files
         for prefix, own in zip(prefixes, dicts, strict=True):
             if not any(one is own for one in left):
@@ -281,7 +286,8 @@ class LoopCheckpoints:
 
         Raises:
             FileNotFoundError: `path` does not exist.
-            CheckpointError: The checkpoint is damaged, or belongs to another loop. No object has been changed.
+            CheckpointError: The checkpoint is damaged, or belongs to another loop. No object has been changed, except
+                by load hooks.
         """
         processes = self._engine.processes
         if self._writer is not None:

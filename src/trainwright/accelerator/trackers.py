@@ -300,7 +300,7 @@ def _reason_against(name: str, folder: str | None) -> Exception | None:
             "GeneralTracker to use it."
         )
     tracker_class = LOGGER_TYPE_TO_CLASS[name]
-    if issubclass(tracker_class, LoggerTracker) and find_spec(name) is None:
+    if name in LoggerType.list() and issubclass(tracker_class, LoggerTracker) and find_spec(name) is None:
         package = name.replace("_", "-")
         return MissingPackageError(
             f"log_with={name!r} needs a package that is not installed. Run: pip install {package}"
@@ -331,7 +331,8 @@ class LoopTrackers:
         Raises:
             ConfigurationError: `options` names an unknown tracker, or an option is not valid. No run remains open.
         """
-        _check_names("init_kwargs", options, self._names)
+        if self._kinds:  # A script may pass options of trackers that are optional.
+            _check_names("init_kwargs", options, self._names)
         self.finish()
         self._unopened = []
         self._all = [
@@ -358,6 +359,8 @@ class LoopTrackers:
         try:
             made: GeneralTracker = tracker_class(project, *folder, **options)
         except TypeError as error:
+            if not issubclass(tracker_class, LoggerTracker):
+                raise
             raise ConfigurationError(f"init_kwargs={{{name!r}: {dict(options)!r}}} is wrong: {error}.") from error
         return made
 

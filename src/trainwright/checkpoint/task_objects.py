@@ -13,11 +13,12 @@ from trainwright.core.errors import CheckpointError
 
 TASK_OBJECTS = "task_objects"  # key of a checkpoint's trainer part: descriptions by name
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))  # `training`, `_parameters`, `_forward_hooks` and so on
 _MOST_VALUES = 1000  # in the description of a buffer, such as the class weights of a loss
 
 
 def describe(value: object) -> str:
-    """Return a text that is the same for objects that compute the same, or "" if no such text can be made.
+    """Return a text that only objects which compute the same have, or "" if no such text can be made.
 
     A loss is described as `torch.nn.modules.loss.MSELoss(reduction='mean')`.
     """
@@ -27,10 +28,13 @@ def describe(value: object) -> str:
         # A function without a name of its own, or defined in another function, has no text that identifies it.
         return "" if "<" in value.__qualname__ else f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, torch.Tensor):
-        return str(value.tolist()) if value.numel() <= _MOST_VALUES else ""
+        has_values = not value.is_meta and value.numel() <= _MOST_VALUES
+        return str(value.tolist()) if has_values else ""
     if not isinstance(value, torch.nn.Module) or next(value.parameters(), None) is not None:
         return ""
-    parts = {name: part for name, part in vars(value).items() if not name.startswith("_") and name != "training"}
+    if value._forward_hooks or value._forward_pre_hooks or value._backward_hooks or value._backward_pre_hooks:
+        return ""
+    parts = {name: part for name, part in vars(value).items() if name not in _OF_EVERY_MODULE}
     parts |= dict(value.named_buffers(recurse=False)) | dict(value.named_children())
     texts = {name: describe(part) for name, part in parts.items()}
     if not all(texts.values()):
@@ -41,6 +45,8 @@ def describe(value: object) -> str:
 def equal_objects(task: Any, descriptions: Mapping[str, str]) -> dict[str, Any]:
     """Return the objects that `task` would add to a checkpoint now, where they agree with their descriptions.
 
+    Calls `task.on_save_checkpoint` with the weights alone, and without a Trainer when a task is loaded.
+
     Args:
         task: the task into which a checkpoint is loaded.
         descriptions: the checkpoint's entry `TASK_OBJECTS`.
@@ -48,8 +54,15 @@ def equal_objects(task: Any, descriptions: Mapping[str, str]) -> dict[str, Any]:
     if not descriptions:
         return {}
     added: dict[str, Any] = {"state_dict": task.state_dict(), "epoch": 0, "global_step": 0}
-    task.on_save_checkpoint(added)
-    return {name: added[name] for name, text in descriptions.items() if text and describe(added.get(name)) == text}
+    try:
+        task.on_save_checkpoint(added)
+    except Exception:  # noqa: BLE001 -- it may need a Trainer or other entries; then there is no object to compare
+        return {}
+    equal = {}
+    for name, text in descriptions.items():
+        if text and name in added and describe(added[name]) == text:
+            equal[name] = added[name]
+    return equal
 
 
 @contextlib.contextmanager

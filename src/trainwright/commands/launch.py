@@ -12,7 +12,7 @@ from typing import Any
 
 from trainwright.cli.main import main
 from trainwright.launch.launch import launch, replaces_accelerate
-from trainwright.launch.reading import SHORT, known_options
+from trainwright.launch.reading import ALIASES, SHORT, known_options
 
 __all__ = ["launch_command", "launch_command_parser"]
 
@@ -25,13 +25,14 @@ def launch_command_parser() -> argparse.ArgumentParser:
     short = {name: flag for flag, name in SHORT.items()}
 
     def add(name: str, **options: Any) -> None:
-        flags = {f"--{name}", f"--{name.replace('_', '-')}"}
+        names = [name, *(alias for alias, known in ALIASES.items() if known == name)]
+        flags = {f"--{one}" for one in names} | {f"--{one.replace('_', '-')}" for one in names}
         if name in short:
             flags.add(short[name])
         parser.add_argument(*sorted(flags), dest=name, **options)
 
     for option in known_options().values():
-        if option.is_flag:
+        if option.takes_none_of([]):
             add(option.name, action="store_true")
         elif option.repeats:
             add(option.name, action="append")
@@ -58,7 +59,7 @@ def launch_command(args: argparse.Namespace) -> None:
     words: list[str] = []
     for name in (*known_options(), "config_file"):
         value = getattr(args, name, None)
-        if value is False and known_options()[name].is_flag:
+        if value is False:
             continue  # a flag that was not given: the configuration file may set it
         if isinstance(value, (list, tuple)):
             value = "\n".join(map(str, value))

@@ -23,9 +23,14 @@ _FURTHER = {"config_file": True, "module": False, "no_python": False, "help": Fa
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files and flags that name an option of ours differently.
-_KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch", "tpu_vm": "vm", "tpu_env": "env"}
-_KEYS |= {"fp8_amax_history_length": "fp8_amax_history_len", "fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
-_KEYS |= {"fp8_optimization_level": "fp8_opt_level"}
+ALIASES = {
+    "use_cpu": "cpu",
+    "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+    "tpu_vm": "vm",
+    "tpu_env": "env",
+}
+ALIASES |= {"fp8_amax_history_length": "fp8_amax_history_len", "fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
+ALIASES |= {"fp8_optimization_level": "fp8_opt_level"}
 _SECTIONS = (
     *("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config", "parallelism_config"),
     *("mpirun_config", "ipex_config", "fp8_config"),
@@ -137,7 +142,7 @@ def split(
     while left and left[0].startswith("-") and left[0] != "--":
         flag, equals, text = left.pop(0).partition("=")
         name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag)
-        name = _KEYS.get(name, name)
+        name = ALIASES.get(name, name)
         option = known_options().get(name)
         if further_flags.get(name) is False:
             further[name] = "true"
@@ -277,7 +282,7 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     for key, value in flat.items():
         if key in SILENT:
             continue
-        option = _known(_KEYS.get(key, key), origin, key)
+        option = _known(ALIASES.get(key, key), origin, key)
         separator = "\n" if option.repeats else ","
         text = separator.join(map(str, value)) if isinstance(value, list) else value
         value = option.parse(text, f"{origin}: {key} (--{option.name})" if option.is_refused else origin)
@@ -288,7 +293,7 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
 
 def sets_nothing(key: str) -> bool:
     """Return whether a key of a file has no effect on `trainwright launch`, unless its value is refused."""
-    option = known_options().get(_KEYS.get(key, key))
+    option = known_options().get(ALIASES.get(key, key))
     return key in SILENT if option is None else option.is_refused
 
 

@@ -84,10 +84,7 @@ class _Loader(RoundLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the next pass, also in the sampler or the data set."""
         self.iteration = epoch
-        sampler, found = self._batches, []
-        while sampler is not None:
-            found += [sampler] if sets_epoch(sampler) else []
-            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        found = [sampler for sampler in self._samplers if sets_epoch(sampler)]
         for each in found or ([self.dataset] if sets_epoch(self.dataset) else []):
             each.set_epoch(epoch)
 
@@ -106,14 +103,29 @@ class _Loader(RoundLoader):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next pass begin after the batches that were read when `state_dict` was called."""
         self.iteration = state_dict["iteration"]
-        self._first_batch = state_dict["batch"]
-        generator = getattr(getattr(self._batches, "sampler", None), "generator", None)
-        if state_dict["generator"] is not None and generator is not None:
-            generator.set_state(state_dict["generator"])
+        self._first_batch = self._num_read = state_dict["batch"]
+        self._generator_at_start = state_dict["generator"]
+        self.end_of_dataloader = False
+        generator = self._sampler_generator
+        if self._generator_at_start is not None and generator is not None:
+            generator.set_state(self._generator_at_start)
+
+    @property
+    def _samplers(self) -> Iterator[Any]:
+        """The batch sampler, and the samplers within it."""
+        sampler = self._batches
+        while sampler is not None:
+            yield sampler
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+
+    @property
+    def _sampler_generator(self) -> torch.Generator | None:
+        found = (getattr(sampler, "generator", None) for sampler in self._samplers)
+        return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
 
     def _begin(self) -> int:
         """Prepare for a pass. Return the number of batches to skip at its start."""
-        generator = getattr(getattr(self._batches, "sampler", None), "generator", None)
+        generator = self._sampler_generator
         self._generator_at_start = None if generator is None else generator.get_state()
         num_skipped = self._first_batch or self.skip_batches
         self._first_batch = 0

@@ -133,17 +133,16 @@ def is_cluster_environment(plugin: object) -> bool:
 
 def _counterpart(module: str, name: str) -> Any:
     """Return Trainwright's object for a name of Lightning, or a class that raises an error when it is used."""
-    path = f"{module}.{name}"
-    if path not in _absent:
-        own = own_name(path)
-        if own is not None:
-            home, _, attribute = own.rpartition(".")
-            return getattr(import_module(home), attribute)
-        _absent[path] = _Absent(name, (), {"__module__": module})
-    return _absent[path]
+    own = own_name(f"{module}.{name}")
+    if own is not None:
+        home, _, attribute = own.rpartition(".")
+        return getattr(import_module(home), attribute)
+    if name not in _absent:
+        _absent[name] = _Absent(name, (), {"__module__": module})
+    return _absent[name]
 
 
-_absent: dict[str, _Absent] = {}  # so that a class is the same under all spellings
+_absent: dict[str, _Absent] = {}  # by the name alone, so that a class is the same in all modules that have it
 
 
 class _Absent(ABCMeta):
@@ -164,17 +163,16 @@ class _Absent(ABCMeta):
 
         Checkpoints of Trainwright can be loaded without it, so the Trainer accepts it.
         """
-        own = [each for each in cls.__mro__ if isinstance(each, _Absent) and each not in _absent.values()]
-        known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
+        own = [each for each in cls.__mro__ if each not in _absent.values()]
         saves = any({"save_checkpoint", "remove_checkpoint"} & vars(each).keys() for each in own)
-        return bool(own) and known == ["TorchCheckpointIO"] and not saves
+        return cls in own and cls._lightning_bases() == ["TorchCheckpointIO"] and not saves
 
     def is_own_environment(cls) -> bool:
         """Return whether this is a sub-class of a cluster environment that defines `world_size` and `global_rank`.
 
         The Trainer accepts it if both agree with the launcher's environment variables.
         """
-        known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
+        known = cls._lightning_bases()
         defines_both = hasattr(cls, "world_size") and hasattr(cls, "global_rank")
         return bool(known) and set(known) <= set(CLUSTER_ENVIRONMENTS.split()) and defines_both
 
@@ -183,8 +181,11 @@ class _Absent(ABCMeta):
 
         `Trainer(accelerator=…)` does not accept it.
         """
-        known = [each.__name__ for each in cls.__mro__ if each in _absent.values()]
-        return cls not in _absent.values() and known == ["Accelerator"]
+        return cls not in _absent.values() and cls._lightning_bases() == ["Accelerator"]
+
+    def _lightning_bases(cls) -> list[str]:
+        """Return the names of the classes without a counterpart from which this class derives, or that it is."""
+        return [each.__name__ for each in cls.__mro__ if each in _absent.values()]
 
     def __getattr__(cls, name: str) -> NoReturn:
         raise AttributeError(cls._advice() if not name.startswith("__") else name, name=name)
