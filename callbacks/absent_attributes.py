@@ -8,10 +8,9 @@ def _each(names: str, answer: str) -> dict[str, str]:
 
 
 ABSENT = {
-    "to_yaml": "best_k_models holds the same as a dict; the folder's index.json holds it on disk.",
+    "to_yaml": "best_k_models holds the same as a dict; the folder's .index.json holds it on disk.",
     "file_exists": "Use pathlib.Path(path).is_dir().",
     "check_monitor_top_k": "Compare with best_k_models; override on_validation_end to decide otherwise.",
-    "kth_value": "best_k_models[kth_best_model_path] is the worst score among the stored checkpoints.",
     **_each("mode_dict order_dict monitor_op", "mode says which values are better: 'min' or 'max'."),
     "summarize": "trainwright.callbacks.model_summary.summarize(task) returns the rows and totals.",
     **_each(

@@ -203,6 +203,11 @@ class ModelCheckpoint(Callback):
         return self._path(self._top.kth_best)
 
     @property
+    def kth_value(self) -> MetricValue | None:
+        """Score of the worst checkpoint in `best_k_models`; None if there is none."""
+        return None if self._top.kth_best is None else MetricValue(self._top.scores[self._top.kth_best])
+
+    @property
     def last_model_path(self) -> str:
         """Path of the checkpoint (or link) named `last`; empty if there is none."""
         return self._path(self._last)

@@ -37,6 +37,7 @@ def test_the_best_two_are_kept_and_the_others_deleted_after_the_new_one_stands(t
     assert {Path(path).name: score for path, score in callback.best_k_models.items()} == {"epoch=1": 1, "epoch=2": 2}
     assert callback.current_score == 5
     assert callback.kth_best_model_path.endswith("epoch=2")
+    assert callback.kth_value == callback.best_k_models[callback.kth_best_model_path]
 
 
 def test_a_step_interval_uses_the_numbers_of_a_validation_at_the_same_step(tmp_path: Path) -> None:
