@@ -348,6 +348,25 @@ def test_hooks_write_and_read_models_by_themselves(tmp_path: Path, async_save: b
     assert not (path.parent / "checkpoint_1" / "own").exists()
 
 
+def test_what_a_hook_changes_in_a_state_dict_is_saved(tmp_path: Path) -> None:
+    accelerator, net = _loop(tmp_path)
+
+    def double(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        weights[0]["bias"] = 2 * weights[0]["bias"]
+
+    handle = accelerator.register_save_state_pre_hook(double)
+    nn.init.constant_(net.bias, 5.0)
+    accelerator.save_state()
+    accelerator.load_state()
+    assert net.bias.item() == 10.0
+    handle.remove()
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.append({}))
+    with pytest.raises(ConfigurationError, match="Change a state dict in place"):
+        accelerator.save_state()
+    assert len(list((tmp_path / "checkpoints").glob("[!.]*"))) == 1
+    assert not list((tmp_path / "checkpoints").glob(".*tmp*"))
+
+
 def test_a_failed_hook_leaves_nothing(tmp_path: Path) -> None:
     accelerator, _ = _loop(tmp_path)
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: (Path(folder) / "manifest.json").touch())

@@ -109,13 +109,13 @@ class LoopCheckpoints:
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
 
     def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Call a function before each save."""
+        """Let later saves call a function first. Return a handle that removes it."""
         handle = RemovableHandle(self.save_hooks)
         self.save_hooks[handle.id] = hook
         return handle
 
     def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Call a function before each load."""
+        """Let later loads call a function first. Return a handle that removes it."""
         handle = RemovableHandle(self.load_hooks)
         self.load_hooks[handle.id] = hook
         return handle
@@ -212,7 +212,10 @@ class LoopCheckpoints:
     ) -> Path | None:
         """Call the save hooks. Return the folder with the files that the hooks have written.
 
-        State dicts that a hook removes from its list are not saved.
+        State dicts that a hook removes from its list are not saved. What it changes in a state dict is saved.
+
+        Raises:
+            ConfigurationError: A hook has put another object into its list.
         """
         if not self.save_hooks:
             return None
@@ -228,19 +231,28 @@ class LoopCheckpoints:
             {name.removeprefix(prefix): v for name, v in weights.items() if name.startswith(prefix)}
             for prefix in prefixes
         ]
-        left, models = list(dicts), list(objects.models)
+        left = list(dicts)
+        models = list(objects.models)
         try:
             for hook in list(self.save_hooks.values()):
                 hook(models, left, str(folder))
+            if not all(any(one is own for own in dicts) for one in left):
+                raise ConfigurationError(
+                    "a hook of register_save_state_pre_hook has put another object into its list of state dicts. "
+                    "Change a state dict in place, or remove it from the list."
+                )
         except BaseException:
             if folder.is_dir():
                 remove_folder(folder)
             raise
         processes.barrier()  # every rank has written its files
         for prefix, own in zip(prefixes, dicts, strict=True):
-            if not any(one is own for one in left):
-                for name in [name for name in weights if name.startswith(prefix)]:
+            is_left = any(one is own for one in left)
+            saved = {f"{prefix}{name}": value for name, value in own.items()} if is_left else {}
+            for name in [name for name in weights if name.startswith(prefix)]:
+                if name not in saved:
                     del weights[name]
+            weights.update(saved)
         return folder
 
     def wait(self) -> None:
