@@ -60,7 +60,7 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 
 def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> dict[str, Any]:
-    """Return the hyper-parameters in a YAML file. Empty if there is no such file.
+    """Return the hyper-parameters in a YAML file, or an empty dict if the file does not exist.
 
     Args:
         config_yaml: The file.

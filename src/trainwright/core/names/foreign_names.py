@@ -253,7 +253,7 @@ def own_name(path: str) -> str | None:
 
 
 def public_names(module: str) -> Iterable[str]:
-    """Return the public names of a package of Trainwright. Empty if there is no such package."""
+    """Return the public names of a package of Trainwright, or nothing if the package does not exist."""
     try:
         found: Iterable[str] = getattr(import_module(module), "__all__", ())
     except ImportError:

@@ -52,7 +52,7 @@ class LightningReplacement(Replacement):
     home_page = "https://github.com/Lightning-AI/lightning"
 
     def is_package(self, fullname: str) -> bool | None:
-        """Return whether a module has sub-modules. None: there is no such module."""
+        """Return whether a module has sub-modules, or None if the module does not exist."""
         path = canonical(fullname)
         return any(name.startswith(f"{path}.") for name in NAMES) if path in NAMES else None
 

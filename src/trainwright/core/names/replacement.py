@@ -81,7 +81,7 @@ class Replacement(DistributionFinder, Loader, ABC):
 
     @abstractmethod
     def is_package(self, fullname: str) -> bool | None:
-        """Return whether a module has sub-modules. None: there is no such module."""
+        """Return whether a module has sub-modules, or None if the module does not exist."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Return the specification of a module of the library, or None for any other module."""

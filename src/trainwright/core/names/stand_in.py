@@ -72,7 +72,7 @@ class AccelerateReplacement(Replacement):
         return None if folders is None else PathFinder.find_spec(fullname, folders)
 
     def is_package(self, fullname: str) -> bool | None:
-        """Return whether a module has sub-modules. None: there is no such module."""
+        """Return whether a module has sub-modules, or None if the module does not exist."""
         own = find_spec(_own(fullname))
         return None if own is None else own.submodule_search_locations is not None
 
