@@ -18,7 +18,6 @@ from trainwright.data.prepared import PreparedLoader
 from trainwright.loggers.evaluation_rows import Place
 from trainwright.loggers.metric_values import Flushed
 from trainwright.trainer.data import EvaluationData, EvaluationKind
-from trainwright.trainer.recovery.failure import note_batch
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.search.replay import StepCalls, replay_batch
 
@@ -74,9 +73,9 @@ def evaluate(
         try:
             if kind == "predict":
                 metrics.close("a prediction")
-            run.fire(f"on_{name}_start")
+            run.hooks.fire(f"on_{name}_start")
             data, limits = _prepare(run, kind, max_batches)  # a callback may have replaced the loaders
-            run.fire(f"on_{name}_epoch_start")
+            run.hooks.fire(f"on_{name}_epoch_start")
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
                 metrics.dataloader_idx = index if len(data.loaders) > 1 else None
                 num_done, calls = 0, StepCalls()
@@ -85,7 +84,9 @@ def evaluate(
                         raise Abandoned
                     num_done = idx + 1
                     if capabilities.lockstep_evaluation and not loader.has_batch(idx):
-                        replay_batch(run, kind, f"{name}_step", batch, idx, metrics.dataloader_idx, calls)
+                        replay_batch(
+                            run.task, run.engine.step, kind, f"{name}_step", batch, idx, metrics.dataloader_idx, calls
+                        )
                         continue
                     step = _recorded(run, calls, loader, idx)
                     output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, step, keep=keep)
@@ -96,13 +97,13 @@ def evaluate(
                 check_end(loader, num_done, limit)
                 loader.end_pass()
             metrics.dataloader_idx = None
-            run.fire(f"on_{name}_epoch_end")
+            run.hooks.fire(f"on_{name}_epoch_end")
             steps.end()
             flushed = metrics.flush_epoch(run.logs.exchange, owner=run.task)
-            run.take_metrics(flushed, kind)
+            run.logs.take(flushed, kind)
             taken()
             metrics.close(f"on_{name}_end")
-            run.fire(f"on_{name}_end")
+            run.hooks.fire(f"on_{name}_end")
         finally:
             run.evaluation.kind = None
             metrics.batch, metrics.in_step, metrics.dataloader_idx = None, False, None
@@ -119,7 +120,7 @@ class _StepLog:
 
     def __init__(self, run: StageRun, kind: EvaluationKind) -> None:
         self._run, self._kind = run, kind
-        self._counts = kind != "predict" and not run.evaluation.sanity_checking and not run.status.is_trial
+        self._counts = kind != "predict" and not run.evaluation.sanity_checking and not run.is_trial
         self._counter = f"{_EVENTS[kind]}_batches"
         self._num_steps = getattr(run.state, self._counter) if self._counts else 0
 
@@ -128,15 +129,15 @@ class _StepLog:
         run = self._run
         if self._counts and run.settings.loggers:
             rows = run.logs.metrics.end_evaluation_step(self._num_steps, place, run.logs.exchange)
-            run.log_evaluation_steps(rows, self._kind)
+            run.logs.log_evaluation_steps(rows, self._kind)
         self._num_steps += 1
 
     def end(self) -> None:
         """Log the remaining rows. An evaluation that is stopped before is repeated with the same steps. Collective."""
         last = self._run.logs.metrics.flush_step(self._run.logs.exchange)
         last.logged.clear()  # the rows contain these values
-        self._run.log_evaluation_steps(last.rows, self._kind)
-        self._run.take_metrics(last, self._kind)
+        self._run.logs.log_evaluation_steps(last.rows, self._kind)
+        self._run.logs.take(last, self._kind)
         if self._counts:
             setattr(self._run.state, self._counter, self._num_steps)
 
@@ -155,11 +156,11 @@ class Evaluation:
 
     def run(self) -> list[dict[str, float]]:
         """Return the metrics, one dict per loader."""
-        kind: Any = self._run.status.stage
+        kind: Any = self._run.stage
         flushed, outputs = evaluate(self._run, kind)
         results = results_by_loader(flushed, len(outputs))
         if self._verbose:
-            self._run.print(format_results(kind, results))
+            self._run.hooks.print(format_results(kind, results))
         return results
 
 
@@ -211,7 +212,7 @@ def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tu
 def _recorded(run: StageRun, calls: StepCalls, loader: PreparedLoader, idx: int) -> AbstractContextManager[None]:
     """Return a context that records the calls of a step if a later batch of this rank may have to repeat them."""
     may_pad = run.engine.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
-    return calls.record(run) if may_pad else contextlib.nullcontext()
+    return calls.record(run.task, run.trainer) if may_pad else contextlib.nullcontext()
 
 
 def _one_batch(
@@ -237,7 +238,7 @@ def _one_batch(
         step: context for the call of the step.
         keep: the caller keeps the output.
     """
-    metrics, task, hooks = run.logs.metrics, run.task, run.components.hooks
+    metrics, task, hooks = run.logs.metrics, run.task, run.hooks.table
     loader = () if dataloader_idx is None else (dataloader_idx,)
     batch = run.engine.step.to_device(batch, dataloader_idx or 0)
     metrics.batch, metrics.in_step = batch, True
@@ -247,7 +248,7 @@ def _one_batch(
         with step:
             output = run.engine.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
     except Exception as error:
-        note_batch(run, error, f"{name}_step", batch, idx)
+        run.recovery.note_batch(error, f"{name}_step", batch, idx)
         raise
     ends = getattr(hooks, f"on_{name}_batch_end")
     if ends or keep:
@@ -300,14 +301,14 @@ def _evaluation_mode(run: StageRun, name: str) -> Iterator[None]:
     """Set all modules to evaluation mode within the context, then restore their modes."""
     task = run.task
     modes = [(module, module.training) for module in task.modules()]
-    run.fire(f"on_{name}_model_eval")
+    run.hooks.fire(f"on_{name}_model_eval")
     task.eval()
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-        run.fire(f"on_{name}_model_train")
+        run.hooks.fire(f"on_{name}_model_train")
 
 
 @contextlib.contextmanager

@@ -185,6 +185,6 @@ class FitLoopView(_Loop):
     def epoch_progress(self) -> Progress:
         """Counts of epochs."""
         completed = self._run.state.epoch
-        is_running = self._run.status.stage == "fit"
+        is_running = self._run.running_stage == "fit"
         counts = _counts(completed + 1 if is_running else completed, completed)
         return Progress(total=counts, current=counts, is_last_batch=self._run.loop.is_last_batch)

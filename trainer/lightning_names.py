@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import torch
 from torch.optim import Optimizer
 
-from trainwright.callbacks.roles import ProgressDisplay, Stopper
+from trainwright.callbacks.roles import ProgressDisplay, Saver, Stopper
 from trainwright.core.errors import nearest
 from trainwright.core.metric_value import MetricValue
 from trainwright.core.run import SchedulerConfig, Stage
@@ -20,10 +20,16 @@ from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.engine import Engine
+from trainwright.trainer.checkpoints.saves import Saves
 from trainwright.trainer.configuration.settings import Settings
+from trainwright.trainer.hooks import StageHooks
+from trainwright.trainer.logs import Logs
+from trainwright.trainer.manual import ManualOptimization
+from trainwright.trainer.recovery.recovery import Recovery
 from trainwright.trainer.run import StageRun
 
 T = TypeVar("T")
+Part = TypeVar("Part")
 P = ParamSpec("P")
 
 # Internal attributes of Lightning's Trainer and their replacements.
@@ -106,14 +112,6 @@ class Setting(Generic[T]):
         setattr(trainer.settings, self._name, value)
 
 
-def _all(run: StageRun, role: type) -> list[Any]:
-    return [callback for callback in run.components.callbacks if isinstance(callback, role)]
-
-
-def _first(run: StageRun, role: type) -> Any:
-    return next(iter(_all(run, role)), None)
-
-
 def _given(stage: str, noun: str) -> Fact[Any]:
     return Fact(lambda run: run.data.given(stage), f"The user's {noun} loaders; None before they are created.")
 
@@ -124,12 +122,39 @@ def _num_batches(stage: str, noun: str) -> Fact[list[int | float]]:
 
 def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Return a method of the Trainer that calls `method` of its run."""
+    return of_part(lambda run: run, method)
+
+
+def of_part(
+    find: Callable[[StageRun], Part], method: Callable[Concatenate[Part, P], T]
+) -> Callable[Concatenate[Any, P], T]:
+    """Return a method of the Trainer that calls `method` of a part of its run."""
 
     @functools.wraps(method)
-    def ask(trainer: LightningNames, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return method(trainer.run, *args, **kwargs)
+    def call(trainer: LightningNames, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(find(trainer.run), *args, **kwargs)
 
-    return ask
+    return call
+
+
+def _hooks(run: StageRun) -> StageHooks:
+    return run.hooks
+
+
+def _logs(run: StageRun) -> Logs:
+    return run.logs
+
+
+def _manual(run: StageRun) -> ManualOptimization:
+    return run.manual
+
+
+def _saves(run: StageRun) -> Saves:
+    return run.saves
+
+
+def _recovery(run: StageRun) -> Recovery:
+    return run.recovery
 
 
 class ConnectorView:
@@ -183,7 +208,7 @@ class LightningNames:
     val_check_interval = Argument[Any](unset=1.0)
 
     accumulate_grad_batches = Setting[int]("Micro-batches in one optimizer step.")
-    profiler = Fact[Profiler](lambda run: run.components.profiler, "The profiler; a PassThroughProfiler without one.")
+    profiler = Fact[Profiler](lambda run: run.profiler.profiler, "The profiler; a PassThroughProfiler without one.")
     default_root_dir = Fact[str](lambda run: str(run.settings.root), "Folder for the files of a run.")
     log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
     num_sanity_val_steps = Setting[int | float]("Validation batches to run before training; infinite for all.")
@@ -193,7 +218,7 @@ class LightningNames:
     task = Fact[TaskModule](lambda run: run.task, "The user's task; raises a TaskError before the first stage.")
     lightning_module = Fact[TaskModule](lambda run: run.task, "The task, under Lightning's name.")
     model = Fact[TaskModule | None](
-        lambda run: run.components.task, "The task, never a strategy's wrapper; None before the first stage."
+        lambda run: run.hooks.task_or_none, "The task, never a strategy's wrapper; None before the first stage."
     )
     datamodule = Fact[DataModule | None](lambda run: run.data.datamodule, "The data module of this stage, or None.")
     strategy = Fact[Engine](
@@ -205,11 +230,11 @@ class LightningNames:
     lr_scheduler_configs = Fact[list[SchedulerConfig]](
         lambda run: run.loop.schedules.configs, "The learning-rate schedules and when they step."
     )
-    checkpoint_callback = Fact[Any](lambda run: run.saver, "The first ModelCheckpoint, or None.")
-    checkpoint_callbacks = Fact[list[Any]](lambda run: [*run.savers], "Every ModelCheckpoint.")
-    early_stopping_callback = Fact[Any](lambda run: _first(run, Stopper), "The first EarlyStopping, or None.")
-    early_stopping_callbacks = Fact[list[Any]](lambda run: _all(run, Stopper), "Every EarlyStopping.")
-    progress_bar_callback = Fact[Any](lambda run: _first(run, ProgressDisplay), "The progress bar, or None.")
+    checkpoint_callback = Fact[Any](lambda run: run.hooks.saver, "The first ModelCheckpoint, or None.")
+    checkpoint_callbacks = Fact[list[Any]](lambda run: run.hooks.all_of(Saver), "Every ModelCheckpoint.")
+    early_stopping_callback = Fact[Any](lambda run: run.hooks.first_of(Stopper), "The first EarlyStopping, or None.")
+    early_stopping_callbacks = Fact[list[Any]](lambda run: run.hooks.all_of(Stopper), "Every EarlyStopping.")
+    progress_bar_callback = Fact[Any](lambda run: run.hooks.first_of(ProgressDisplay), "The progress bar, or None.")
     accelerator = Fact[str](lambda run: run.engine.settings.device_type, "The device type, under torch's name.")
     device = Fact[torch.device](lambda run: run.engine.device, "The device of this process.")
     device_ids = Fact[list[int]](
@@ -228,7 +253,7 @@ class LightningNames:
     world_size = Fact[int](lambda run: run.engine.processes.world_size, "Number of processes.")
     num_nodes = Fact[int](lambda run: run.engine.processes.num_nodes, "Number of nodes.")
     num_devices = Fact[int](lambda run: len(run.engine.settings.device_indices), "Processes on this node.")
-    is_global_zero = Fact[bool](lambda run: run.is_main, "True on the main process.")
+    is_global_zero = Fact[bool](lambda run: run.engine.is_main, "True on the main process.")
     distributed_sampler_kwargs = Fact[dict[str, int] | None](
         lambda run: (
             None
@@ -246,16 +271,16 @@ class LightningNames:
     state = Fact[TrainState](
         lambda run: run.state, "Training progress and, under Lightning's names, the current stage."
     )
-    stage = Fact[Stage | None](lambda run: run.status.stage, "The stage that is running, or None.")
+    stage = Fact[Stage | None](lambda run: run.running_stage, "The stage that is running, or None.")
     current_epoch = Fact[int](
         lambda run: run.state.epoch, "0-based index of the current epoch; between fits, the number of completed epochs."
     )
     global_step = Fact[int](lambda run: run.state.step, "Completed optimizer steps.")
     last_step = Fact[StepResult | None](
-        lambda run: run.last_step, "Result of the last optimizer step; None before the first."
+        lambda run: run.loop.last_step, "Result of the last optimizer step; None before the first."
     )
     training = Fact[bool](
-        lambda run: run.status.stage == "fit" and run.evaluation.kind is None,
+        lambda run: run.running_stage == "fit" and run.evaluation.kind is None,
         "True while training steps run, and False during evaluations.",
     )
     evaluating = Fact[bool](
@@ -277,14 +302,14 @@ class LightningNames:
         lambda run: run.loop.epoch_closes,
         "True if the ending epoch is complete; False if a later `fit` may continue it.",
     )
-    interrupted = Fact[bool](lambda run: run.status.interrupted, "True if Ctrl-C ended the last stage.")
+    interrupted = Fact[bool](lambda run: run.interrupted, "True if Ctrl-C ended the last stage.")
     received_sigterm = Fact[bool](
-        lambda run: run.status.preemption.signal == signal.SIGTERM,
+        lambda run: run.recovery.preemption.signal == signal.SIGTERM,
         "True if this process has received SIGTERM during the current fit.",
     )
-    resumed = Fact[bool](lambda run: run.resume.origin is not None, "True if this fit continues a checkpoint.")
+    resumed = Fact[bool](lambda run: run.loads.origin is not None, "True if this fit continues a checkpoint.")
     ckpt_path = Fact[str | None](
-        lambda run: run.resume.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
+        lambda run: run.loads.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
     )
     seed = Fact[int | None](lambda run: run.history.seed, "Seed of the data order; None before the first stage.")
     run_id = Fact[str](lambda run: run.history.run_id, "Identifies this run's checkpoints in a shared folder.")
@@ -293,7 +318,7 @@ class LightningNames:
         lambda run: run.history.skipped_batches, "Training data that was read without changing weights, in order."
     )
     checkpoint_dir = Fact[Path](
-        lambda run: run.checkpoint_dir, "Folder of checkpoints that are saved without a folder of their own."
+        lambda run: run.places.folder, "Folder of checkpoints that are saved without a folder of their own."
     )
     log_dir = Fact[str | None](
         lambda run: (
@@ -338,7 +363,7 @@ class LightningNames:
         "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
     )
     enable_validation = Fact[bool](
-        lambda run: run.components.task is not None and run.data.has_validation,
+        lambda run: run.hooks.task_or_none is not None and run.data.has_validation,
         "True if `fit` validates: there are a validation_step, a loader and a limit above 0.",
     )
     val_check_batch = Fact[int | float | None](
@@ -349,35 +374,38 @@ class LightningNames:
     # Logged values
 
     callback_metrics = Fact[Mapping[str, MetricValue]](
-        lambda run: run.callback_metrics, "The latest value of every logged metric; see `Run.callback_metrics`."
+        lambda run: run.logs.callback_metrics, "The latest value of every logged metric; see `Run.callback_metrics`."
     )
     logged_metrics = Fact[Mapping[str, MetricValue]](
-        lambda run: run.logged_metrics, "The latest value of every metric that goes to the loggers."
+        lambda run: run.logs.logged_metrics, "The latest value of every metric that goes to the loggers."
     )
     progress_bar_metrics = Fact[Mapping[str, float]](
-        lambda run: run.progress_bar_metrics, "The latest value of every metric logged with `prog_bar=True`."
+        lambda run: run.logs.progress_bar_metrics, "The latest value of every metric logged with `prog_bar=True`."
     )
 
     # Methods
 
     all_gather = of_run(StageRun.all_gather)
-    at_step_end = of_run(StageRun.at_step_end)
     barrier = of_run(StageRun.barrier)
     batch_indices = of_run(StageRun.batch_indices)
     broadcast = of_run(StageRun.broadcast)
-    clip_gradients = of_run(StageRun.clip_gradients)
     cut_like = of_run(StageRun.cut_like)
-    log_metric = of_run(StageRun.log_metric)
-    log_now = of_run(StageRun.log_now)
-    manual_backward = of_run(StageRun.manual_backward)
-    no_sync = of_run(StageRun.no_sync)
-    print = of_run(StageRun.print)
-    request_save = of_run(StageRun.request_save)
-    request_stop = of_run(StageRun.request_stop)
-    show_now = of_run(StageRun.show_now)
-    task_optimizers = of_run(StageRun.task_optimizers)
     gather_tensor = of_run(StageRun.gather_tensor)
-    wrote_into = of_run(StageRun.wrote_into)
+    request_stop = of_run(StageRun.request_stop)
+    print = of_part(_hooks, StageHooks.print)
+    log_metric = of_part(_logs, Logs.log_metric)
+    log_now = of_part(_logs, Logs.log_now)
+    show_now = of_part(_logs, Logs.show_now)
+    clip_gradients = of_part(_manual, ManualOptimization.clip_gradients)
+    manual_backward = of_part(_manual, ManualOptimization.manual_backward)
+    no_sync = of_part(_manual, ManualOptimization.no_sync)
+    task_optimizers = of_part(_manual, ManualOptimization.task_optimizers)
+    at_step_end = of_part(_saves, Saves.at_step_end)
+    emergency_save = of_part(_saves, Saves.emergency_save)
+    remote_names = of_part(_saves, Saves.remote_names)
+    request_save = of_part(_saves, Saves.request)
+    wrote_into = of_part(_saves, Saves.wrote_into)
+    request_rollback = of_part(_recovery, Recovery.request_rollback)
 
     if not TYPE_CHECKING:  # type checkers would accept any name otherwise
 

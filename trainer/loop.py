@@ -2,7 +2,7 @@
 
 `run`, `_epoch` and `_after_step` show the order of events in a fit. The engine computes a step
 (`strategies/steps/step.py`), `stage.py` sets up and tears down a stage, `schedule.py` decides when something is due,
-`non_finite.py` handles a NaN loss, and `step_end.py` executes the requests of callbacks.
+`non_finite.py` handles a NaN loss, and `checkpoints/saves.py` executes the requests of callbacks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,10 @@ from trainwright.loggers.metric_values import unused_objects
 from trainwright.processes.agreement import Agreement
 from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer import evaluation
-from trainwright.trainer.checkpoints import restore, step_end
-from trainwright.trainer.checkpoints.capture import metrics_state
-from trainwright.trainer.logger_start import begin_fit
 from trainwright.trainer.loop_state import count_samples, count_tokens
-from trainwright.trainer.recovery import rollback
-from trainwright.trainer.recovery.exit_on_signal import exit_on_signal
 from trainwright.trainer.recovery.non_finite import step_function
 from trainwright.trainer.recovery.preemption import EvaluationWatch
+from trainwright.trainer.recovery.recovery import RollBack
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.schedule import EndOfFit, Stop, ValidationSchedule
 
@@ -59,7 +55,7 @@ class FitLoop:
         self._agreement.begin(run.state.step)
         self._log_every.align(run.state)
         run.loop.validation = run.loop.group_end = None
-        step_end.prepare(run)
+        run.saves.prepare(run.recovery.preemption.write_deadline_s)
 
     def run(self) -> None:
         """Train until a limit or a stop request. A rollback restores an earlier checkpoint and continues from there."""
@@ -69,42 +65,43 @@ class FitLoop:
         run.loop.clock = time.perf_counter()
         self._agree()
         if self._is_over() and (by := self._end.reached_by(run.state, run.data.train().num_batches)):
-            run.print(f"trainwright: nothing is left to train: {by}. Increase it to continue.")
+            run.hooks.print(f"trainwright: nothing is left to train: {by}. Increase it to continue.")
         while not self._is_over():
             try:
                 self._epoch()
                 continue
-            except rollback.RollBack as unwound:
+            except RollBack as unwound:
                 request = unwound.request
             # Outside the handler, because the traceback keeps the epoch's loader and its workers alive.
-            rollback.roll_back(run, request)
+            run.recovery.roll_back(request)
+            run.start_loggers()
             self._align()
-            begin_fit(run)
+            run.begin_fit()
             self._start()
         if run.loop.stop_reason is not None and not self._end.reached(run.state):
-            run.print(
+            run.hooks.print(
                 f"trainwright: training stops after {run.state.epoch} epochs and {run.state.step} steps. "
                 f"{run.loop.stop_reason}"
             )
         run.saves.finish_copy()  # callbacks may empty optimizers here
         run.logs.metrics.close("on_train_end")
-        run.fire("on_train_end")
+        run.hooks.fire("on_train_end")
         if self._log_every.left(run.state) < run.settings.log_every_n_steps:
-            run.flush_step(run.state.epoch_of_last_batch)  # values logged since the last interval
+            run.logs.flush_step(run.state.epoch_of_last_batch)  # values logged since the last interval
 
     def _start(self) -> None:
         """Begin the training, at its start or after a rollback."""
         run = self._run
         self._metrics_begun = True  # values logged in on_train_start belong to the next epoch
         run.logs.metrics.begin("train")
-        run.fire("on_train_start")
+        run.hooks.fire("on_train_start")
         if run.state.batch_in_epoch == 0:
             run.loop.restore_last()
 
     def _epoch(self) -> None:
         """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
         run, loop = self._run, self._run.loop
-        trainer, task, state, hooks = run.trainer, run.task, run.state, run.components.hooks
+        trainer, task, state, hooks = run.trainer, run.task, run.state, run.hooks.table
         engine, step = run.engine, run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
@@ -135,7 +132,7 @@ class FitLoop:
                 if hooks.on_train_batch_end:
                     step.end_batch(group)
                 for hook in hooks.on_train_step_end:
-                    hook(trainer, task, run.last_step)
+                    hook(trainer, task, run.loop.last_step)
                 closed = group.is_last
                 loop.quiet_groups -= 1
                 if (closed or loop.quiet_groups < 0) and self._after_step(group, stepped):
@@ -156,25 +153,25 @@ class FitLoop:
         """
         run, loop, state = self._run, self._run.loop, self._run.history.state
         loop.read_clock(state)
-        if run.saves.reserves and state.step_in_epoch:
-            step_end.reserve(run)
+        if run.saves.needs_memory and state.step_in_epoch:
+            run.saves.reserve_memory()
         if self._validates and self._validation.due(state, len(group.batches), group.is_last):
             self._validate()
         if stepped:
             self._step_monitored()
         if self._log_every.due(state):
-            run.flush_step()  # the only host sync
+            run.logs.flush_step()  # the only host sync
             loop.check_finite()
         if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
-            run.logs.fit_warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
+            run.logs.warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
-        if not ends and run.saves.waiting:
-            step_end.execute_requests(run)
+        if not ends and run.saves.is_requested:
+            run.saves.execute_requests()
             ends = self._must_stop() if run.logs.exchange is None else self._should_stop()  # an action may stop it
-        if run.status.preemption.agreed and not ends:
-            exit_on_signal(run)
+        if run.recovery.preemption.agreed and not ends:
+            run.recovery.exit_on_signal()
         loop.quiet_groups = self._groups_until_due() - 1
-        if run.status.preemption.signal:  # may have arrived in this method
+        if run.recovery.preemption.signal:  # may have arrived in this method
             loop.look()
         return ends
 
@@ -191,7 +188,7 @@ class FitLoop:
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state, hooks = self._run, self._run.data, self._run.history.state, self._run.components.hooks
+        run, data, state, hooks = self._run, self._run.data, self._run.history.state, self._run.hooks.table
         run.loop.group_end = None
         place, before = data.take_place(), data.train().num_batches
         data.train().begin_epoch(state.epoch, place)
@@ -200,7 +197,7 @@ class FitLoop:
         self._metrics_begun = False
         run.saves.finish_copy()  # callbacks may reset optimizers here
         if not state.batch_in_epoch:  # not called again when an epoch is resumed in the middle
-            run.fire("on_train_epoch_start")
+            run.hooks.fire("on_train_epoch_start")
             if hooks.on_train_epoch_start:  # a hook may have changed the length of the data
                 data.train().begin_epoch(state.epoch, place)
         if data.train().num_batches != before:
@@ -210,8 +207,8 @@ class FitLoop:
         run.loop.quiet_groups = 0
         groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a hook may have replaced the loader
         run.loop.restore_last()
-        if run.history.open_metrics and state.batch_in_epoch and run.resume.origin is None:
-            restore.restore_metrics(run, run.history.open_metrics, "the previous fit")
+        if run.history.open_metrics and state.batch_in_epoch and run.loads.origin is None:
+            run.loads.restore_metrics(run.history.open_metrics, "the previous fit")
         run.history.open_metrics = []
         run.logs.metrics.in_step = True
         return groups
@@ -228,18 +225,18 @@ class FitLoop:
                 self._validate()
         loop.epoch_closes = closed
         loop.check_finite()
-        run.logs.shown.show(run.logs.metrics.peek())
-        run.fire("on_train_epoch_end")
-        run.take_metrics(run.logs.metrics.flush_epoch(run.logs.exchange, keep=not closed, owner=run.task), "train")
+        run.logs.show_pending()
+        run.hooks.fire("on_train_epoch_end")
+        run.logs.take(run.logs.metrics.flush_epoch(run.logs.exchange, keep=not closed, owner=run.task), "train")
         if closed:
             run.loop.schedules.after_epoch_metrics(state.epoch, run.logs.shown.callback)
         else:
-            run.history.open_metrics = run.engine.data_ranks.gather(metrics_state(run))
+            run.history.open_metrics = run.engine.data_ranks.gather(run.contents.metrics_state())
         state.epoch_done = closed
-        step_end.execute_requests(run)
+        run.saves.execute_requests()
         self._agree()
-        if run.status.preemption.agreed:
-            exit_on_signal(run)
+        if run.recovery.preemption.agreed:
+            run.recovery.exit_on_signal()
         if closed:
             loop.group_end = None
             state.begin_next_epoch()
@@ -303,14 +300,14 @@ class FitLoop:
         run.evaluation.own_objects = unused_objects(run.task)
         began = time.perf_counter()
         try:
-            watch = EvaluationWatch(run.status.preemption, run.engine.processes, data)
+            watch = EvaluationWatch(run.recovery.preemption, run.engine.processes, data)
             evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
         except evaluation.Abandoned:
             set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
             self._forget_validation()
             if self._log_every.due(run.state):
-                run.flush_step()
-            exit_on_signal(run)
+                run.logs.flush_step()
+            run.recovery.exit_on_signal()
         except BaseException:
             set_rng_state(generators)  # for a save after the error; not the device's, which may have failed
             with contextlib.suppress(RuntimeError):  # of a failed device; a save omits these objects all the same
@@ -318,7 +315,7 @@ class FitLoop:
             raise
         run.evaluation.own_objects = []
         run.logs.metrics.in_step = in_step
-        run.note("validation", seconds=round(time.perf_counter() - began, 3))
+        run.logs.note("validation", seconds=round(time.perf_counter() - began, 3))
 
     def _forget_validation(self) -> None:
         """Reset what an unfinished validation has put into metric objects: it runs again from its start."""
@@ -342,22 +339,22 @@ class FitLoop:
     def _agree(self) -> None:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
         run, loop = self._run, self._run.loop
-        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.status.preemption.note()]
+        mine = [int(self._end.stop_request(run.state, loop.stop)), *run.recovery.preemption.note()]
         everyone = [mine] if run.logs.exchange is None else self._agreement.exchange(run.state.step, mine)
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
-        run.status.preemption.hear([note for _, *note in everyone])
+        run.recovery.preemption.hear([note for _, *note in everyone])
 
     def _should_stop(self) -> bool:
         run = self._run
         if run.loop.stop_agreed == Stop.NOT:
             return False
         if not (may_stop := self._end.may_stop_early(run.state)):
-            run.logs.fit_warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
+            run.logs.warnings.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
         return may_stop
 
 
 def _metrics_of_step(run: StageRun) -> Mapping[str, float]:
     """Return the latest metrics of rank 0, so that metric-based schedules set the same rate on all ranks."""
-    run.logs.shown.show(run.logs.metrics.peek())
+    run.logs.show_pending()
     found = dict(run.logs.shown.callback)
     return found if run.logs.exchange is None else dict(run.broadcast(found))

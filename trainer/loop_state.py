@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainwright.core.state import Group, TrainState
+from trainwright.core.state import Group, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
 from trainwright.processes.devices import peak_memory
@@ -71,6 +71,11 @@ class LoopState:
     to_restore: list[Callable[[], None]] = field(default_factory=list)
     restore_after_fit_start: Callable[[], None] | None = None
     guard: Guard | None = None
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """The result of the last optimizer step; None before the first."""
+        return None if self.last_result is None else StepResult(*self.last_result)
 
     @property
     def is_last_batch(self) -> bool:

@@ -6,59 +6,86 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import HookTable
+from trainwright.core.run import Stage
+from trainwright.core.task import TaskModule
 from trainwright.profilers.profiler import Profiler
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step
-from trainwright.trainer.data import EvaluationData, TrainData
-from trainwright.trainer.run import StageRun
+from trainwright.trainer.data import EvaluationData, StageData, TrainData
 
 
-def begin(run: StageRun) -> None:
-    """Set up the profiler after the processes of a stage have started. Not collective."""
-    profiler, processes = run.components.profiler, run.engine.processes
-    profiler.setup(run.status.stage or "fit", processes.rank, processes.world_size, run.settings.root)
-    run.components.is_profiled = profiler.enabled
-    if not profiler.enabled:
-        return
-    run.data.on_made = partial(_wrap_data, profiler)
-    make_step, strategy = run.engine.make_step, f"[Strategy]{type(run.engine.strategy).__name__}"
-    vars(run.engine)["make_step"] = lambda parts: _wrap_step(make_step(parts), profiler, strategy)
+class StageProfiler:
+    """The Trainer's profiler within a stage.
 
+    Args:
+        profiler: records actions of the stage.
+        stage: the stage, or None.
+        engine: the engine, whose steps are recorded.
+        data: the data, whose loaders are recorded.
+    """
 
-def wrap_hooks(run: StageRun) -> None:
-    """Record the hooks of callbacks and of the task, and each step. Called once the hook table is made."""
-    if not run.components.is_profiled:
-        return
-    run.components.hooks.wrap(run.components.profiler.wrap)
-    regions = _Steps(run.components.profiler)
-    hooks = vars(run.components.hooks)
-    hooks["on_train_step_start"] = (regions.on_train_step_start, *run.components.hooks.on_train_step_start)
-    hooks["on_train_step_end"] = (*run.components.hooks.on_train_step_end, regions.on_train_step_end)
-    if run.status.stage != "fit":
-        event = f"on_{'validation' if run.status.stage == 'validate' else run.status.stage}_batch_end"
-        hooks[event] = (*hooks[event], regions.end_batch)
+    def __init__(self, profiler: Profiler, stage: Stage | None, engine: Engine, data: StageData) -> None:
+        self.profiler = profiler
+        self._stage: Stage = stage or "fit"
+        self._engine = engine
+        self._data = data
+        self._is_set_up = False
 
+    def begin(self, root: Path) -> None:
+        """Set up the profiler after the processes of a stage have started. Not collective.
 
-def watch_modules(run: StageRun) -> None:
-    """Mark the modules of the prepared task in the profile, unless the task is compiled."""
-    if run.components.is_profiled and run.engine.settings.compile_options is None:
-        run.components.profiler.watch(run.task)
+        Args:
+            root: `default_root_dir`.
+        """
+        profiler, processes = self.profiler, self._engine.processes
+        profiler.setup(self._stage, processes.rank, processes.world_size, root)
+        self._is_set_up = profiler.enabled
+        if not profiler.enabled:
+            return
+        self._data.on_made = partial(_wrap_data, profiler)
+        make_step = self._engine.make_step
+        strategy = f"[Strategy]{type(self._engine.strategy).__name__}"
+        vars(self._engine)["make_step"] = lambda parts: _wrap_step(make_step(parts), profiler, strategy)
 
+    def wrap_hooks(self, table: HookTable) -> None:
+        """Record the hooks of callbacks and of the task, and each step. Called once the hook table is made."""
+        if not self._is_set_up:
+            return
+        table.wrap(self.profiler.wrap)
+        regions = _Steps(self.profiler)
+        hooks = vars(table)
+        hooks["on_train_step_start"] = (regions.on_train_step_start, *table.on_train_step_start)
+        hooks["on_train_step_end"] = (*table.on_train_step_end, regions.on_train_step_end)
+        if self._stage != "fit":
+            name = "validation" if self._stage == "validate" else self._stage
+            hooks[f"on_{name}_batch_end"] = (*hooks[f"on_{name}_batch_end"], regions.end_batch)
 
-def end(run: StageRun) -> None:
-    """Write the summary and release the profiler, also after an exception. Not collective."""
-    if not run.components.is_profiled:
-        return
-    run.components.is_profiled = False
-    vars(run.engine).pop("make_step", None)
-    run.data.on_made = None
-    run.components.profiler.close()
-    run.components.profiler.describe(run.print)
-    run.components.profiler.teardown(run.status.stage or "fit")
+    def watch_modules(self, task: TaskModule) -> None:
+        """Mark the modules of the prepared task in the profile, unless the task is compiled."""
+        if self._is_set_up and self._engine.settings.compile_options is None:
+            self.profiler.watch(task)
+
+    def end(self, print_line: Callable[..., None]) -> None:
+        """Write the summary and release the profiler, also after an exception. Not collective.
+
+        Args:
+            print_line: prints on the main process.
+        """
+        if not self._is_set_up:
+            return
+        self._is_set_up = False
+        vars(self._engine).pop("make_step", None)
+        self._data.on_made = None
+        self.profiler.close()
+        self.profiler.describe(print_line)
+        self.profiler.teardown(self._stage)
 
 
 class _Steps(Callback):
@@ -69,7 +96,8 @@ class _Steps(Callback):
     reads_only = True
 
     def __init__(self, profiler: Profiler) -> None:
-        self._profiler, self._is_open = profiler, False
+        self._profiler = profiler
+        self._is_open = False
 
     def on_train_step_start(self, *_: object) -> None:
         if self._is_open:  # an exception ended the previous step

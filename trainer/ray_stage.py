@@ -20,7 +20,6 @@ from trainwright.core.state import TrainState
 from trainwright.core.task import TaskModule
 from trainwright.processes.launcher import run_in_processes, serialize
 from trainwright.processes.ray_actors import PARENT, WORK, RayJob, parse_launcher, run_on_ray, write_result
-from trainwright.trainer.run_state import RunState
 
 
 def run_in_new_processes(trainer: Any, work: Callable[[], Any], involved: Iterable[object]) -> Any:
@@ -80,7 +79,7 @@ class _Work:
             "callbacks": [vars(callback) for callback in trainer.settings.callbacks],
             "loggers": [logger.__getstate__() for logger in trainer.settings.loggers],
             "shown": run.logs.shown,
-            "interrupted": run.status.interrupted,
+            "interrupted": run.interrupted,
         }
         write_result(serialize((found,), [self._task, *trainer.settings.callbacks, *trainer.settings.loggers]))
 
@@ -92,10 +91,10 @@ def _tensors(task: TaskModule) -> Iterable[tuple[str, torch.Tensor]]:
 def _take(trainer: Any, task: TaskModule, received: tuple[dict[str, Any]]) -> Any:
     (found,) = received
     task.load_state_dict(found["weights"], strict=False)
-    history = found["history"]
-    trainer.history = replace(history, state=RunState(trainer, history.state))
+    trainer.history.take(found["history"])
     run = trainer.run
-    run.history, run.logs.shown, run.status.interrupted = trainer.history, found["shown"], found["interrupted"]
+    run.logs.shown = found["shown"]
+    run.interrupted = found["interrupted"]
     for mine, attributes in zip(
         [*trainer.settings.callbacks, *trainer.settings.loggers], [*found["callbacks"], *found["loggers"]], strict=True
     ):

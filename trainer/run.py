@@ -1,173 +1,65 @@
-"""The state of one stage: fit, validate, test or predict."""
+"""One stage of a Trainer: fit, validate, test or predict. Its parts, its setup and its end."""
 
 from __future__ import annotations
 
 import math
+import os
+import platform
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.callback import Callback, log_through
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.callbacks.roles import ProgressDisplay, Saver
-from trainwright.checkpoint.run_folder import RunFolder
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
-from trainwright.core.metric_value import MetricValue, as_values
-from trainwright.core.process import try_output
-from trainwright.core.run import Run, SaveRequest, Stage
-from trainwright.core.state import StepResult, TrainState
-from trainwright.core.task import TaskModule
-from trainwright.core.tree import map_tensors
-from trainwright.loggers.evaluation_rows import Rows
-from trainwright.loggers.logger_group import LoggerGroup
-from trainwright.loggers.metric_buffer import MetricBuffer
-from trainwright.loggers.metric_values import Exchange, Flushed
+from trainwright.core.hyperparameters import kept_and_left_out
+from trainwright.core.process import describe, detect, started_by_trainer
+from trainwright.core.run import Run, Stage
+from trainwright.core.signatures import method_of
+from trainwright.core.state import TrainState
+from trainwright.core.task import TaskModule, log_into
+from trainwright.core.tree import full_numel, map_tensors, too_deep
+from trainwright.loggers.logger import Status
+from trainwright.loggers.run_record import code_version, package_versions
 from trainwright.processes.rank_position import Position
 from trainwright.profilers.profiler import PassThroughProfiler, Profiler
 from trainwright.strategies.engine import Engine
-from trainwright.strategies.steps.gradients import GradientClip, parameters_of
-from trainwright.strategies.steps.step import ManualStep
-from trainwright.trainer.checkpoints.auto_resume import Attempt
-from trainwright.trainer.checkpoints.save_queue import SaveQueue
-from trainwright.trainer.configuration.settings import Settings
-from trainwright.trainer.data import EvaluationKind, Sources, StageData
-from trainwright.trainer.fit_warnings import FitWarnings
-from trainwright.trainer.loop_state import LoopState, progress_facts
-from trainwright.trainer.optimization import ManualOptimizer, Schedules
-from trainwright.trainer.recovery.preemption import Preemption
+from trainwright.trainer.checkpoints.auto_resume import this_attempt
+from trainwright.trainer.checkpoints.contents import CheckpointContents
+from trainwright.trainer.checkpoints.default_folder import default_folder
+from trainwright.trainer.checkpoints.load_request import LoadRequest
+from trainwright.trainer.checkpoints.loads import Loads
+from trainwright.trainer.checkpoints.places import CheckpointPlaces
+from trainwright.trainer.checkpoints.saves import Saves
+from trainwright.trainer.configuration.assembly import with_task_callbacks
+from trainwright.trainer.configuration.checks import check_callbacks, check_needs
+from trainwright.trainer.configuration.settings import DEFAULT_MAX_EPOCHS, Settings
+from trainwright.trainer.data import Sources, StageData, incomplete_validation
+from trainwright.trainer.evaluation_state import EvaluationState
+from trainwright.trainer.hooks import StageHooks
+from trainwright.trainer.logs import Logs
+from trainwright.trainer.loop_state import LoopState
+from trainwright.trainer.manual import ManualOptimization
+from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
+from trainwright.trainer.planning.forecast import data_types
+from trainwright.trainer.planning.setting_sources import as_data, planned_settings
+from trainwright.trainer.profiling import StageProfiler
+from trainwright.trainer.recovery.recovery import Recovery
 from trainwright.trainer.run_state import History
 from trainwright.trainer.schedule import Stop
-
-CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints
-
-
-@dataclass(slots=True)
-class ShownMetrics:
-    """The latest value of every metric.
-
-    Attributes:
-        callback, logged, progress_bar: the values of `callback_metrics`, `logged_metrics` and `progress_bar_metrics`.
-    """
-
-    callback: dict[str, MetricValue] = field(default_factory=dict)
-    logged: dict[str, Any] = field(default_factory=dict)
-    progress_bar: dict[str, float] = field(default_factory=dict)
-
-    def show(self, flushed: Flushed) -> None:
-        """Show metrics to callbacks and the progress bar."""
-        self.callback.update(flushed.callback)
-        self.logged.update(flushed.logged)
-        self.progress_bar.update(flushed.prog_bar)
-
-    def load(self, metrics: Mapping[str, float]) -> None:
-        """Restore the values that callbacks and schedules saw when a checkpoint was written."""
-        self.callback = as_values(metrics)
-
-
-@dataclass(slots=True)
-class StageStatus:
-    """The progress of a stage from its setup to its end.
-
-    Attributes:
-        stage: the stage that is running, or None.
-        preemption: received signals.
-        is_trial: only trial steps run, without callbacks, loggers and saves.
-        is_set_up: calls of `prepare_data` and `setup` have begun, so `teardown` must be called at the end.
-        interrupted: Ctrl-C ended the stage.
-    """
-
-    stage: Stage | None
-    preemption: Preemption
-    is_trial: bool
-    is_set_up: bool = False
-    interrupted: bool = False
-
-
-@dataclass(slots=True)
-class Components:
-    """The objects whose methods a stage calls at events.
-
-    Attributes:
-        task: the user's task; None before there is one.
-        callbacks: callbacks of this stage, including the task's own.
-        profiler: records actions of the stage.
-        hooks: functions to call at each event.
-        is_profiled: the profiler has been set up and not torn down.
-    """
-
-    task: TaskModule | None
-    callbacks: list[Callback]
-    profiler: Profiler
-    hooks: HookTable = field(default_factory=HookTable)
-    is_profiled: bool = False
-
-
-@dataclass(slots=True)
-class Logs:
-    """Logged values and their receivers.
-
-    Attributes:
-        fit_warnings: warnings that a fit gives once.
-        group: the group of loggers; None before they are set up.
-        metrics: receives the values that tasks and callbacks log.
-        shown: the latest values read from `metrics`.
-        exchange: gathers small host objects over ranks; None for one process.
-    """
-
-    fit_warnings: FitWarnings
-    group: LoggerGroup | None = None
-    metrics: MetricBuffer = field(default_factory=MetricBuffer)
-    shown: ShownMetrics = field(default_factory=ShownMetrics)
-    exchange: Exchange | None = None
-
-
-@dataclass(slots=True)
-class EvaluationState:
-    """Progress of an evaluation.
-
-    Attributes:
-        kind: `"validate"`, `"test"` or `"predict"` while an evaluation runs, else None.
-        sanity_checking: the validation before training is running.
-        batches_done: evaluation batches completed by this rank.
-        num_batches: batches of each loader of the current evaluation, on this rank.
-        own_objects: metric objects of the task that had no update when the running validation of a fit began. What they
-            hold belongs to this validation, which a resume repeats from its start.
-    """
-
-    kind: EvaluationKind | None = None
-    sanity_checking: bool = False
-    batches_done: int = 0
-    own_objects: list[Any] = field(default_factory=list)
-    num_batches: list[int | float] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class ResumeState:
-    """Origin of the state that a stage continues.
-
-    Attributes:
-        origin: the checkpoint that this fit was resumed from, or None.
-        ckpt_path: the checkpoint that was loaded, or None.
-        attempt: the launcher's attempt that this fit belongs to.
-    """
-
-    origin: Path | None = None
-    ckpt_path: str | None = None
-    attempt: Attempt = field(default_factory=Attempt)
+from trainwright.trainer.untrained_values import warn_of_other_hyperparameters, watch_trained_weights
 
 
 class StageRun:
-    """The state of one stage. Implements `core.run.Run` for tasks, callbacks and loggers.
+    """One stage. Each of its parts owns its state and receives the other parts that it needs.
 
     Args:
-        trainer: the Trainer, which hooks receive. It forwards the members of `Run` to this object.
+        trainer: the Trainer, which hooks receive. It forwards the members of `Run` to this object and its parts.
         settings: the Trainer's settings.
         history: the progress of training, which the stage continues.
         stage: the stage. Default: None, for a run that executes nothing and only provides the Trainer's attributes.
@@ -177,12 +69,19 @@ class StageRun:
         is_trial: run trial steps only, without callbacks, loggers and saves.
 
     Attributes:
+        is_running: the stage has begun and not ended.
+        is_set_up: calls of `prepare_data` and `setup` have begun, so `teardown` must be called at the end.
+        interrupted: Ctrl-C ended the stage.
         engine: computes steps, steps the optimizers and communicates with other ranks.
-        data: the data of the stage.
+        hooks: the task and the callbacks.
+        data: the loaders, and the position in the training data.
         loop: the state of the training loop.
-        saves: requested checkpoints and those being written.
-        default_folder: folder of checkpoints that have no folder of their own.
-        status, components, logs, evaluation, resume: see their classes.
+        evaluation: progress of an evaluation.
+        logs: logged values and their receivers.
+        manual: manual optimization.
+        profiler: records actions of the stage.
+        places, contents, saves, loads: folders, content, saving and loading of checkpoints.
+        recovery: signals, rollbacks and errors.
     """
 
     def __init__(
@@ -197,56 +96,258 @@ class StageRun:
         *,
         is_trial: bool = False,
     ) -> None:
-        self.trainer, self.settings, self.history = trainer, settings, history
-        self.engine = settings.selection.engine() if engine is None else engine
-        self.status = StageStatus(stage, Preemption(settings.preemption_grace_s), is_trial)
-        callbacks, profiler = ([], PassThroughProfiler()) if is_trial else (settings.callbacks, settings.profiler)
-        self.components = Components(task, callbacks, profiler)
-        self.logs = Logs(FitWarnings(self.engine))
-        self.data = StageData(Sources({}) if sources is None else sources, task, self.engine, settings, history)
-        self.loop = LoopState(Schedules([], task))
+        self.trainer = trainer
+        self.settings = settings
+        self.history = history
+        self.stage = stage
+        self.is_trial = is_trial
+        self.is_running = stage is not None
+        self.is_set_up = False
+        self.interrupted = False
+        self.engine = engine = settings.selection.engine() if engine is None else engine
+        callbacks: list[Callback] = [] if is_trial else settings.callbacks
+        profiler: Profiler = PassThroughProfiler() if is_trial else settings.profiler
+        arguments = settings.arguments
+        self.hooks = hooks = StageHooks(trainer, engine, task, callbacks)
+        self.data = data = StageData(Sources({}) if sources is None else sources, task, engine, settings, history)
+        self.loop = loop = LoopState(Schedules([], task))
         self.evaluation = EvaluationState()
-        self.saves = SaveQueue(self.engine, settings.arguments, muted=is_trial)
-        self.resume = ResumeState()
-        self.default_folder = settings.root / CHECKPOINTS
+        self.logs = logs = Logs(settings, engine, hooks, history, loop, self.evaluation, stage, is_trial=is_trial)
+        self.manual = ManualOptimization(arguments, engine, hooks)
+        self.profiler = StageProfiler(profiler, stage, engine, data)
+        self.places = places = CheckpointPlaces(settings.root, hooks, history)
+        self.contents = contents = CheckpointContents(engine, hooks, history, data, loop, logs, self.evaluation)
+        self.saves = Saves(arguments, engine, places, contents, hooks, loop, logs, profiler, is_trial=is_trial)
+        self.loads = Loads(settings, engine, places, contents, hooks, history, data, loop, logs, stage)
+        self.recovery = Recovery(settings, engine, hooks, history, data, loop, logs, places, self.saves, self.loads)
+
+    @property
+    def running_stage(self) -> Stage | None:
+        """The stage while it runs, or None."""
+        return self.stage if self.is_running else None
 
     @property
     def state(self) -> TrainState:
         """Training progress."""
         return self.history.state
 
-    # Task and progress
-
     @property
     def task(self) -> TaskModule:
-        """The user's task.
-
-        Raises:
-            TaskError: no stage has been started yet.
-        """
-        if self.components.task is None:
-            raise TaskError("this Trainer has no task yet. Pass one to trainer.fit(task, …) or trainer.test(task, …).")
-        return self.components.task
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """The result of the last optimizer step; None before the first."""
-        return None if self.loop.last_result is None else StepResult(*self.loop.last_result)
+        """The user's task; see `StageHooks.task`."""
+        return self.hooks.task
 
     def position(self) -> Position:
         """Return this rank's progress. Called from another thread, also while the main thread is blocked."""
-        state, now = self.state, self.evaluation
-        return Position(state.step, state.batches, now.batches_done, now.kind or self.status.stage or "ending")
+        state = self.state
+        activity = self.evaluation.kind or self.running_stage or "ending"
+        return Position(state.step, state.batches, self.evaluation.batches_done, activity)
 
-    def progress(self) -> dict[str, Any]:
-        """Return the training progress for a checkpoint, including whether a validation is still due."""
-        owed = self.state.validation_owed or (self.loop.owes_validation(self.state) and self.data.has_validation)
-        return {**self.state.to_dict(), "validation_owed": owed}
+    # Setup, in the documented order of hooks
 
-    def fire(self, event: str, *args: object) -> None:
-        """Call all hooks of an event. Events within a step are fired by the loop instead."""
-        for hook in getattr(self.components.hooks, event):
-            hook(self.trainer, self.components.task, *args)
+    def join(self) -> None:
+        """Start the engine's communication with other ranks, and agree on the run's identity and seed. Collective."""
+        topology = detect("torchrun") if started_by_trainer() else self.settings.selection.topology
+        self.engine.start(topology)
+        processes, history = self.engine.processes, self.history
+        if processes.world_size > 1:
+            self.logs.exchange = lambda value: self.engine.data_ranks.gather(value)
+            history.run_id = processes.broadcast_object(history.run_id)
+        if history.seed is None:
+            history.seed = processes.broadcast_object(torch.initial_seed())
+        if processes.world_size > 1:
+            self.hooks.print(f"trainwright: {describe(topology)}")
+        if self.stage == "fit":
+            self.contents.attempt = this_attempt(processes)
+
+    def set_up(self, request: LoadRequest) -> None:
+        """Prepare the data, build the task and its optimizers, load a checkpoint and start the loggers. Collective."""
+        task, stage, hooks, engine = self.task, self.stage, self.hooks, self.engine
+        assert stage is not None
+        is_trained = task.global_step > 0  # by this Trainer or an earlier one
+        task.trainer = self.trainer
+        if not self.is_trial:
+            hooks.callbacks = with_task_callbacks(hooks.callbacks, task)
+        log_through(task, hooks.callbacks)
+        check_callbacks(hooks.callbacks, stage)
+        check_needs(hooks.callbacks, self.settings.selection)  # includes the task's callbacks
+        hooks.table = HookTable(hooks.callbacks, task)
+        self.profiler.wrap_hooks(hooks.table)
+        if not self.is_trial:
+            self._choose_default_folder(stage, request)
+        self.is_set_up = True
+        self._prepare_data(stage, is_trained=is_trained)
+        _check_depth(task)
+        opened = self.loads.open(request, is_trial=self.is_trial)
+        if opened is not None:
+            engine.when_configured = None  # trained weights are loaded
+            engine.when_built = partial(opened.show, hooks)
+            if stage != "fit":
+                warn_of_other_hyperparameters(hooks, stage, opened)
+        engine.prepare_task(task, self._make_optimizers if stage == "fit" else None, self.trainer)
+        self.loop.schedules = Schedules(
+            self.loop.schedules.configs, task
+        )  # the engine may have changed their intervals
+        self.profiler.watch_modules(task)
+        self.loop.count_tokens |= "tokens" in self.settings.units
+        self.logs.make_group()
+        if opened is not None:
+            self.loads.load(opened)
+        self.start_loggers()
+        engine.attach(self.trainer, hooks.table, self.logs.metrics)
+        task.trainer = self.trainer  # also of tasks that `setup` and `configure_model` created
+        log_into(task, self.logs.metrics)
+        if stage == "fit":
+            if not (self.settings.arguments.barebones or self.is_trial):
+                self._print_notes()
+            self.loop.trains = True
+
+    def _choose_default_folder(self, stage: Stage, request: LoadRequest) -> None:
+        folder = None
+        if self.engine.is_main:
+            folder = default_folder(self.settings.root, self.settings.loggers, stage, request, self.contents.attempt)
+        self.places.default_folder = self.engine.processes.broadcast_object(folder)
+
+    def _prepare_data(self, stage: Stage, *, is_trained: bool) -> None:
+        task, datamodule, processes = self.task, self.data.datamodule, self.engine.processes
+        profile = self.profiler.profiler.profile
+        owners: list[Any] = [task]
+        if datamodule is not None:
+            datamodule.trainer = self.trainer
+            owners = [datamodule, task]
+        for owner in owners:
+            per_node = getattr(owner, "prepare_data_per_node", True)
+            prepares_here = processes.local_rank == 0 if per_node else self.engine.is_main
+            if prepares_here:
+                kind = "TaskModule" if isinstance(owner, TaskModule) else "DataModule"
+                with profile(f"[{kind}]{type(owner).__name__}.prepare_data"):
+                    method_of(owner, "prepare_data")()
+        processes.barrier()
+        if datamodule is not None:
+            method_of(datamodule, "setup")(stage)
+        self.hooks.fire("setup", stage)
+        if is_trained:
+            self.engine.when_configured = watch_trained_weights(self.hooks, stage)
+        with profile(f"[TaskModule]{type(task).__name__}.setup"):
+            method_of(task, "setup")(stage)
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        task = self.task
+        name = type(task).__name__
+        task.trainer = self.trainer  # `setup` or `configure_model` may have replaced it
+        with self.profiler.profiler.profile(f"[TaskModule]{name}.configure_optimizers"):
+            returned = task.configure_optimizers()
+        optimizers, configs = parse_optimizers(returned, name)
+        self.loop.schedules = Schedules(configs, task)
+        check_members(task, optimizers)
+        warn_of_joint_steps(task, len(optimizers))
+        return optimizers
+
+    def _print_notes(self) -> None:
+        """Print what a fit does by default and its user may not expect."""
+        settings = self.settings
+        if settings.arguments.max_epochs is None and settings.limits.max_epochs == DEFAULT_MAX_EPOCHS:
+            self.hooks.print(
+                f"trainwright: training ends after {DEFAULT_MAX_EPOCHS} epochs, because no limit is set. Set "
+                "max_epochs; -1 is no limit."
+            )
+        warning = incomplete_validation(self.data.sources, self.task, settings.limit_batches["validate"])
+        if warning is not None:
+            self.hooks.print(f"trainwright: {warning}")
+
+    def start_loggers(self) -> None:
+        """Start the loggers and record the facts of the run. Call it after a checkpoint is loaded."""
+        self.logs.start(self._facts)
+
+    def _facts(self, folder: Path) -> dict[str, Any]:
+        """Return the facts of the run for its record, with paths relative to the record's folder."""
+        selection = self.settings.selection
+        outline = selection.strategy.outline(None, selection.settings)
+        settings = planned_settings(self.settings, type(self.trainer).__init__)
+        logs = [logger.log_dir for logger in self.settings.loggers if logger.log_dir is not None]
+        script = Path(sys.argv[0] or ".").absolute()
+        is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package
+        hyperparameters: dict[str, Any] = {}
+        for owner in (self.data.datamodule, self.task):
+            if owner is not None:
+                hyperparameters |= kept_and_left_out(owner.hparams)[0]
+        return {
+            "run_id": self.history.run_id,
+            "resumed_from": None if self.loads.origin is None else str(self.loads.origin),
+            "task": type(self.task).__qualname__,
+            "parameters": sum(full_numel(parameter) for parameter in self.task.parameters()),
+            "settings": {name: [setting.value, setting.source] for name, setting in settings.items()},
+            "hyperparameters": hyperparameters,
+            "strategy": type(selection.strategy).__name__,
+            "options": as_data(selection.strategy.changed_options),
+            "mesh": {name: length for name, length in outline.mesh.lengths.items() if length > 1},
+            "precision": data_types(self.task, selection.settings.precision, outline, self.engine.processes.world_size),
+            "device": str(self.engine.device),
+            "processes": self.engine.processes.world_size,
+            "seed": self.history.seed,
+            "callbacks": [type(callback).__name__ for callback in self.hooks.callbacks],
+            "loggers": [type(logger).__name__ for logger in self.settings.loggers],
+            "folders": {
+                "logs": [os.path.relpath(path, folder) for path in logs],
+                "checkpoints": os.path.relpath(self.places.folder, folder),
+            },
+            "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+            "code": code_version(script.parent if is_own and script.is_file() else Path.cwd()),
+            "python": platform.python_version(),
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "packages": package_versions(),
+        }
+
+    def begin_fit(self) -> None:
+        """Call `on_fit_start`, restore optimizers that wait for it, and log hyper-parameters and the graph."""
+        self.hooks.fire("on_fit_start")
+        restore, self.loop.restore_after_fit_start = self.loop.restore_after_fit_start, None
+        if restore is not None:
+            restore()
+        self.logs.describe_task(self.data.datamodule)
+
+    # End
+
+    def end_fit(self) -> None:
+        """Execute the last requests, and call `on_fit_end` when all checkpoints are on disk. Collective."""
+        self.saves.execute_requests()
+        self.saves.finish()
+        self.logs.metrics.close("on_fit_end")
+        self.hooks.fire("on_fit_end")
+
+    def tear_down(self, status: Status) -> None:
+        """Tear down everything that the stage has set up. All steps run even if one fails or is interrupted.
+
+        Args:
+            status: `"success"`, `"failed"` or `"interrupted"`, for the loggers. An error before the loggers finish
+                makes a success `"failed"`.
+        """
+        stage, hooks = self.stage or "fit", self.hooks
+
+        def finish_logs(_kind: object, error: BaseException | None, _trace: object) -> None:
+            self.logs.finish("failed" if status == "success" and error is not None else status)
+
+        # The stack runs in reverse: data, saves, teardown hooks, loggers, profiler, message, engine.
+        with ExitStack() as cleanup:
+            cleanup.callback(self._close)
+            if self.interrupted and stage == "fit" and hooks.saver is not None:
+                cleanup.callback(self.recovery.print_where_to_resume)
+            cleanup.callback(self.profiler.end, hooks.print)
+            if self.logs.group is not None:
+                cleanup.push(finish_logs)  # receives the error of an earlier step of the cleanup
+            if self.is_set_up:
+                cleanup.callback(method_of(self.task, "teardown"), stage)
+                cleanup.callback(hooks.fire, "teardown", stage)
+                if self.data.datamodule is not None:
+                    cleanup.callback(method_of(self.data.datamodule, "teardown"), stage)
+            cleanup.callback(self.saves.close)
+            cleanup.callback(partial(self.data.close, keep_state=status != "failed"))
+
+    def _close(self) -> None:
+        log_into(self.task, None)
+        log_through(None, self.hooks.callbacks)
+        self.is_running = False
+        self.engine.close()
 
     # Numbers of batches and steps
 
@@ -279,100 +380,11 @@ class StageRun:
         total = per_epoch * limits.max_epochs
         return total if limits.max_steps == -1 else min(total, limits.max_steps)
 
-    # Logged values
+    def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
+        """End the run after the current step; see `Run.request_stop`."""
+        self.loop.request_stop(reason, Stop.AND_CLOSE_EPOCH if closes_epoch else Stop.WITHIN_EPOCH)
 
-    @property
-    def callback_metrics(self) -> Mapping[str, MetricValue]:
-        """The latest value of every logged metric; see `Run.callback_metrics`."""
-        self._show_new()
-        return self.logs.shown.callback
-
-    @property
-    def logged_metrics(self) -> Mapping[str, MetricValue]:
-        """The latest value of every metric that goes to the loggers."""
-        self._show_new()
-        return as_values(self.logs.shown.logged)
-
-    @property
-    def progress_bar_metrics(self) -> Mapping[str, float]:
-        """The latest value of every metric logged with `prog_bar=True`; see `Run.progress_bar_metrics`."""
-        # Within a step, the progress bar would wait for the device at each of its updates.
-        if not self.logs.metrics.in_step:
-            self._show_new()
-        return self.logs.shown.progress_bar
-
-    def _show_new(self) -> None:
-        # After an error the device may be unusable.
-        if not self.evaluation.sanity_checking and sys.exc_info()[0] is None:
-            self.logs.shown.show(self.logs.metrics.peek_new())
-
-    def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
-        """Log a value of a callback; see `TaskModule.log` for the options."""
-        self.logs.metrics.log(name, value, **options)
-
-    def log_now(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """Send numbers to the loggers at the index of the last completed step. Only the main rank logs them.
-
-        Args:
-            metrics: numbers by name. A finite number under `"step"` is the x-value of the others.
-            epoch: 0-based epoch to log with them. Default: None, the current epoch.
-        """
-        alone = self.status.stage in ("validate", "test")  # after the last step of the previous fit
-        step = max(self.state.step - (not alone), 0)
-        if math.isfinite(metrics.get("step", math.nan)):
-            metrics = dict(metrics)
-            step = int(metrics.pop("step"))
-        self.logs.shown.logged.update(metrics)
-        if self.logs.group is not None and metrics:
-            epoch = self.state.epoch if epoch is None else epoch
-            self.logs.group.log_metrics({**metrics, "epoch": epoch}, step)
-
-    def log_evaluation_steps(self, rows: Rows, kind: str) -> None:
-        """Send numbers of evaluation steps to the loggers, by the index of the step. Only the main rank logs them."""
-        for step, row in rows.items():
-            self.logs.shown.logged.update(row)
-            if self.logs.group is not None:
-                self.logs.group.log_evaluation_step({**row, "epoch": self.state.epoch}, step, kind)
-
-    def show_now(self, metrics: Mapping[str, float]) -> None:
-        """Add numbers to `callback_metrics`."""
-        self.logs.shown.callback.update(as_values(metrics))
-
-    def take_metrics(self, flushed: Flushed, kind: str, epoch: int | None = None) -> None:
-        """Pass metrics that were read from the device to callbacks and loggers. Sanity checks and trials discard them.
-
-        Args:
-            flushed: the metrics.
-            kind: `"train"`, or the kind of evaluation that logged them.
-            epoch: 0-based epoch to log with them. Default: None, the current epoch.
-        """
-        if self.evaluation.sanity_checking or self.status.is_trial:
-            return
-        if kind == "train" and self.settings.arguments.on_nonfinite is None:
-            manual = not self.task.automatic_optimization
-            self.logs.fit_warnings.bad_loss(flushed.callback, self.state.step, manual=manual)
-        self.logs.shown.show(flushed)
-        if flushed.logged and kind != "predict":
-            self.log_now(flushed.logged, epoch)
-
-    def flush_step(self, epoch: int | None = None) -> None:
-        """Read the metrics of training steps from the device and pass them to callbacks and loggers. Collective."""
-        flushed = self.logs.metrics.flush_step(self.logs.exchange, self.last_step if self.settings.loggers else None)
-        self.take_metrics(flushed, "train", epoch)
-        if self.logs.group is not None and self.logs.group.record is not None:
-            self.note("progress", **flushed.last_step, **progress_facts(self.state, self.engine))
-
-    def note(self, event: str, **facts: object) -> None:
-        """Add an event to the run's record, if there is one. Not collective."""
-        if self.logs.group is not None and self.logs.group.record is not None:
-            self.logs.group.record.add(event, self.state.step, facts)
-
-    # Processes
-
-    @property
-    def is_main(self) -> bool:
-        """True on the main process."""
-        return self.engine.is_main
+    # Other ranks
 
     def broadcast(self, value: object, src: int = 0) -> Any:
         """Return the `value` of rank `src` on every rank. For small picklable objects on the host. Collective."""
@@ -395,120 +407,11 @@ class StageRun:
         """Return this rank's shard of a full tensor, sharded like the task's tensor `like`. Not collective."""
         return self.engine.state.shard_like(value, like)
 
-    # Callbacks by role and their requests
 
-    @property
-    def savers(self) -> list[Saver]:
-        """Every ModelCheckpoint."""
-        return [callback for callback in self.components.callbacks if isinstance(callback, Saver)]
-
-    @property
-    def saver(self) -> Saver | None:
-        """The first ModelCheckpoint, or None."""
-        return next(iter(self.savers), None)
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        """Folder for checkpoints that are saved without a folder of their own."""
-        saver = self.saver
-        named = None if saver is None else saver.local_dirpath or saver.dirpath
-        return Path(named) if named else self.default_folder
-
-    @property
-    def folder(self) -> RunFolder:
-        """The folder of this run's checkpoints."""
-        return RunFolder(self.checkpoint_dir, run=self.history.run_id)
-
-    def wrote_into(self, folder: Path) -> bool:
-        """Return whether the index in a folder lists existing checkpoints of this run. Not collective."""
-        return bool(RunFolder(folder, run=self.history.run_id).index.entries())
-
-    def at_step_end(self, action: Callable[[], None]) -> None:
-        """Call `action` once at the end of the current step; see `Run.at_step_end`."""
-        self.saves.add_action(action)
-        self.loop.look()
-
-    def request_save(self, request: SaveRequest) -> None:
-        """Request a checkpoint at the end of the current step. Every rank must make the same request."""
-        if request.folder is None and request.remote is None:  # the run's own folder may mirror a remote one
-            request.remote = None if self.saver is None else self.saver.remote
-        self.saves.add_save(request)
-        self.loop.look()
-
-    def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
-        """End the run after the current step; see `Run.request_stop`."""
-        self.loop.request_stop(reason, Stop.AND_CLOSE_EPOCH if closes_epoch else Stop.WITHIN_EPOCH)
-
-    def print(self, *values: Any, **options: Any) -> None:
-        """Print on the main process, above the progress bar. `options` are those of Python's `print`."""
-        if not self.is_main:
-            return
-        display = next((each for each in self.components.callbacks if isinstance(each, ProgressDisplay)), None)
-        show: Callable[..., None] = print if display is None else display.print
-        if "file" in options:
-            show(*values, **options)
-        else:
-            try_output(show, *values, **options)
-
-    def warn(self, message: str) -> None:
-        """Issue a warning on the main rank."""
-        if self.is_main:
-            warnings.warn(message, TrainwrightWarning, stacklevel=2)
-
-    # Manual optimization
-
-    def task_optimizers(self) -> Sequence[Any]:
-        """Return the optimizers for the task, wrapped for manual optimization."""
-        optimizers: list[Optimizer] = self.engine.optimizers
-        if self.task.automatic_optimization:
-            return optimizers
-        return [ManualOptimizer(optimizer, self.engine) for optimizer in optimizers]
-
-    def _manual_step(self) -> ManualStep:
-        step = self.engine.step
-        assert isinstance(step, ManualStep)  # the callers check that the task uses manual optimization
-        return step
-
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a task with manual optimization. Collective with several processes."""
-        if self.task.automatic_optimization:
-            raise TaskError(
-                f"{type(self.task).__name__} calls manual_backward, but automatic_optimization is True. Set "
-                "self.automatic_optimization = False in __init__, or return the loss instead."
-            )
-        self._manual_step().backward(loss, *args, **kwargs)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Disable gradient synchronization of `manual_backward` within the context."""
-        if self.task.automatic_optimization:
-            raise TaskError(
-                f"{type(self.task).__name__} calls no_sync, but automatic_optimization is True. Gradients are already "
-                "synchronized only in the last micro-batch of a step. Use Trainer(accumulate_grad_batches=...)."
-            )
-        return self._manual_step().no_sync()
-
-    def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer's parameters; see `TaskModule.clip_gradients`."""
-        arguments = self.settings.arguments
-        clip = GradientClip.parse(
-            _only_value("gradient_clip_val", max_value, arguments.gradient_clip_val),
-            _only_value("gradient_clip_algorithm", algorithm, arguments.gradient_clip_algorithm),
-        )
-        if clip is None:
-            return
-        step = self.engine.step
-        if isinstance(step, ManualStep):
-            step.clip_gradients(optimizer.optimizer if isinstance(optimizer, ManualOptimizer) else optimizer, clip)
-        else:  # gradients of an automatic step are divided by the loss scale before a hook can clip them
-            self.engine.gradients.clip(parameters_of([optimizer]), clip)
-
-
-def _only_value(name: str, given: Any, of_trainer: Any) -> Any:
-    """Return an argument of `clip_gradients`, or the Trainer's if it is None. They may not contradict each other."""
-    if given is None:
-        return of_trainer
-    if of_trainer is not None and given != of_trainer:
-        raise ConfigurationError(
-            f"clip_gradients received {name}={given!r}, but the Trainer has {name}={of_trainer!r}. Remove one of them."
-        )
-    return given
+def _check_depth(task: TaskModule) -> None:
+    """Check that torch can visit all modules of the task, before the engine does, which would fail again at its end."""
+    try:
+        for _ in task.modules():
+            pass
+    except RecursionError as error:
+        raise too_deep(type(task).__name__) from error

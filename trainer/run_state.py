@@ -7,7 +7,7 @@ share the history. Checkpoints contain it.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -136,6 +136,13 @@ class History:
     abandoned: set[str] = field(default_factory=set)
     skipped_in_a_row: int = 0
     open_metrics: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, other: History) -> None:
+        """Take over the history of the same run in another process."""
+        self.state.load_dict(other.state.to_dict())
+        for each in fields(self):
+            if each.name != "state":  # users hold the object
+                setattr(self, each.name, getattr(other, each.name))
 
     def for_trial(self, state: TrainState) -> History:
         """Return a copy with the given progress, for a trial."""

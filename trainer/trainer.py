@@ -18,7 +18,7 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import is_interactive, started_by_trainer
-from trainwright.core.run import SaveRequest, Stage
+from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.loggers import resolve_loggers
@@ -27,7 +27,6 @@ from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.checkpoints import capture, step_end
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import one_task
@@ -39,7 +38,6 @@ from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.planning.planner import Planner
 from trainwright.trainer.ray_stage import run_in_new_processes
-from trainwright.trainer.recovery import rollback
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import History, RunState
@@ -333,7 +331,7 @@ class Trainer(Planner, LightningNames):
         return found or []
 
     def _last_task(self, stage: Stage) -> TaskModule:
-        task = self.run.components.task
+        task = self.run.hooks.task_or_none
         if task is None:
             raise ArgumentTypeError(
                 f"{stage}() has no task: this Trainer has not run one yet. Pass a TaskModule as its first argument."
@@ -365,16 +363,16 @@ class Trainer(Planner, LightningNames):
             self.status = "finished"
             return result
         except KeyboardInterrupt:
-            run.status.interrupted = True
+            run.interrupted = True
             if (self.settings.arguments.on_interrupt or ("return" if is_interactive() else "raise")) == "raise":
                 raise
             return None
         finally:
-            run.status.stage = None  # also if its processes did not start
+            run.is_running = False  # also if its processes did not start
             if self.status == "running":
                 self.status = "interrupted"
             if is_trial:
-                shows_search = self.status == "finished" and before[0].components.task is None
+                shows_search = self.status == "finished" and before[0].hooks.task_or_none is None
                 self.run, self.verb, self.status = before
                 if shows_search:
                     self.run = self._after_search(run)
@@ -414,11 +412,11 @@ class Trainer(Planner, LightningNames):
     @property
     def callbacks(self) -> list[Callback]:
         """The callbacks of the current or last stage, including the task's own."""
-        return self.run.components.callbacks
+        return self.run.hooks.callbacks
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
-        self.settings.callbacks = self.run.components.callbacks = callbacks
+        self.settings.callbacks = self.run.hooks.callbacks = callbacks
 
     @property
     def loggers(self) -> list[Any]:
@@ -506,29 +504,18 @@ class Trainer(Planner, LightningNames):
         """
         run = self.run
         is_between_steps = run.engine.phase is Phase.BETWEEN_STEPS or self.stage is None
-        if (run.logs.group is None and not run.status.is_trial) or not is_between_steps:
+        if (run.logs.group is None and not run.is_trial) or not is_between_steps:
             raise ConfigurationError("save_checkpoint must be called between two steps of a fit, or after it.")
-        if (why := capture.half_done(run)) is not None:
+        if (why := run.contents.half_done()) is not None:
             raise ConfigurationError(
                 f"{filepath} cannot be written: the fit ended while {why}. Use an earlier checkpoint."
             )
-        return step_end.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
-
-    def emergency_save(self, request: SaveRequest) -> None:
-        """Write a checkpoint after an error, on the main rank; see `Run.emergency_save`."""
-        step_end.emergency_save(self.run, request)
-
-    def remote_names(self, url: str) -> list[str]:
-        """Return the names of the entries in a remote folder; see `Run.remote_names`."""
-        return step_end.remote_names(self.run, url)
-
-    def request_rollback(self, reason: str, *, before_step: int) -> None:
-        """Roll back to an earlier checkpoint at the end of the current step; see `Run.request_rollback`."""
-        rollback.request(self.run, reason, before_step=before_step)
+        return run.saves.save_now(filepath, weights_only=bool(weights_only), storage_options=storage_options)
 
     def pass_training_data(self) -> None:
         """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
-        pass_training_data(self.run)
+        run = self.run
+        pass_training_data(run.task, run.engine, run.data.train(), run.state)
 
     def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> StageTrialSteps:
         """Run trial steps and restore all state; see `Run.trial_steps`."""

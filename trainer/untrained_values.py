@@ -8,27 +8,28 @@ from collections.abc import Callable
 from torch.nn import Parameter
 
 from trainwright.core.hyperparameters import differ, kept_and_left_out, read_hyperparameters
+from trainwright.core.run import Stage
 from trainwright.trainer.checkpoints.load_request import Opened
-from trainwright.trainer.run import StageRun
+from trainwright.trainer.hooks import StageHooks
 
 
-def watch_trained_weights(run: StageRun) -> Callable[[], None]:
+def watch_trained_weights(hooks: StageHooks, stage: Stage) -> Callable[[], None]:
     """Return a function that warns if the task's trained weights have been replaced since this call."""
     # Not weak references: torch cannot swap a tensor that has one, and so could not move the weights to some devices.
     trained: dict[str, Parameter] = {}
-    for name, weight in run.task.named_parameters():
+    for name, weight in hooks.task.named_parameters():
         if weight.requires_grad:
             trained[name] = weight
 
     def warn_if_replaced() -> None:
         names: list[str] = []
-        for name, weight in run.task.named_parameters():
+        for name, weight in hooks.task.named_parameters():
             if name in trained and trained[name] is not weight:
                 names.append(name)
         trained.clear()  # replaced weights are not kept in memory
         if names:
-            run.warn(
-                f"{run.status.stage}: setup or configure_model of {type(run.task).__name__} has replaced {len(names)} "
+            hooks.warn(
+                f"{stage}: setup or configure_model of {type(hooks.task).__name__} has replaced {len(names)} "
                 f"trained weights by new ones: {', '.join(names[:4])}. Create layers once (`if self.net is None: …`), "
                 'or load a checkpoint with ckpt_path="last".'
             )
@@ -36,20 +37,20 @@ def watch_trained_weights(run: StageRun) -> Callable[[], None]:
     return warn_if_replaced
 
 
-def warn_of_other_hyperparameters(run: StageRun, opened: Opened) -> None:
+def warn_of_other_hyperparameters(hooks: StageHooks, stage: Stage, opened: Opened) -> None:
     """Warn if the task's hyper-parameters differ from those of the checkpoint that an evaluation loads."""
     if opened.request.implied:
         return  # no task was passed to the method, so the checkpoint is one of this task
     saved, _ = read_hyperparameters(opened.snapshot.trainer)
-    own, _ = kept_and_left_out(run.task.hparams)
+    own, _ = kept_and_left_out(hooks.task.hparams)
     others: list[str] = []
     for name, value in own.items():
         # Hyper-parameters that only one of them has are new or were removed: the other has nothing to compare.
         if name in saved and differ(value, saved[name]):
             others.append(f"{name} is {reprlib.repr(value)}, and was {reprlib.repr(saved[name])}")
     if others:
-        run.warn(
-            f"{run.status.stage}: {type(run.task).__name__} has other hyper-parameters than {opened.path}: "
+        hooks.warn(
+            f"{stage}: {type(hooks.task).__name__} has other hyper-parameters than {opened.path}: "
             f"{'; '.join(others)}. The task's own are used. Pass those of the checkpoint, or create the task by "
             "load_from_checkpoint."
         )

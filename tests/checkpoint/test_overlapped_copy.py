@@ -51,7 +51,7 @@ def snapshot_of(net: nn.Module, optimizer: torch.optim.Optimizer, *, overlaps: b
         model=net.state_dict(),
         optimizers=[named_optimizer_state(optimizer, names_of(net))],
         rng=[{}],
-        overlaps=overlaps,
+        state_rests=overlaps,
     )
 
 

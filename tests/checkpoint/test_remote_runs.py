@@ -16,7 +16,6 @@ from trainwright.checkpoint import read_manifest
 from trainwright.checkpoint.remote import RemoteIndex, _Remote, find_remote
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
-from trainwright.trainer.checkpoints import step_end
 
 STEPS = 8  # of one epoch
 
@@ -83,7 +82,7 @@ class Breaks(Callback):
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
         if trainer.current_epoch == self.epoch:
-            step_end.finish(trainer.run)  # what has begun to go up may arrive
+            trainer.run.saves.finish()  # what has begun to go up may arrive
             send, left = _Remote.send, iter(range(self.files))
 
             def broken(remote: _Remote, *arguments: Any) -> None:

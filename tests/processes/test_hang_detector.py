@@ -282,7 +282,7 @@ def test_the_collective_is_the_one_that_the_user_called(calls: list[tuple[str, s
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        ("trainwright.trainer.checkpoints.step_end", "saving"),
+        ("trainwright.trainer.checkpoints.saves", "saving"),
         ("trainwright.checkpoint.format.writer", "saving"),
         ("torch.utils.data._utils.fetch", "fetching data"),
         ("user", ""),

@@ -19,7 +19,6 @@ from trainwright.checkpoint import RunIndex, set_fault_hook, verify
 from trainwright.checkpoint.format.manifests import open_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.host.folders import mark_in_use
-from trainwright.trainer.checkpoints import step_end
 
 
 def fit(folder: Path, steps: int, *, ckpt_path: Any = None, extra: list[Callback] | None = None, **saver: Any) -> Any:
@@ -43,7 +42,7 @@ class At(Callback):
 
     def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
         if trainer.global_step == self.step:
-            step_end.finish(trainer.run)
+            trainer.run.saves.finish()
             self.action()
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from tests.helpers.stand_in_device import STAND_IN, Reads, StandInStrategy, is_there, stand_in_device
 from trainwright.callbacks import Callback, EMAWeightAveraging, StochasticWeightAveraging
 from trainwright.core.task import TaskModule
-from trainwright.trainer.checkpoints.capture import capture
 from trainwright.trainer.trainer import Trainer
 
 pytestmark = [
@@ -134,7 +133,7 @@ def test_collecting_a_checkpoint_copies_no_weight_and_reads_only_what_the_epoch_
     class Collects(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step == 3:
-                self.found = capture(trainer.run)
+                self.found = trainer.run.contents.collect(weights_only=False)
 
     callback = Collects()
     by_step, _ = rehearse(Classifier(), callback)

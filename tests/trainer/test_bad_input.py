@@ -3,7 +3,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,7 +233,7 @@ def test_batches_of_any_type_are_described() -> None:
 def test_errors_of_torch_about_meta_name_weights_that_are_elsewhere() -> None:
     errors = RuntimeError("a tensor on meta"), RuntimeError("a tensor on cpu"), TaskError("a tensor on meta")
     for error in errors:
-        note_missing_weights(SimpleNamespace(task=nn.Linear(2, 2, device="meta")), error)  # type: ignore[arg-type]
+        note_missing_weights(error, nn.Linear(2, 2, device="meta"))
     assert [hasattr(error, "__notes__") for error in errors] == [True, False, False]
 
 

@@ -25,7 +25,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, Trainwr
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.checkpoints.auto_resume import Attempt
-from trainwright.trainer.checkpoints.load_request import left_by_earlier
+from trainwright.trainer.checkpoints.search import left_by_earlier
 
 FOUR_BATCHES = 8  # samples, by 2
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch
 
 from trainwright.core.errors import TrainwrightError
+from trainwright.core.state import TrainState
 from trainwright.core.tree import Batch, is_container
-from trainwright.strategies.steps.phase import Phase
-from trainwright.trainer.run import StageRun
 
 _LIBRARY_PATHS = (
     str(Path(__file__).parents[2]),  # trainwright
@@ -24,17 +23,10 @@ _MAX_ITEMS = 8  # shown of a container
 _START = "in "
 
 
-def note_training_batch(run: StageRun, error: BaseException) -> None:
-    """Add a note about the step and its batch to an error, if a training step was running. Not collective."""
-    group, batch = run.loop.group, run.logs.metrics.batch
-    if group is not None and batch is not None and run.engine.phase is not Phase.BETWEEN_STEPS:
-        note_batch(run, error, "training_step", batch, group.first_idx + group.index)
-
-
-def note_missing_weights(run: StageRun, error: BaseException) -> None:
+def note_missing_weights(error: BaseException, task: torch.nn.Module) -> None:
     """Add a note to an error about tensors on the device `meta` whose values are on other ranks. Not collective."""
     if "meta" in str(error) and not isinstance(error, TrainwrightError):
-        elsewhere = [name for name, parameter in run.task.named_parameters() if parameter.is_meta]
+        elsewhere = [name for name, parameter in task.named_parameters() if parameter.is_meta]
         if elsewhere:
             error.add_note(
                 f"{len(elsewhere)} weights, such as {elsewhere[0]}, are in stages of other ranks, and are tensors on "
@@ -42,22 +34,33 @@ def note_missing_weights(run: StageRun, error: BaseException) -> None:
             )
 
 
-def note_batch(run: StageRun, error: BaseException, step: str, batch: Batch, batch_idx: int) -> None:
+def note_batch(
+    error: BaseException, task_name: str, step: str, batch: Batch, batch_idx: int, state: TrainState, rank: int | None
+) -> None:
     """Add a note with the line of user code, the step, the batch and its shapes. Reads no tensor; not collective.
 
     Errors of this library get no note. An error gets at most one.
+
+    Args:
+        error: the error.
+        task_name: name of the task's class.
+        step: name of the task's method.
+        batch: the batch of the step.
+        batch_idx: its index.
+        state: the training progress.
+        rank: this process's rank, or None for a single process.
     """
     has_note = any(note.startswith(_START) for note in getattr(error, "__notes__", ()))
     if has_note or not isinstance(error, Exception) or isinstance(error, TrainwrightError):
         return
-    rank = f", rank {run.engine.processes.rank}" if run.engine.processes.world_size > 1 else ""
     try:
         described = describe(batch)
     except RecursionError:
         described = f"{type(batch).__name__}, nested too deeply to show"
+    of_rank = "" if rank is None else f", rank {rank}"
     error.add_note(
-        f"{_START}{type(run.task).__name__}.{step}{_user_line(error)}\n"
-        f"  epoch {run.state.epoch}, step {run.state.step}, batch_idx {batch_idx}{rank}\n"
+        f"{_START}{task_name}.{step}{_user_line(error)}\n"
+        f"  epoch {state.epoch}, step {state.step}, batch_idx {batch_idx}{of_rank}\n"
         f"  batch: {described}"
     )
 

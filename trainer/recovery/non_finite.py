@@ -17,7 +17,7 @@ from trainwright.core.state import Group, SkippedData
 from trainwright.data.prepared import PreparedLoader
 from trainwright.strategies.steps import non_finite
 from trainwright.strategies.steps.non_finite import FirstNonFinite, NonFinite
-from trainwright.trainer.recovery.rollback import RollBack, RollbackRequest, find_checkpoint, unit_of
+from trainwright.trainer.recovery.recovery import RollBack, RollbackRequest, unit_of
 from trainwright.trainer.run import StageRun
 
 _SHOWN_PARAMETERS = 5
@@ -152,11 +152,11 @@ class GuardedStep:
         path = None
         if run.settings.arguments.on_nonfinite == "rollback":
             self._check_may_roll_back(found, group)
-            path = find_checkpoint(run, run.state.step)
+            path = run.recovery.find_checkpoint(run.state.step)
         run.history.skipped_batches.append(skipped)
         ids = skipped.sample_ids
         shown = None if ids is None else [of_rank[:_RECORDED_SAMPLES] for of_rank in ids]
-        run.note("skipped", **replace(skipped, sample_ids=shown).to_dict())
+        run.logs.note("skipped", **replace(skipped, sample_ids=shown).to_dict())
         run.history.skipped_in_a_row += 1
         run.engine.step.discard_step()
         if path is not None:
@@ -253,7 +253,7 @@ class GuardedStep:
             if no_checkpoint
             else "it is skipped"
         )
-        run.warn(f"{found.text}: {how}. No weight has changed. trainer.skipped_batches has {count} entries.")
+        run.hooks.warn(f"{found.text}: {how}. No weight has changed. trainer.skipped_batches has {count} entries.")
 
 
 @dataclass(frozen=True, slots=True)

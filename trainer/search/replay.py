@@ -13,12 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from trainwright.core.run import Run
 from trainwright.core.task import TaskModule, logging_into
 from trainwright.core.tree import Batch, map_tensors, restore_attributes
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.loggers.metric_values import same_metric_objects
-from trainwright.trainer.run import StageRun
+from trainwright.strategies.steps.step import Step
 
 
 class StepCalls:
@@ -35,15 +36,15 @@ class StepCalls:
         self._is_nested = False
 
     @contextlib.contextmanager
-    def record(self, run: StageRun) -> Iterator[None]:
+    def record(self, task: TaskModule, trainer: Run) -> Iterator[None]:
         """Record the outermost calls of the running step and discard those of the previous step."""
         self._calls, self.can_repeat = [], True
         with contextlib.ExitStack() as undo:
             # `nn.Module.__call__` runs `_compiled_call_impl` if it is set. Hooks would miss calls of compiled modules.
-            for module in dict.fromkeys((run.task, *_modules_below(run.task))):
+            for module in dict.fromkeys((task, *_modules_below(task))):
                 call = module._compiled_call_impl or module._call_impl
                 undo.enter_context(_attribute(module, "_compiled_call_impl", partial(self._run, call)))
-            undo.enter_context(_attribute(run.trainer, "all_gather", partial(self._run, run.all_gather)))
+            undo.enter_context(_attribute(trainer, "all_gather", partial(self._run, trainer.all_gather)))
             yield
 
     def _run(self, call: Callable[..., Any], *args: object, **options: object) -> Any:
@@ -64,9 +65,10 @@ class StepCalls:
 
 
 def replay_batch(
-    run: StageRun,
+    task: TaskModule,
+    step: Step,
     kind: Literal["validate", "test", "predict"],
-    step: str,
+    method: str,
     batch: Batch,
     idx: int,
     dataloader_idx: int | None,
@@ -78,25 +80,25 @@ def replay_batch(
     metric objects and its attributes that hold numbers, tensors and containers are restored afterwards.
 
     Args:
-        run: the run of the evaluation.
+        task: the task.
+        step: computes the task's steps.
         kind: `"validate"`, `"test"` or `"predict"`.
-        step: name of the task's method.
+        method: name of the task's method.
         batch: any batch, on the host.
         idx: batch index.
         dataloader_idx: loader index; None with a single loader.
         calls: recorded calls of this rank's last batch of this loader.
     """
-    task = run.task
     unread = MetricBuffer()
     unread.begin(kind, num_dataloaders=(dataloader_idx or 0) + 1)
     unread.in_step = True
     with logging_into(task, unread), same_metric_objects(task.modules()):
         if calls.can_repeat:
-            run.engine.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
+            step.evaluate(calls.repeat, batch, idx, dataloader_idx)
             return
         with restore_attributes(task, vars(TaskModule()).keys()):
-            unread.batch = run.engine.step.to_device(batch, dataloader_idx or 0)
-            run.engine.step.evaluate(step, unread.batch, idx, dataloader_idx)
+            unread.batch = step.to_device(batch, dataloader_idx or 0)
+            step.evaluate(method, unread.batch, idx, dataloader_idx)
 
 
 def _modules_below(module: nn.Module) -> Iterator[nn.Module]:

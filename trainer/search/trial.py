@@ -21,14 +21,16 @@ from trainwright.core.host.memory import clear_device_cache, is_out_of_memory
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run, Trial
 from trainwright.core.state import Group, StepResult, TrainState
-from trainwright.core.task import log_into, logging_into
+from trainwright.core.task import TaskModule, log_into, logging_into
 from trainwright.data.combined import leaves_of
 from trainwright.data.loader_options import LOADER_METHODS, Stage
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import without_ranks
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer import evaluation
 from trainwright.trainer.configuration.settings import Limits, Settings
+from trainwright.trainer.data import TrainData
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.search.state_snapshot import StateSnapshot
@@ -66,7 +68,8 @@ class StageTrialSteps:
         self._processes = run.engine.processes  # the engine of a single-rank trial has none
         self._engine = run.engine
         self._remakes = remakes_loaders
-        self._kind: Stage = "train" if run.status.stage is None or run.status.stage == "fit" else run.status.stage
+        stage = run.running_stage
+        self._kind: Stage = "train" if stage is None or stage == "fit" else stage
         self._stack = ExitStack()
         self._at_end: list[Callable[[], None]] = []
 
@@ -105,7 +108,7 @@ class StageTrialSteps:
 
     @staticmethod
     def _attach(run: StageRun) -> None:
-        run.engine.attach(run.trainer, run.components.hooks, run.logs.metrics)
+        run.engine.attach(run.trainer, run.hooks.table, run.logs.metrics)
         log_into(run.task, run.logs.metrics)
 
     def _save_state(self, stack: ExitStack) -> None:
@@ -131,7 +134,7 @@ class StageTrialSteps:
         run, state, made = self._run, self._run.state, self._run.data.made
         run.data.forget()
         run.loop.validation = None
-        if made is not None and run.status.stage == "fit":
+        if made is not None and run.running_stage == "fit":
             place = made.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
             run.data.train().begin_epoch(state.epoch, place)
 
@@ -206,12 +209,12 @@ class StageTrialSteps:
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
         clock.validation_owed = clock.epoch_done = False
-        stage, sources, history = run.status.stage, run.data.sources, run.history.for_trial(clock)
+        stage, sources, history = run.running_stage, run.data.sources, run.history.for_trial(clock)
         trial = StageRun(
             run.trainer, _for_trial(run.settings), history, stage, run.task, sources, self._engine, is_trial=True
         )
         trial.logs.exchange = None if self._alone else run.logs.exchange
-        trial.components.hooks = HookTable((), run.task)
+        trial.hooks.table = HookTable((), run.task)
         last.callback(partial(trial.data.close, keep_state=False))
         self._show(trial)
         last.callback(self._show, run)
@@ -219,7 +222,7 @@ class StageTrialSteps:
         return trial
 
     def _train(self, trial: StageRun, probe: _Probe) -> None:
-        trial.components.hooks = HookTable((probe,), trial.task)
+        trial.hooks.table = HookTable((probe,), trial.task)
         self._attach(trial)
         FitLoop(trial).run()
 
@@ -310,19 +313,21 @@ def _generators_of(given: dict[str, Any]) -> list[Any]:
     return [generator for generator in found if generator is not None]
 
 
-def pass_training_data(run: StageRun) -> None:
+def pass_training_data(task: TaskModule, engine: Engine, data: TrainData, state: TrainState) -> None:
     """Run `training_step` on this rank's batches of one epoch; see `Run.pass_training_data`.
 
     Args:
-        run: the run, between two epochs or after the last one. The next epoch calls `begin_epoch` on its data.
+        task: the task.
+        engine: computes the steps.
+        data: the training data, between two epochs or after the last one. The next epoch calls `begin_epoch` again.
+        state: the training progress.
     """
-    task, engine, data = run.task, run.engine, run.data.train()
     unread = MetricBuffer()  # receives values that the task logs here, which are discarded
     unread.begin("train")
     unread.in_step = True
     with logging_into(task, unread), isolate_rng(engine.device), torch.no_grad():
-        data.begin_epoch(run.state.epoch)
-        for group in data.groups(run.state, 1):
+        data.begin_epoch(state.epoch)
+        for group in data.groups(state, 1):
             for idx, batch in enumerate(group.batches, start=group.first_idx):
                 unread.batch = engine.step.to_device(batch)
                 engine.step.evaluate("training_step", unread.batch, idx)

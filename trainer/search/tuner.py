@@ -160,7 +160,7 @@ class _Search:
     def run(self) -> Any:
         """Return the result of the search."""
         run, finder = self._run, self._finder
-        stage = run.status.stage or "fit"
+        stage = run.stage or "fit"
         finder.setup(run.trainer, run.task, stage)
         if isinstance(finder, BatchSizeFinder):
             finder.scale_batch_size(run.trainer, run.task)

@@ -59,6 +59,8 @@ class AsyncWriter:
     Attributes:
         buffers: host memory for the copies, reused between saves.
         optimizers: the optimizers whose state is saved.
+        may_copy_later: copy optimizer states that allow it while training continues. This pays only if training leaves
+            a core idle. Default: True.
         deadline_s: function that returns the value of `time.monotonic()` at which unpublished checkpoints are
             discarded. By default it returns None: checkpoints are never discarded.
     """
@@ -70,6 +72,7 @@ class AsyncWriter:
         self._contents: Contents | None = None  # the files in the buffers
         self._later: LaterCopy | None = None  # copies into the buffers that remain
         self.optimizers: Sequence[Optimizer] = ()
+        self.may_copy_later = True
         self._guards: list[Any] = []  # handles of the hooks that finish these copies before an optimizer step
         self._lock = threading.Lock()  # protects `_jobs`, `_thread`, `_quiet` and `_error`
         self._jobs: deque[_Job] = deque()
@@ -104,8 +107,9 @@ class AsyncWriter:
         """Copy `snapshot`, and write the copy as the checkpoint `path` in the background; see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied. Afterwards the tensors may change.
-        If `snapshot.overlaps` is True, optimizer states are copied in the background, and each `step` of `optimizers`
-        first waits for this copy. The save fails if other code changes the optimizer states during this copy.
+        If `snapshot.state_rests` is True, optimizer states are copied in the background, and each `step` of
+        `optimizers` first waits for this copy. The save fails if other code changes the optimizer states during this
+        copy.
 
         Args:
             path: the checkpoint's folder. A checkpoint in this folder remains until the new checkpoint is complete.
@@ -148,7 +152,7 @@ class AsyncWriter:
     def _stage(self, contents: Contents) -> None:
         self._end_preparation()
         self._contents = self._later = None  # an error below would leave a mixture of two snapshots
-        self._later = self.buffers.stage(contents.files)
+        self._later = self.buffers.stage(contents.files, may_copy_later=self.may_copy_later)
         self._contents = contents
         if self._later is not None and not self._guards:  # on each optimizer, since different threads may step them
             self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in self.optimizers]

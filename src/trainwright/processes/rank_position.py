@@ -90,11 +90,11 @@ def activity_of(frames: list[FrameType]) -> str:
     """Return `"saving"`, `"fetching data"` or `"setting up"` for the frames of a Trainer's thread, otherwise `""`."""
     for frame in frames:
         module = _module(frame)
-        if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.step_end")):
+        if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.saves")):
             return "saving"
         if module.startswith(("torch.utils.data", "trainwright.data")):
             return "fetching data"
-        if module == "trainwright.trainer.stage" and frame.f_code.co_name == "_set_up":
+        if module == "trainwright.trainer.run" and frame.f_code.co_name == "set_up":
             return "setting up"
     return ""
 

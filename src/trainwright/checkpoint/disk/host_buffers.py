@@ -61,20 +61,24 @@ class HostBuffers:
         self._blocks.clear()
         self._starts.clear()
 
-    def stage(self, files: Sequence[PlannedFile]) -> LaterCopy | None:
+    def stage(self, files: Sequence[PlannedFile], *, may_copy_later: bool = True) -> LaterCopy | None:
         """Copy the tensors of `files` into the buffers, and make the files refer to the copies.
 
         Overwrites the previous copies. Blocks until the copies from all devices, which run in parallel, are done.
         Afterwards the tensors may change.
 
+        Args:
+            files: the files of a save.
+            may_copy_later: leave out large host tensors of files with `state_rests`. Default: True.
+
         Returns:
-            The remaining copies, which are of large host tensors in files with `at_rest`. Call `finish` of the result
-            before these files are read or these tensors change. None if no copies remain.
+            The remaining copies, which are of the tensors that were left out. Call `finish` of the result before these
+            files are read or these tensors change. None if no copies remain.
         """
         starts: dict[int, int] = {}
         end = 0
         # Files at rest come last: the memory that `fillings` has prepared is for the copies that training waits for.
-        for file in sorted(files, key=lambda file: file.at_rest):
+        for file in sorted(files, key=lambda file: file.state_rests):
             size = file.num_tensor_bytes
             alignment = DISK_BLOCK_BYTES if size >= DIRECT_FROM_BYTES else _ALIGNMENT
             starts[id(file)] = -(-end // alignment) * alignment
@@ -86,7 +90,8 @@ class HostBuffers:
         later: list[Copy] = []
         resting: list[torch.Tensor] = []
         for file in files:
-            resting += self._place(file, starts[id(file)], now, later)
+            may_wait = may_copy_later and file.state_rests
+            resting += self._place(file, starts[id(file)], now, later if may_wait else None)
         copy_now(now, self._num_threads)  # devices copy at the same time
         for device in devices:
             torch.accelerator.synchronize(device)
@@ -96,17 +101,20 @@ class HostBuffers:
             file.tensors, file.staged = [], staged
         return LaterCopy(later, resting) if later else None
 
-    def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy]) -> list[torch.Tensor]:
+    def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy] | None) -> list[torch.Tensor]:
         """Add the copies of a file's tensors to `now` or `later`. Return the tensors whose copies are in `later`.
 
-        A tensor that is not contiguous host memory is copied in this call, or its asynchronous copy is started.
+        Without `later`, all are added to `now`. A tensor that is not contiguous host memory is copied in this
+        call, or its asynchronous copy is started.
         """
         resting: list[torch.Tensor] = []
         for tensor in file.tensors:
             size = tensor.numel() * tensor.element_size()
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
                 self._gather(tensor, position, size)
-            elif file.at_rest and size >= _LATER_FROM_BYTES and not tensor.is_inference():  # has no version counter
+            elif (
+                later is not None and size >= _LATER_FROM_BYTES and not tensor.is_inference()
+            ):  # has no version counter
                 self._add_copies(tensor.data_ptr(), position, size, later)
                 resting.append(tensor)
             else:

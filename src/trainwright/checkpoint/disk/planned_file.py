@@ -67,7 +67,7 @@ class PlannedFile:
         tensors: the tensors that follow the head without gaps, in this order, on any device. They are not copies.
         staged: copies of the tensors' bytes in host memory, as consecutive ranges; `tensors` is then empty.
         streamed: weights that are read while the file is written. `tensors` is then empty.
-        at_rest: True if nothing changes the tensors before the next step of an optimizer.
+        state_rests: True if nothing changes the tensors before the next step of an optimizer.
     """
 
     path: str
@@ -75,7 +75,7 @@ class PlannedFile:
     tensors: list[torch.Tensor] = field(default_factory=list)
     staged: list[memoryview] = field(default_factory=list)
     streamed: list[Weight] = field(default_factory=list)
-    at_rest: bool = False
+    state_rests: bool = False
 
     @property
     def num_tensor_bytes(self) -> int:

@@ -286,7 +286,7 @@ class Snapshot:
         missing: set by `read_checkpoint`: requested parts that are absent, which its arguments or the manifest allow.
         in_shards: used for writing. True: tensors are `TensorShards`, and each rank writes its shards (see
             `plan_share`).
-        overlaps: used for writing. True: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
+        state_rests: used for writing. True: only `torch.optim.Optimizer.step` changes the optimizers' tensors, so that
             `AsyncWriter` may copy these tensors while training continues, until the next step.
         extra: used for writing. A folder on the checkpoint's disk, whose files are moved into the checkpoint.
     """
@@ -301,5 +301,5 @@ class Snapshot:
     kind: Kind = "full"
     missing: tuple[str, ...] = ()
     in_shards: bool = False
-    overlaps: bool = False
+    state_rests: bool = False
     extra: Path | None = None

@@ -129,7 +129,7 @@ def _plan_small(snapshot: Snapshot) -> dict[str, list[PlannedFile]]:
 
 def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Contents:
     for file in parts.get("optimizer", ()):
-        file.at_rest = snapshot.overlaps
+        file.state_rests = snapshot.state_rests
     return Contents(
         parts=parts,
         step=int(snapshot.state.get("step", 0)),

@@ -1,0 +1,376 @@
+"""Loading of checkpoints into a run: the complete state of a fit, or only the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.disk.untrusted import reading
+from trainwright.checkpoint.format.layout import order_after
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.rng import set_rng_state
+from trainwright.core.run import Stage
+from trainwright.core.state import TrainState, compare_classes
+from trainwright.loggers.metric_values import load_objects_state, merge
+from trainwright.strategies.engine import Engine
+from trainwright.trainer.checkpoints.contents import CheckpointContents, frozen_names
+from trainwright.trainer.checkpoints.entries import Entries
+from trainwright.trainer.checkpoints.load_request import LoadRequest, Opened
+from trainwright.trainer.checkpoints.places import CheckpointPlaces
+from trainwright.trainer.checkpoints.search import CheckpointSearch, left_by_earlier
+from trainwright.trainer.configuration.settings import Settings
+from trainwright.trainer.data import StageData
+from trainwright.trainer.hooks import StageHooks
+from trainwright.trainer.logs import Logs
+from trainwright.trainer.loop_state import LoopState
+from trainwright.trainer.run_state import History
+
+
+class Loads:
+    """Loads checkpoints into a stage.
+
+    Args:
+        settings: provides the limits of a fit, which a resumed checkpoint must not exceed.
+        engine: receives weights, optimizers and the loss scale.
+        places: the folders and URLs of checkpoints.
+        contents: knows the attempt of the launcher that the fit belongs to.
+        hooks: the task and the callbacks.
+        history: receives the training progress.
+        data: receives the position in the training data.
+        loop: receives the schedules, and the state to restore last.
+        logs: receives metrics and the loggers' states.
+        stage: the stage, or None.
+
+    Attributes:
+        origin: the checkpoint that this fit was resumed from, or None.
+        ckpt_path: the checkpoint that was loaded, or None.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: Engine,
+        places: CheckpointPlaces,
+        contents: CheckpointContents,
+        hooks: StageHooks,
+        history: History,
+        data: StageData,
+        loop: LoopState,
+        logs: Logs,
+        stage: Stage | None,
+    ) -> None:
+        self.origin: Path | None = None
+        self.ckpt_path: str | None = None
+        self._settings = settings
+        self._engine = engine
+        self._places = places
+        self._contents = contents
+        self._hooks = hooks
+        self._history = history
+        self._data = data
+        self._loop = loop
+        self._logs = logs
+        self._stage = stage
+
+    def open(self, request: LoadRequest, *, is_trial: bool) -> Opened | None:
+        """Find and read the checkpoint that the stage starts from, on every rank. Collective.
+
+        Returns:
+            None without a checkpoint.
+
+        Raises:
+            FileNotFoundError, ConfigurationError, CheckpointError: see `CheckpointSearch` and `Opened.read`.
+            ConfigurationError: the checkpoint has completed more epochs than the fit may run.
+        """
+        stage, processes, attempt = self._stage, self._engine.processes, self._contents.attempt
+        assert stage is not None
+        folder = self._places.run_folder
+        left: FoundCheckpoint | None = None
+        if self._engine.is_main:
+            if stage == "fit" and not is_trial and self._places.folder.is_dir():
+                folder.prepare()
+            left = left_by_earlier(attempt, folder)
+        found = processes.broadcast_object(left)
+        if found is not None:
+            self._hooks.print(f"trainwright: start {attempt.number + 1} of this job resumes {found.path}.")
+            request = replace(request, ckpt_path=found.path, weights_only=False)
+        elif request.ckpt_path is not None:
+            has_trained = self._history.state.step > 0
+            search = CheckpointSearch(request, stage, self._places, self._hooks, has_trained=has_trained)
+            found = search.on_all_ranks(processes)
+        if found is None:
+            return None
+        resumes = request.resumes(stage)
+        if resumes:
+            self._check_epochs(found)
+        return Opened.read(found, request, full=resumes)
+
+    def _check_epochs(self, found: FoundCheckpoint) -> None:
+        epoch, bound = found.manifest.epoch, self._settings.limits.max_epochs
+        if bound is not None and epoch > bound:
+            raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={bound}. Increase max_epochs.")
+
+    def load(self, opened: Opened) -> None:
+        """Load an opened checkpoint into the stage after its setup: the full state or only the weights. Collective."""
+        self.ckpt_path = str(opened.path)
+        if self._stage is not None and opened.request.resumes(self._stage):
+            self.resume(opened)
+            self._enter_in_index(opened.found)
+            self.origin = opened.path
+            return
+        self._load_weights(opened)
+        if self._stage == "fit":
+            self._history.state.load_dict(TrainState().to_dict())
+            self._hooks.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
+
+    def resume(self, opened: Opened) -> None:
+        """Restore the complete state of a run. Every rank reads the same folder. Not collective.
+
+        The next epoch begins if the checkpoint was written after the last step of an epoch.
+
+        Raises:
+            CheckpointError: a part is missing or does not match this task.
+        """
+        self._restore(opened)
+        state = self._history.state
+        if state.epoch_done:
+            state.begin_next_epoch()
+            if self._data.place is not None:
+                self._data.place["position"] = None
+
+    def _enter_in_index(self, found: FoundCheckpoint) -> None:
+        """Complete what a killed process may have left undone for the resumed checkpoint. Collective.
+
+        Adds the checkpoint to the run's index, uploads it, and deletes unfinished uploads. A checkpoint outside the
+        run's folder is neither added nor uploaded. Does nothing without a ModelCheckpoint.
+        """
+        if self._hooks.saver is None:
+            return
+        true_path = found.path.resolve()  # not a link to it
+        is_in_folder = true_path.parent == self._places.folder.resolve() and not true_path.name.startswith(".")
+
+        def work() -> None:
+            self._places.finish_uploads(true_path if is_in_folder else None)
+            if is_in_folder:
+                self._places.run_folder.enter(FoundCheckpoint(true_path, found.manifest))
+
+        self._engine.processes.on_main_rank(work, f"enter {found.path} in its index")
+
+    # Weights
+
+    def _load_weights(self, opened: Opened) -> None:
+        """Load the weights of a checkpoint, including changes by hooks."""
+        request = opened.request
+        strict = self._hooks.task.strict_loading if request.strict is None else request.strict
+        missing, unexpected = self._engine.state.load_model_state(opened.shown["state_dict"], strict=strict)
+        self._engine.weights_changed()
+        # strict=False warns, because it is about this checkpoint. A task's strict_loading=False does not.
+        if request.strict is not False:
+            return
+        texts = []
+        if missing:
+            texts.append(f"{len(missing)} weights of the task are not in it: {_first_names(missing)}")
+        if unexpected:
+            texts.append(f"{len(unexpected)} of its weights are not in the task: {_first_names(unexpected)}")
+        if texts:
+            warnings.warn(f"{opened.path} was partially loaded. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
+
+    # The complete state
+
+    def _restore(self, opened: Opened) -> None:
+        snapshot, path = opened.snapshot, opened.path
+        saved = Entries(snapshot.trainer, path, opened.request.allow_missing)
+        self._load_weights(opened)
+        self._history.state.load_dict(snapshot.state)
+        order_after(opened.found.manifest.created)
+        self._logs.shown.load(snapshot.metrics)
+        # Callbacks before optimizers: a callback may have to create the saved parameter groups in `on_fit_start`.
+        saved.restore_callbacks(self._hooks.callbacks)
+        self._restore_optimizers_and_schedules(opened, saved)
+        saved.restore_engine(self._engine)
+        data = saved.take("data", {})
+        seed = saved.take("seed", None)
+        if data:  # a converted checkpoint is at the start of an epoch and has no data state
+            self._history.seed = seed
+            self._data.load_state_dict(data)
+        self._history.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
+        self._history.run_id = saved.take("run_id", "")
+        saved.restore_loggers(self._logs.group)
+        saved.restore_datamodule(self._data.datamodule)
+        self._restore_last(opened, order_is_known=bool(data))
+
+    def _restore_last(self, opened: Opened, *, order_is_known: bool) -> None:
+        """Have the loop restore metrics and generators just before training continues, after all hooks."""
+        snapshot, path, state, ranks = opened.snapshot, opened.path, self._history.state, self._engine.data_ranks
+        to_restore = self._loop.to_restore
+        if state.batch_in_epoch > 0 and not state.epoch_done:
+            to_restore.append(partial(self.restore_metrics, snapshot.trainer.get("metrics", []), path))
+            to_restore.append(partial(self._compare_frozen, snapshot.trainer.get("frozen"), path))
+        if snapshot.trainer.get("within_step"):
+            warnings.warn(
+                f"{path} was written within the step after step {state.step}. That step runs again from its "
+                "beginning, but the random numbers, buffer updates and logged values of its first part are kept.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+        members = snapshot.trainer.get("data_ranks")  # present only if several ranks shared the same data
+        generators = snapshot.rng
+        if members and snapshot.rng:
+            generators = [snapshot.rng[rank] for rank in members]
+        if len(generators) == ranks.size:
+            to_restore.append(partial(_set_generators, path, generators[ranks.rank], self._engine.device))
+        elif "rng" not in snapshot.missing:
+            why = "holds no generator states"
+            if snapshot.rng:
+                num_data_ranks = len(members) if members else snapshot.world_size
+                wrote = _processes_text(snapshot.world_size, num_data_ranks)
+                resumes = _processes_text(self._engine.processes.world_size, ranks.size)
+                why = f"was written by {wrote} and is resumed by {resumes}"
+            order = " The order of the data is unchanged." if order_is_known else ""
+            warnings.warn(
+                f"{path} {why}. The random number generators start from scratch.{order}",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    def _compare_frozen(self, before: list[str] | None, path: Path) -> None:
+        """Warn if an epoch is resumed with a different set of parameters that require gradients."""
+        if before is None:
+            return
+        task = self._hooks.task
+        names = {plain_name(name) for name, _ in task.named_parameters()}
+        differ = sorted(({*before} & names) ^ {*frozen_names(task)})
+        if differ:
+            kind = "was frozen" if differ[0] in before else "was trained"
+            warnings.warn(
+                f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}. In this run, "
+                f"requires_grad differs for {len(differ)} parameter(s). on_train_epoch_start is not called again in a "
+                "resumed epoch. Set requires_grad also in on_train_start, depending on the epoch.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    def restore_metrics(self, of_ranks: list[dict[str, Any]], origin: object) -> None:
+        """Restore the metrics of an unfinished epoch. Every rank calls it, after `MetricBuffer.begin`.
+
+        Args:
+            of_ranks: the `metrics_state` of each data rank.
+            origin: their source, for the warning.
+        """
+        metrics, task = self._logs.metrics, self._hooks.task
+        device, ranks = self._engine.device, self._engine.data_ranks
+        if len(of_ranks) == ranks.size:
+            metrics.load_state_dict(of_ranks[ranks.rank]["logged"], device, task)
+            lost = load_objects_state(task, of_ranks[ranks.rank]["objects"], device)
+        else:
+            lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
+            if ranks.rank == 0:  # one rank continues from the merged aggregates of all saved ranks
+                states_by_key: dict[Any, list[Any]] = {}
+                for of_rank in of_ranks:
+                    for key, state in of_rank["logged"].items():
+                        states_by_key.setdefault(key, []).append(state)
+                metrics.load_state_dict({key: merge(states) for key, states in states_by_key.items()}, device)
+        if lost and self._engine.is_main:
+            warnings.warn(
+                f"{origin}: the metric objects {', '.join(lost)} start from scratch in this epoch, because they are "
+                "not in this task or the number of processes has changed.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    # Optimizers and schedules
+
+    def _restore_optimizers_and_schedules(self, opened: Opened, saved: Entries) -> None:
+        """Restore optimizers and schedules now, or after `on_fit_start` if callbacks must first create their groups."""
+
+        def restore() -> None:
+            not_restored = self._restore_optimizers(opened)
+            self._restore_schedules(saved, not_restored)
+
+        states, optimizers = opened.snapshot.optimizers, self._engine.optimizers
+        if self._hooks.table.on_fit_start and len(states) == len(optimizers):
+            for state, optimizer in zip(states, optimizers, strict=True):
+                if len(state.get("param_groups", [])) != len(optimizer.param_groups):
+                    self._loop.restore_after_fit_start = restore
+                    return
+        restore()
+
+    def _restore_optimizers(self, opened: Opened) -> list[Optimizer]:
+        """Restore the optimizers. Return those that start from scratch, which `allow_missing` must permit."""
+        path, states, optimizers = opened.path, opened.snapshot.optimizers, self._engine.optimizers
+        if "optimizer" in opened.snapshot.missing:
+            return optimizers
+        may_miss = "optimizer" in opened.request.allow_missing
+        if len(states) != len(optimizers):
+            text = f"{path} holds {len(states)} optimizer(s), but configure_optimizers returned {len(optimizers)}."
+            if not may_miss:
+                raise CheckpointError(
+                    f"{text} Return as many, in the same order, or pass allow_missing=['optimizer'] to start them from "
+                    "scratch."
+                )
+            warnings.warn(f"{text} They start from scratch.", TrainwrightWarning, stacklevel=3)
+            return optimizers
+        not_restored = []
+        for optimizer, state in zip(optimizers, states, strict=True):
+            try:
+                self._engine.state.load_optimizer_state(optimizer, state)
+            except CheckpointError as error:
+                if not may_miss:
+                    raise
+                not_restored.append(optimizer)
+                text = f"{path}: {error} {type(optimizer).__name__} starts from scratch."
+                warnings.warn(text, TrainwrightWarning, stacklevel=3)
+        return not_restored
+
+    def _restore_schedules(self, saved: Entries, not_restored: Sequence[Optimizer]) -> None:
+        """Restore the learning-rate schedules. Set their rates on the optimizers that were not restored."""
+        states = saved.take("schedulers", [])
+        configs = self._loop.schedules.configs
+        if len(states) != len(configs):
+            saved.lacks(
+                "schedulers",
+                f"holds {len(states)} learning-rate schedule(s), but configure_optimizers returned {len(configs)}",
+                "return as many, in the same order",
+            )
+            return
+        schedules = [config.scheduler for config in configs]
+        compare_classes("learning-rate schedule", schedules, saved.optional("schedule_classes"), saved.path)
+        self._loop.schedules.load_state_dict(states)
+        for schedule in schedules:
+            optimizer = getattr(schedule, "optimizer", None)
+            if any(optimizer is each for each in not_restored):
+                _set_rates(optimizer, schedule)
+
+
+def _set_rates(optimizer: Any, schedule: Any) -> None:
+    # Most schedules compute the next rate from the optimizer's, which is the initial one in a new optimizer.
+    for group, rate in zip(optimizer.param_groups, schedule.get_last_lr(), strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _set_generators(path: Path, states: dict[str, Any], device: torch.device) -> None:
+    with reading(path, "holds invalid generator states"):
+        set_rng_state(states, device)
+
+
+def _processes_text(world_size: int, num_data_ranks: int) -> str:
+    """Return a text with the number of processes, and with the number of data ranks if it differs."""
+    text = f"{world_size} process(es)"
+    return text if num_data_ranks == world_size else f"{text}, {num_data_ranks} for the data"
+
+
+def _first_names(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > 10 else ""
+    return f"{', '.join(names[:10])}{more}"
