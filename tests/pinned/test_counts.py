@@ -22,6 +22,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.pinned.stored import PinnedTask
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
+from trainwright.trainer.checkpoints.loads import Loads
 
 # Of one optimizer step of `_Plain` with gradient clipping, in one process: calls of functions of the package, and
 # operations of torch.
@@ -30,9 +31,9 @@ OPERATIONS = 51 if is_present("torch>=2.13") else 56  # torch 2.9 detaches 5 tim
 # Of a step in two processes, on each, without what is agreed upon every few steps: the buffer, the gradients, FSDP's
 # one unit and the norm.
 COLLECTIVES = {"ddp": {"gloo:all_reduce": 1, "gloo:broadcast": 1}, "fsdp": {"gloo:all_gather": 1, "gloo:all_reduce": 2}}
-# Modules of the package that are entered by a save whose caller waits for it (28 are wanted), and by finding, reading
-# and restoring a checkpoint under FSDP.
-SAVE_MODULES, LOAD_MODULES = 36, 28
+# Modules of the package that are entered by a save whose caller waits for it, and by finding, reading and restoring the
+# complete state of a run.
+SAVE_MODULES, LOAD_MODULES = 37, 29
 WRITTEN = {"model/model-00001-of-00001.safetensors": 716, "rng/rank-00000.safetensors": 7752}
 
 
@@ -131,6 +132,26 @@ class _Entered(Callback):
     def on_train_end(self, trainer: Any, task: Any) -> None:
         with _noting(self.entered):
             trainer.save_checkpoint(self.path)
+
+
+def test_what_a_resume_enters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = _Entered(tmp_path / "saved")
+    _fit(4, callbacks=[saved], async_save=False)
+    entered: set[str] = set()
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with _noting(entered):
+                return method(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(Loads, "open", noted(Loads.open))
+    monkeypatch.setattr(Loads, "load", noted(Loads.load))
+    trainer = quiet_trainer(max_epochs=2, gradient_clip_val=1.0)
+    trainer.fit(_Plain(), DataLoader([torch.ones(2, 4)] * 4, batch_size=None), ckpt_path=saved.path)
+    assert trainer.global_step == 8
+    assert 0 < len(entered) <= LOAD_MODULES
 
 
 def test_what_a_save_enters_and_writes(tmp_path: Path) -> None:
