@@ -13,7 +13,8 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.slots import Slot, guard, move_tensor, owner_of, put, tensors_of, without_guard
+from trainwright.bigmodels.weights.placeholders import Placeholders, without_guard
+from trainwright.bigmodels.weights.slots import Slot, move_tensor, owner_of, put, tensors_of
 from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, load_spans
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.copy_stream import Fetched
@@ -70,6 +71,7 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         self.prefetcher = prefetcher
         self.tensor_names = tensor_names
+        self.placeholders = Placeholders()  # `attach` replaces it by one for all hooks of a model
         self.num_bytes = 0
         self._slots: list[Slot] = []
         # Table of parameters or buffers, name, meta tensor in the module, weight.
@@ -103,12 +105,13 @@ class AlignDevicesHook(ModelHook):
         return twin
 
     def _state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "placeholders")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
             state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _ready=[], _is_prefetched=False
         )
+        self.placeholders = Placeholders()
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
@@ -146,7 +149,7 @@ class AlignDevicesHook(ModelHook):
         self._locate_weights()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
-            guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
+            slot.place.label = f"{slot.name!r} of {type(module).__name__}"
 
     def _is_offloaded_buffer(self, module: nn.Module, name: str) -> bool:
         owner, leaf = owner_of(module, name)
@@ -162,7 +165,7 @@ class AlignDevicesHook(ModelHook):
             raise CheckpointError(
                 f"{name!r} has shape {tuple(value.shape)} in the weights map, expected {tuple(tensor.shape)}."
             )
-        return Slot.of(name, tensor, is_buffer, value)
+        return Slot.of(name, tensor, is_buffer, value, self.placeholders)
 
     def _locate_weights(self) -> None:
         """Store the locations of the weights in files, and register the hook with the prefetcher."""
@@ -202,11 +205,11 @@ class AlignDevicesHook(ModelHook):
         for known, _, former, former_span in self.offloaded(module):
             weights.add(known, *((value, span) if known == name else (former, former_span)))
         self.weights_map = weights
-        self._slots = [slot.replaced(module, value, span) if slot.name == name else slot for slot in self._slots]
+        self._slots = [slot.replaced(module) if slot.name == name else slot for slot in self._slots]
         self._spans = {}
         self.forget()
         for slot in self._slots:
-            guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
+            slot.place.label = f"{slot.name!r} of {type(module).__name__}"
 
     def forget(self) -> None:
         """Discard prefetched weights, because values have changed."""
@@ -215,22 +218,23 @@ class AlignDevicesHook(ModelHook):
         self._number = -1
         self._locate_weights()
 
-    def release(self, module: nn.Module) -> StoredWeights:
-        """Put weights that are in memory back into the module, without a copy. Return the weights that are in files.
+    def release(self, module: nn.Module) -> bool:
+        """Put weights that are in memory back into the module, without a copy. Return whether others are in files.
 
-        The module keeps meta tensors for weights in files. The hook is unchanged.
+        The module keeps placeholders for weights in files. The hook is unchanged.
         """
-        in_files = StoredWeights()
+        has_files = False
         for slot in self._slots:
             assert self.weights_map is not None
             shown = slot.table(module).get(slot.leaf)
-            value, span = self.weights_map[slot.name], self._spans.get(slot.name)
+            span = self._spans.get(slot.name)
             if span is None:
-                slot.restore(module, value, copies=False)
+                slot.restore(module, self.weights_map[slot.name], copies=False)
             elif shown is not None and shown.is_meta:
-                slot.keep_origin()
-                in_files.add(slot.name, value, span)
-        return in_files
+                has_files = True
+                slot.place.value = self.weights_map[slot.name]
+                slot.place.span = span
+        return has_files
 
     def places(self, module: nn.Module) -> set[tuple[int, str]]:
         """Return (id of the module's dict of parameters or buffers, name in this dict) of each offloaded tensor."""

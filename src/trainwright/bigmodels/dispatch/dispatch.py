@@ -16,10 +16,11 @@ from trainwright.bigmodels.dispatch.attach import (
     innermost,
 )
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
-from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
+from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.dispatch.undo import remove_placement, restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.moving import Device, check_available, checked_device, default_device, to_device
+from trainwright.bigmodels.weights.placeholders import in_files
 from trainwright.bigmodels.weights.slots import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
@@ -107,7 +108,7 @@ class _Source(NamedTuple):
 
     def stored(self, model: nn.Module) -> OffloadedWeightsLoader:
         """Return the weights that are on disk: in files of an earlier load, or in the folder."""
-        return OffloadedWeightsLoader(left_on_disk(model), self.folder, self.offload_index)
+        return OffloadedWeightsLoader(in_files(model), self.folder, self.offload_index)
 
 
 def _place(

@@ -17,7 +17,7 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.attach import innermost
 from trainwright.bigmodels.dispatch.dispatch import dispatch_model
-from trainwright.bigmodels.dispatch.moves import add_left_on_disk
+from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.dispatch.targets import (
     Target,
     assign,
@@ -138,7 +138,7 @@ def load_weights(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, 
         else:
             fill(model, target, stored)
     if on_disk:
-        add_left_on_disk(model, left)
+        refuse_moves(model)
     return keys
 
 
