@@ -145,7 +145,8 @@ class AlignDevicesHook(ModelHook):
         kept = [(name, t, b) for name, t, b in tensors if not b or self._is_offloaded_buffer(module, name)]
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor, _ in kept}
-        self._slots = [self._slot(name, tensor, is_buffer) for name, tensor, is_buffer in kept]
+        with without_guard():
+            self._slots = [self._slot(name, tensor, is_buffer) for name, tensor, is_buffer in kept]
         self._locate_weights()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
@@ -413,7 +414,10 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def note_shared(model: nn.Module) -> None:
     """Record in a model's hooks which offloaded weights are also in modules that are not offloaded."""
     tables = [module._parameters for module in model.modules()]
-    present = {id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta}
+    with without_guard():
+        present = {
+            id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta
+        }
     for module in model.modules():
         for hook in offloading_hooks(module):
             hook.note_shared(present)
