@@ -177,7 +177,8 @@ class AlignDevicesHook(ModelHook):
                 self._spans[slot.name] = span
         self._ready = []
         self._files = tuple({span.file for span in self._spans.values()})
-        self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
+        with without_guard():
+            self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
         if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
             self._number = self.prefetcher.add(self)
 
