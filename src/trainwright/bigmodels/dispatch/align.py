@@ -100,6 +100,7 @@ class AlignDevicesHook(ModelHook):
         return self._state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
+        # Without __init__, because a subclass may have other arguments, and __getstate__ refuses copy.copy.
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self._state(), memo))
         return twin

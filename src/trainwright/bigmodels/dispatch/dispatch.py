@@ -129,7 +129,7 @@ def place_model(
         _place(model, places, main, offloaded, source, skip_keys, preload_module_classes, prefetch_bytes)
     else:
         remove_placement(model)
-        _fill(model, places, set(), source.with_tied_names(model))
+        _fill(model, places, set(), source.with_tied_names(model), source.stored(model))
         model.to(to_device(next(iter(places.values()))))
     model.hf_device_map = places  # type: ignore[assignment]  # modules type attributes as tensors
 
@@ -150,8 +150,9 @@ def _place(
     """
     remove_placement(model)
     source = source.with_tied_names(model)
-    _fill(model, places, offloaded, source)
-    weights = _offloaded_weights(model, places, offloaded, source)
+    stored = source.stored(model)
+    _fill(model, places, offloaded, source, stored)
+    weights = _offloaded_weights(model, places, offloaded, source, stored)
     runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
     runs_on.setdefault("", main)
     _separate_tied(model, places, runs_on)
@@ -190,7 +191,13 @@ def checked_places(
     return dict(device_map)
 
 
-def _fill(model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str], source: Source) -> None:
+def _fill(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offloaded: set[str],
+    source: Source,
+    stored: OffloadedWeightsLoader,
+) -> None:
     """Load tensors that are on the meta device, unless the map puts them on the disk or on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
@@ -201,11 +208,15 @@ def _fill(model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str
     others = on_disk | _in_places(tensors, device_map, {"meta"}).keys()
     names = [name for name in tensors if name not in others]
     with without_guard():
-        fill_empty(model, names, source.state_dict or {}, source.stored(model))
+        fill_empty(model, names, source.state_dict or {}, stored)
 
 
 def _offloaded_weights(
-    model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str], source: Source
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offloaded: set[str],
+    source: Source,
+    stored: OffloadedWeightsLoader,
 ) -> StoredWeights:
     """Return the offloaded weights, after writing missing ones to the disk."""
     weights, state = StoredWeights(), model.state_dict()
@@ -216,7 +227,6 @@ def _offloaded_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     in_memory = {id(tensor) for name, tensor in parameters.items() if name not in on_disk and not tensor.is_meta}
     staying = () if source.offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    stored = source.stored(model)
     new: dict[str, torch.Tensor] = {}
     missing: list[str] = []
     for name, tensor in on_disk.items():
