@@ -35,7 +35,7 @@ def _facts(run: StageRun, folder: Path) -> dict[str, Any]:
     """Return the code, environment, settings and folders of a run. Paths are relative to the folder of its record."""
     selection = run.settings.selection
     outline = selection.strategy.outline(None, selection.settings)
-    settings = planned_settings(run.settings, type(run.trainer).__init__)
+    settings = planned_settings(run.settings)
     logs = [logger.log_dir for logger in run.settings.loggers if logger.log_dir is not None]
     script = Path(sys.argv[0] or ".").absolute()
     is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package

@@ -7,6 +7,7 @@ evaluates. lightning_names.py defines further attributes of a Trainer, and plann
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -199,7 +200,10 @@ class Trainer(Planner, LightningNames):
         on_interrupt: Literal["return", "raise"] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self.settings = settings = configure(TrainerArguments(**given))
+        # Not those of `type(self).__init__`: a subclass may have other arguments.
+        parameters = inspect.signature(Trainer.__init__).parameters
+        defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+        self.settings = settings = configure(TrainerArguments(**given), defaults)
         self.history = History(RunState(self), settings.arguments.seed)
         self.verb: Stage | None = None
         self.status = "initializing"
