@@ -15,8 +15,8 @@ import torch.distributed as dist
 from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import check_address, detect
-from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import DummyLogger
+from trainwright.loggers.registry import resolve_loggers
 from trainwright.profilers.profiler import Profiler, resolve_profiler
 from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import Selection, select

@@ -14,7 +14,7 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.rng import isolate_rng
 from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.processes.devices import peak_memory
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.checkpoints.load_request import LoadRequest
