@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -29,7 +29,6 @@ from trainwright.core.tree import move
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.process_group import AbsentOthers, Processes
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
-from trainwright.strategies.context.sequences import SplitSequences
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.lightning_members import LightningMembers
@@ -40,6 +39,9 @@ from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled_module, repeated_blocks
+
+if TYPE_CHECKING:
+    from trainwright.strategies.context.sequences import SplitSequences  # imports much of torch
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 Models = Sequence[nn.Module]

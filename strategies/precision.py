@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.device_types import properties
-from trainwright.processes.devices import DistributedType
-from trainwright.processes.partial_state import PartialState
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,31 +39,6 @@ class Precision:
     fp8_all_gather: ClassVar[bool] = False
     splits_converted: ClassVar[bool] = True
     fp8_backend: ClassVar[str] = "NO"
-
-    @classmethod
-    def parse(cls, spec: str | int | Precision) -> Precision:
-        """Return a precision by name.
-
-        Raises:
-            ConfigurationError: The name is unknown. The message suggests the most similar name.
-        """
-        if isinstance(spec, Precision):
-            return spec
-        if spec == "fp8":
-            from trainwright.strategies.steps.fp8 import Fp8
-
-            return Fp8()
-        if spec == "transformer-engine":
-            from trainwright.strategies.steps.te_layers import TransformerEnginePrecision
-
-            return TransformerEnginePrecision()
-        found = _KNOWN.get(str(spec))
-        if found is None:
-            layers = ("fp8", "transformer-engine")
-            names = ", ".join([*dict.fromkeys(p.name for p in _KNOWN.values()), *layers])
-            near = nearest(str(spec), [*_KNOWN, *layers])
-            raise ConfigurationError(f"precision={spec!r} is unknown.{near} Known: {names}.")
-        return found
 
     def check_device(self, device_type: str) -> None:
         """Check that a device type supports these formats, without using a device.
@@ -159,35 +132,3 @@ class _DefaultDtype(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         torch.set_default_dtype(self._before)
-
-
-_FULL = Precision("32-true")
-_DOUBLE = Precision("64-true", param_dtype=torch.float64)
-_HALF = Precision("16-true", param_dtype=torch.float16)
-_BFLOAT = Precision("bf16-true", param_dtype=torch.bfloat16)
-_HALF_MIXED = Precision("16-mixed", autocast_dtype=torch.float16, scaled=True)
-_BFLOAT_MIXED = Precision("bf16-mixed", autocast_dtype=torch.bfloat16)
-_KNOWN: dict[str, Precision] = {
-    "32-true": _FULL, "32": _FULL, "fp32": _FULL, "no": _FULL,
-    "64-true": _DOUBLE, "64": _DOUBLE,
-    "16-true": _HALF,
-    "bf16-true": _BFLOAT,
-    "16-mixed": _HALF_MIXED, "16": _HALF_MIXED, "fp16": _HALF_MIXED,
-    "bf16-mixed": _BFLOAT_MIXED, "bf16": _BFLOAT_MIXED,
-}  # fmt: skip
-
-
-def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """Return a loss scaler for float16.
-
-    Args:
-        distributed_type: `DistributedType.FSDP` returns a scaler that checks the gradient shards of all ranks. Default:
-            None.
-        kwargs: Arguments of torch's `GradScaler`.
-    """
-    device = PartialState().device
-    if distributed_type != DistributedType.FSDP:
-        return torch.amp.GradScaler(device.type, **kwargs)
-    from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
-
-    return ShardedGradients(device).make_scaler(**kwargs)

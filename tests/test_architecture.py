@@ -42,6 +42,19 @@ def test_there_is_no_import_cycle() -> None:
     assert rules.import_cycles(SOURCES) == []
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from trainwright.core.b import f",
+        "def g():\n    from trainwright.core.b import f",
+        "if TYPE_CHECKING:\n    import trainwright.core.b",
+    ],
+)
+def test_an_import_cycle_is_caught_wherever_the_import_is(text: str) -> None:
+    sources = [Source("trainwright.core.a", text), Source("trainwright.core.b", "import trainwright.core.a")]
+    assert rules.import_cycles(sources) == ["trainwright.core.a -> trainwright.core.b -> trainwright.core.a"]
+
+
 def test_the_loop_knows_no_engine_and_no_device() -> None:
     _expect_none([breach for source in SOURCES for breach in _blind_loop_breaches(source)])
 

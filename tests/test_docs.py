@@ -27,7 +27,8 @@ from trainwright.cli.configs.class_names import own_name
 from trainwright.cli.main import COMMANDS
 from trainwright.core.names.foreign_names import ANSWERS
 from trainwright.loggers import LOGGERS
-from trainwright.strategies import STRATEGIES, Precision
+from trainwright.strategies import STRATEGIES
+from trainwright.strategies.precision_names import parse_precision
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -380,7 +381,7 @@ def test_the_table_of_precisions_is_the_codes() -> None:
         "bf16-mixed",
     ]
     for name, parameters, products, inputs, saved, scaled in rows:
-        precision = Precision.parse(_code(name)[0])
+        precision = parse_precision(_code(name)[0])
         held = str(precision.param_dtype or torch.float32).removeprefix("torch.")
         assert (parameters, inputs, saved) == (held, held, held)
         assert products == str(precision.autocast_dtype or precision.param_dtype or torch.float32).removeprefix(

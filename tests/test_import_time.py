@@ -16,6 +16,9 @@ FORBIDDEN = [
     *("sympy", "networkx", "torch._dynamo", "torch._inductor", "torch.onnx", "torch.utils.tensorboard"),
     *("cloudpickle", "torch.distributed.algorithms.ddp_comm_hooks", "zoneinfo"),
     *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.tensor"),
+    *("torch.distributed._functional_collectives", "trainwright.strategies.context"),
+    *("trainwright.processes.hang_detector", "trainwright.processes.ray_actors"),
+    *("trainwright.strategies.steps.te_layers", "trainwright.trainer.search.trial"),
 ]
 
 

@@ -13,10 +13,11 @@ from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
-from trainwright.data import CombinedLoader, DataModule, LoaderOptions, iterate_groups, prepare_loader, resolve_limit
-from trainwright.data.combined import leaves_of, members_of
-from trainwright.data.loader import holds_loaders
-from trainwright.data.loader_options import LOADER_METHODS
+from trainwright.data.combined import CombinedLoader, leaves_of, members_of
+from trainwright.data.datamodule import DataModule
+from trainwright.data.groups import iterate_groups, resolve_limit
+from trainwright.data.loader import holds_loaders, prepare_loader
+from trainwright.data.loader_options import LOADER_METHODS, LoaderOptions
 from trainwright.data.workers import Workers
 from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.arguments import TrainerArguments

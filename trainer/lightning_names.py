@@ -17,7 +17,7 @@ from trainwright.core.metric_value import MetricValue
 from trainwright.core.run import SchedulerConfig, Stage
 from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.engine import Engine
 from trainwright.trainer.checkpoints.saves import Saves

@@ -15,7 +15,7 @@ from trainwright.core.hyperparameters import differ, kept_and_left_out
 from trainwright.core.metric_value import MetricValue, as_values
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.loggers.evaluation_rows import Rows
 from trainwright.loggers.logger import RunInfo, Status
 from trainwright.loggers.logger_group import LoggerGroup

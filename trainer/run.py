@@ -262,7 +262,7 @@ class StageRun:
         """Return the facts of the run for its record, with paths relative to the record's folder."""
         selection = self.settings.selection
         outline = selection.strategy.outline(None, selection.settings)
-        settings = planned_settings(self.settings, type(self.trainer).__init__)
+        settings = planned_settings(self.settings)
         logs = [logger.log_dir for logger in self.settings.loggers if logger.log_dir is not None]
         script = Path(sys.argv[0] or ".").absolute()
         is_own = script.suffix == ".py" and script.name != "__main__.py"  # not the command line of a package

@@ -7,10 +7,11 @@ evaluates. lightning_names.py defines further attributes of a Trainer, and plann
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.run_folder import OnDamaged
@@ -20,9 +21,9 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import is_interactive, started_by_trainer
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
-from trainwright.loggers import resolve_loggers
+from trainwright.data.datamodule import DataModule
 from trainwright.loggers.logger import Logger
+from trainwright.loggers.registry import resolve_loggers
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.phase import Phase
@@ -37,13 +38,14 @@ from trainwright.trainer.fit_loop_view import FitLoopView
 from trainwright.trainer.lightning_names import LightningNames
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.planning.planner import Planner
-from trainwright.trainer.ray_stage import run_in_new_processes
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.run_state import History, RunState
 from trainwright.trainer.schedule import Stop
-from trainwright.trainer.search.trial import StageTrialSteps, pass_training_data
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
+
+if TYPE_CHECKING:
+    from trainwright.trainer.search.trial import StageTrialSteps
 
 
 class Loop(Protocol):
@@ -197,7 +199,10 @@ class Trainer(Planner, LightningNames):
         on_interrupt: Literal["return", "raise"] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        self.settings = settings = configure(TrainerArguments(**given))
+        # Not those of `type(self).__init__`: a subclass may have other arguments.
+        parameters = inspect.signature(Trainer.__init__).parameters
+        defaults = {name: each.default for name, each in parameters.items() if name != "self"}
+        self.settings = settings = configure(TrainerArguments(**given), defaults)
         self.history = History(RunState(self), settings.arguments.seed)
         self.verb: Stage | None = None
         self.status = "initializing"
@@ -355,6 +360,8 @@ class Trainer(Planner, LightningNames):
         try:
             if self.settings.selection.starts_processes and not started_by_trainer():
                 involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
+                from trainwright.trainer.ray_stage import run_in_new_processes  # most runs have their processes
+
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
                 result = run_in_new_processes(self, work, involved)
             else:
@@ -514,10 +521,14 @@ class Trainer(Planner, LightningNames):
 
     def pass_training_data(self) -> None:
         """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
+        from trainwright.trainer.search.trial import pass_training_data  # few runs use it
+
         run = self.run
         pass_training_data(run.task, run.engine, run.data.train(), run.state)
 
     def trial_steps(self, *, alone: bool, remakes_loaders: bool = False) -> StageTrialSteps:
         """Run trial steps and restore all state; see `Run.trial_steps`."""
+        from trainwright.trainer.search.trial import StageTrialSteps  # few runs use it
+
         show = partial(setattr, self, "run")
         return StageTrialSteps(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)

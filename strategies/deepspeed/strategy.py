@@ -51,7 +51,7 @@ from trainwright.strategies.engine import (
     made,
 )
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.state import FullState, JointState, state_dict_type_name
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
@@ -447,7 +447,7 @@ class DeepSpeedEngine(ParallelEngine):
         if self._model is None:
             return super().make_step(parts)
         if not self.autocasts:
-            inputs = Precision.parse("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
+            inputs = parse_precision("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
             parts = replace(parts, inputs=inputs)
         parts = replace(parts, synchronize=self.engine.set_gradient_accumulation_boundary)
         return EngineStep(parts, self._model, self.config.clipping)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,16 +13,13 @@ from trainwright.checkpoint.format.optimizer import load_named_optimizer_state, 
 from trainwright.core.errors import ConfigurationError, TrainwrightError
 from trainwright.core.state import Group
 from trainwright.core.tree import local_part, map_tensors
-from trainwright.processes.process_group import length_of_time
 from trainwright.strategies.data_ranks import DataRanks
-from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, TrainingPlan
+from trainwright.strategies.engine import Description, Engine, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import stack_counts, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.torchft.live_replicas import LiveReplicas
-
-if TYPE_CHECKING:
-    from trainwright.strategies.torchft.strategy import TorchFTStrategy
+from trainwright.strategies.torchft.replica_settings import ReplicaSettings
 
 
 def no_own_loops() -> ConfigurationError:
@@ -35,22 +32,15 @@ def no_own_loops() -> ConfigurationError:
 class Replica:
     """This process's replica, which is one of several replicas that train the same model together.
 
-    Args:
-        strategy: The options of the replica.
-
     Attributes:
+        settings: Settings of the replica.
         live: Connection to the live replicas. None before the first step.
     """
 
-    def __init__(self, strategy: TorchFTStrategy) -> None:
-        self.strategy = strategy
+    def __init__(self, settings: ReplicaSettings) -> None:
+        self.settings = settings
         self.live: LiveReplicas | None = None
         self._own_ranks: DataRanks | None = None
-
-    @property
-    def number(self) -> int:
-        """Number of this replica."""
-        return self.strategy.replica_settings()[0]
 
     def data_ranks(self, own: DataRanks) -> DataRanks:
         """Return the data-parallel ranks of all replicas, given those of this replica.
@@ -59,8 +49,8 @@ class Replica:
         `all_gather` returns only their tensors.
         """
         self._own_ranks = own
-        replica, max_replicas, _ = self.strategy.replica_settings()
-        return replace(own, rank=replica * own.size + own.rank, members=list(own.members) * max_replicas)
+        rank = self.settings.number * own.size + own.rank
+        return replace(own, rank=rank, members=list(own.members) * self.settings.max_replicas)
 
     def make_step(self, engine: Engine, parts: StepParts) -> TorchFTStep:
         """Return the step. For training, join the live replicas, and load their progress."""
@@ -72,18 +62,18 @@ class Replica:
         return step
 
     def _connect(self, engine: Engine, step: TorchFTStep) -> None:
-        given, progress = self.strategy, step.run.state
-        number, _, lighthouse = given.replica_settings()
+        settings = self.settings
+        progress = step.run.state
         self.live = LiveReplicas(
             step.state_to_send,
             step=progress.step,
             device=engine.device,
             processes=engine.processes,
-            timeout=length_of_time("timeout", given.timeout),
-            host=given.host,
-            replica_id=f"replica_{number}",
-            min_replica_size=given.min_replicas,
-            lighthouse_addr=lighthouse,
+            timeout=settings.timeout,
+            host=settings.host,
+            replica_id=f"replica_{settings.number}",
+            min_replica_size=settings.min_replicas,
+            lighthouse_addr=settings.lighthouse,
         )
         self.live.join()
         if self.live.received is not None:
@@ -147,8 +137,8 @@ class TorchFTStep(AutomaticStep):
             return False
         if here > there:
             raise TrainwrightError(
-                f"replica {self._replica.number} has consumed {here} batches, but a replica with more steps has "
-                f"consumed only {there}. Start this replica again without a checkpoint."
+                f"replica {self._replica.settings.number} has consumed {here} batches, but a replica with more steps "
+                f"has consumed only {there}. Start this replica again without a checkpoint."
             )
         with torch.no_grad():
             for name, tensor in _tensors_of(self.task):
@@ -199,21 +189,19 @@ class TorchFTStep(AutomaticStep):
         return super()._weigh_items(group)
 
     def _skip_batches(self, skipped: list[int], group: Group, weights: object, total: object) -> Any:
-        raise without_loss(type(self.task).__name__, self._replica.number)
+        raise without_loss(type(self.task).__name__, self._replica.settings.number)
 
 
 class TorchFTEngine(Engine):
     """Engine for a replica of one process. Gradients are averaged over the live replicas."""
 
-    strategy: TorchFTStrategy
-
-    def __init__(self, strategy: TorchFTStrategy, settings: EngineSettings) -> None:
+    def __init__(self, strategy: Description, replica: ReplicaSettings, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self.replica = Replica(strategy)
+        self.replica = Replica(replica)
 
     @property
     def is_main(self) -> bool:
-        return self.replica.number == 0
+        return self.replica.settings.number == 0
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from trainwright.strategies.engine import Models, Optimizers, Prepared, TrainingPlan
+from trainwright.strategies.engine import Description, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.torchft.replica import Replica, no_own_loops
-
-if TYPE_CHECKING:
-    from trainwright.strategies.torchft.strategy import TorchFTStrategy
+from trainwright.strategies.torchft.replica_settings import ReplicaSettings
 
 
 class ShardedReplicaEngine(FSDPEngine):
     """Engine for a replica that FSDP shards. Gradients are averaged over the live replicas."""
 
-    def __init__(self, given: TorchFTStrategy, within: FSDPStrategy, settings: EngineSettings) -> None:
+    def __init__(
+        self, given: Description, replica: ReplicaSettings, within: FSDPStrategy, settings: EngineSettings
+    ) -> None:
         super().__init__(within, settings)
-        self.replica = Replica(given)
+        self.replica = Replica(replica)
         self.capabilities = given.capabilities
 
     @property
     def is_main(self) -> bool:
-        return self.replica.number == 0 and super().is_main
+        return self.replica.settings.number == 0 and super().is_main
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         if not roots:

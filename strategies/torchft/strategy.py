@@ -16,6 +16,8 @@ from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.strategy import Strategy, StrategyOutline
 from trainwright.strategies.torchft.live_replicas import load_torchft
+from trainwright.strategies.torchft.replica import TorchFTEngine
+from trainwright.strategies.torchft.replica_settings import ReplicaSettings
 
 if TYPE_CHECKING:
     from trainwright.strategies.fsdp.strategy import FSDPStrategy
@@ -108,8 +110,8 @@ class TorchFTStrategy(Strategy):
             )
         load_torchft()
 
-    def replica_settings(self) -> tuple[int, int, str]:
-        """Return the number of this replica, the number of replicas, and the address of the lighthouse.
+    def replica_settings(self) -> ReplicaSettings:
+        """Return the checked settings of this replica.
 
         Raises:
             ConfigurationError: One of the values is missing or not valid.
@@ -130,7 +132,14 @@ class TorchFTStrategy(Strategy):
                 f"{self!r} has no lighthouse. Start `torchft_lighthouse --min_replicas {self.min_replicas}`, and pass "
                 "lighthouse='http://host:29510' or set TORCHFT_LIGHTHOUSE."
             )
-        return replica, num, lighthouse
+        return ReplicaSettings(
+            number=replica,
+            max_replicas=num,
+            min_replicas=self.min_replicas,
+            lighthouse=lighthouse,
+            timeout=length_of_time("timeout", self.timeout),
+            host=self.host,
+        )
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
         if self.inner is not None:
@@ -142,13 +151,12 @@ class TorchFTStrategy(Strategy):
         check(task, settings)
 
     def engine(self, settings: EngineSettings) -> Engine:
+        replica = self.replica_settings()
         if self.inner is None:
-            from trainwright.strategies.torchft.replica import TorchFTEngine  # which knows this class
-
-            return TorchFTEngine(self, settings)
+            return TorchFTEngine(self, replica, settings)
         from trainwright.strategies.torchft.sharded import ShardedReplicaEngine  # imports much of torch
 
-        return ShardedReplicaEngine(self, self.inner, settings)
+        return ShardedReplicaEngine(self, replica, self.inner, settings)
 
 
 def _number(name: str, given: int | None, source: str) -> int | None:

@@ -72,18 +72,9 @@ def layer_breaches(source: Source) -> list[Breach]:
 
 
 def import_cycles(sources: Iterable[Source]) -> list[str]:
-    """Law 1: the imports at module level (for types too) have no cycle; returns each as `a -> b -> a`."""
+    """Law 1: the imports, in functions and for types too, have no cycle; returns each as `a -> b -> a`."""
     by_name = {source.module: source for source in sources}
-    edges = {
-        name: sorted(
-            {
-                home
-                for entry in source.imports
-                if not entry.nested and (home := _home(entry, by_name)) != name and home is not None
-            }
-        )
-        for name, source in by_name.items()
-    }
+    edges = {name: _imported_modules(source, by_name) for name, source in by_name.items()}
     cycles: list[str] = []
     state: dict[str, str] = {}
 
@@ -101,6 +92,11 @@ def import_cycles(sources: Iterable[Source]) -> list[str]:
         if name not in state and name != "trainwright":  # the public face names everything, lazily
             visit(name, [name])
     return cycles
+
+
+def _imported_modules(source: Source, by_name: dict[str, Source]) -> list[str]:
+    homes = {_home(entry, by_name) for entry in source.imports}
+    return sorted(home for home in homes if home not in (None, source.module))
 
 
 def _home(entry: Import, by_name: dict[str, Source]) -> str | None:

@@ -41,12 +41,10 @@ class Import:
     Attributes:
         target: full dotted name, for `from a import b` it is `a.b`.
         line: 1-based line.
-        nested: inside a function, so that it runs when first called.
     """
 
     target: str
     line: int
-    nested: bool = False
 
     @property
     def root(self) -> str:
@@ -87,7 +85,7 @@ class Source:
     @cached_property
     def imports(self) -> list[Import]:
         """Every import statement, in functions and under TYPE_CHECKING too, one entry for each name."""
-        return list(_imports(self.tree, nested=False))
+        return list(_imports(self.tree))
 
     @cached_property
     def docstrings(self) -> set[int]:
@@ -132,15 +130,12 @@ def _read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-def _imports(node: ast.AST, *, nested: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(alias.name, child.lineno, nested)
-        elif isinstance(child, ast.ImportFrom):
-            base = "." * child.level + (child.module or "")
-            for alias in child.names:
-                yield Import(f"{base}.{alias.name}" if child.module else base + alias.name, child.lineno, nested)
-        else:
-            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-            yield from _imports(child, nested=nested or is_function)
+def _imports(tree: ast.Module) -> Iterator[Import]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}" if node.module else base + alias.name, node.lineno)

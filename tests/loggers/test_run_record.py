@@ -12,6 +12,7 @@ from trainwright.callbacks import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.loggers.csv_logger import CSVLogger
 from trainwright.loggers.run_record import RunRecord
+from trainwright.trainer.trainer import Trainer
 
 
 def _trainer(root: Path, **options: Any) -> Any:
@@ -58,6 +59,22 @@ def test_a_fit_records_its_start_progress_validations_saves_and_end(tmp_path: Pa
     on_disk = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != "manifest.json")
     assert saves[-1]["bytes"] == on_disk
     assert events[-1]["status"] == "success"
+
+
+class _TrainerWithItsOwnArguments(Trainer):
+    def __init__(self, num_steps: int, **arguments: Any) -> None:
+        super().__init__(max_steps=num_steps, **arguments)
+
+
+def test_a_fit_of_a_trainer_with_its_own_arguments_records_those_of_trainer(tmp_path: Path) -> None:
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = _TrainerWithItsOwnArguments(
+        2, logger=CSVLogger(tmp_path, version=0), accelerator="cpu", devices=1, default_root_dir=tmp_path, **options
+    )
+    trainer.fit(RegressionTask(), regression_loader(8, 2))
+    settings = _events(tmp_path)[0]["settings"]
+    assert settings["max_steps"] == [2, "argument"]
+    assert settings["min_steps"] == [None, "default"]
 
 
 def test_a_resumed_run_continues_the_record(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ FILES = (
     "strategies/shards.py",
     "strategies/data_ranks.py",
     "strategies/precision.py",
+    "strategies/precision_names.py",
     "strategies/mesh.py",
     "strategies/units.py",
     "strategies/group.py",

@@ -18,8 +18,8 @@ PACKAGE = ROOT / "src/trainwright"
 _HOMES = {
     "accelerator.gradient_state": "GradientState",
     "accelerator.functions": (
-        "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
-        "get_parameters_from_modules load merge_fsdp_weights save"
+        "extract_model_from_parallel get_grad_scaler get_mixed_precision_context_manager "
+        "get_module_class_from_name get_parameters_from_modules load merge_fsdp_weights save"
     ),
     "accelerator.megatron.megatron_loop": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
     "accelerator.megatron.megatron_schedule": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
@@ -76,7 +76,6 @@ _HOMES = {
         "FP8RecipeKwargs TERecipeKwargs apply_fp8_autowrap contextual_fp8_autocast convert_model "
         "has_transformer_engine_layers"
     ),
-    "strategies.precision": "get_grad_scaler",
 }
 _CONSTANTS = " ".join(name for name in _HOMES["core.names.constants"].split() if name.isupper())
 _FP8_BY_ENGINE = "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"

@@ -15,7 +15,7 @@ from tests.helpers.sources import ROOT
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES, FSDPStrategy
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 
 _PAGE = (ROOT / "docs" / "precision.md").read_text()
 _STAGES = ["deepspeed_stage_1", "deepspeed_stage_3"]
@@ -77,7 +77,7 @@ def test_what_is_refused_on_accelerators_says_why_and_nothing_else_is(
 ) -> None:
     monkeypatch.setattr("trainwright.strategies.xla.strategy.check_versions", lambda: None)
     kind, devices = "xla" if column == "xla" else "cuda", [0] if column in _ALONE else [0, 1]
-    settings = EngineSettings(kind, devices, 1, Precision.parse(precision))
+    settings = EngineSettings(kind, devices, 1, parse_precision(precision))
     reason = _reason(cell)
     for one in _OF_COLUMN.get(column, [column]):
         strategy = STRATEGIES.get(one)() if isinstance(one, str) else one
@@ -100,7 +100,7 @@ def test_the_table_has_all_precisions_and_uses_all_footnotes() -> None:
 )
 def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, near: str) -> None:
     with pytest.raises(ConfigurationError, match=r"Known: 32-true, 64-true, 16-true") as caught:
-        Precision.parse(spec)
+        parse_precision(spec)
     assert near in str(caught.value)
     assert f"precision={spec!r}" in str(caught.value)
 
@@ -110,7 +110,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, 
     "name", ["bf16-mixed", pytest.param("fp8", marks=pytest.mark.requires("torchao", reason="fp8"))]
 )
 def test_an_evaluation_of_torchs_encoder_computes_as_training_does(name: str) -> None:
-    precision, fast = Precision.parse(name), torch.backends.mha.get_fastpath_enabled()
+    precision, fast = parse_precision(name), torch.backends.mha.get_fastpath_enabled()
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2)
     model, x = nn.Sequential(nn.Linear(32, 32), encoder, nn.Linear(32, 32)), torch.randn(2, 4, 32)
     with ExitStack() as undo, torch.no_grad():

@@ -18,7 +18,7 @@ from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
 from trainwright.strategies.fsdp.state import disable_foreach, restore_foreach
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import Selection, compile_options, select
 
 no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="says what a machine without one says")
@@ -26,7 +26,7 @@ no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="sa
 
 def choose(**arguments: Any) -> Selection:
     defaults: dict[str, Any] = {"strategy": "auto", "accelerator": "cpu", "devices": "auto", "num_nodes": 1}
-    defaults |= {"precision": Precision.parse("32-true"), "compile": False, "launcher": "auto", "sync_batchnorm": False}
+    defaults |= {"precision": parse_precision("32-true"), "compile": False, "launcher": "auto", "sync_batchnorm": False}
     return select(**(defaults | arguments))
 
 
@@ -87,7 +87,7 @@ def test_an_option_that_cannot_be_read_is_an_error(text: str, says: str) -> None
 
 
 def test_the_settings_reach_the_strategy() -> None:
-    precision = Precision.parse("bf16-mixed")
+    precision = parse_precision("bf16-mixed")
     settings = choose(devices=2, precision=precision, compile="reduce-overhead").settings
     assert settings.precision is precision
     assert settings.compile_options == {"mode": "reduce-overhead"}

@@ -18,7 +18,7 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies import Precision
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.utils import (
     AORecipeKwargs,
     FP8RecipeKwargs,
@@ -139,7 +139,7 @@ _REFUSED: dict[str, Callable[[], Any]] = {
     "two backends": lambda: _accelerator(TERecipeKwargs(), AORecipeKwargs()),
     "only 'TE'.*AORecipeKwargs": lambda: FP8RecipeKwargs(backend="ao"),
     "opt_level='O2'.*MS-AMP needs": lambda: FP8RecipeKwargs(opt_level="O2"),
-    "has no linear layer or layer norm": lambda: Precision.parse("transformer-engine").convert(
+    "has no linear layer or layer norm": lambda: parse_precision("transformer-engine").convert(
         [nn.Sequential(nn.Linear(3, 3))], torch.device("cpu"), ExitStack()
     ),
     "precision='transformer-engine' is not supported by": lambda: quiet_trainer(

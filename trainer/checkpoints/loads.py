@@ -21,7 +21,7 @@ from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import set_rng_state
 from trainwright.core.run import Stage
 from trainwright.core.state import TrainState, compare_classes
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_values import load_objects_state, merge
 from trainwright.strategies.engine import Engine

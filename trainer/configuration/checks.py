@@ -14,7 +14,7 @@ from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.run import Stage
 from trainwright.core.signatures import check_signatures, overrides
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.select import Selection
 

@@ -12,7 +12,6 @@ from trainwright.processes.devices import kernel_problem
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
-from trainwright.strategies.steps.te_layers import recipe_of_variables
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
@@ -76,7 +75,11 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
 
 
 def _precision_of(said: str) -> str | Precision:
-    return recipe_of_variables().precision() if said == "fp8" else _PRECISIONS[said]
+    if said != "fp8":
+        return _PRECISIONS[said]
+    from trainwright.strategies.steps.te_layers import recipe_of_variables  # few runs use it
+
+    return recipe_of_variables().precision()
 
 
 def _with_machines_that_left(accumulate: int) -> int:

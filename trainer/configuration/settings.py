@@ -15,10 +15,10 @@ import torch.distributed as dist
 from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import check_address, detect
-from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import DummyLogger
+from trainwright.loggers.registry import resolve_loggers
 from trainwright.profilers.profiler import Profiler, resolve_profiler
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import Selection, select
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.trainer.configuration.arguments import TrainerArguments
@@ -296,6 +296,7 @@ class Settings:
     Attributes:
         given: the arguments, before environment variables, `fast_dev_run` and `barebones` change some of them.
         arguments: the arguments after these changes.
+        defaults: the values of arguments that are not passed.
         selection: the strategy, its settings and its launcher.
         limits: limits of `fit`.
         clip: gradient clipping, or None.
@@ -313,6 +314,7 @@ class Settings:
 
     given: TrainerArguments
     arguments: TrainerArguments
+    defaults: dict[str, Any]
     selection: Selection
     limits: Limits
     clip: GradientClip | None
@@ -334,8 +336,12 @@ class Settings:
         return {length.unit for length in lengths if isinstance(length, Duration)}
 
 
-def configure(arguments: TrainerArguments) -> Settings:
+def configure(arguments: TrainerArguments, defaults: dict[str, Any]) -> Settings:
     """Parse and check all arguments of a Trainer.
+
+    Args:
+        arguments: the arguments.
+        defaults: the values of arguments that are not passed.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -368,6 +374,7 @@ def configure(arguments: TrainerArguments) -> Settings:
     return Settings(
         given=given,
         arguments=arguments,
+        defaults=defaults,
         selection=selection,
         limits=limits,
         clip=clip,
@@ -460,7 +467,7 @@ def _select(arguments: TrainerArguments, clip: GradientClip | None) -> Selection
         accelerator=arguments.accelerator,
         devices=arguments.devices,
         num_nodes=arguments.num_nodes,
-        precision=Precision.parse(arguments.precision or "32-true"),
+        precision=parse_precision(arguments.precision or "32-true"),
         compile=arguments.compile,
         launcher=arguments.launcher,
         sync_batchnorm=arguments.sync_batchnorm,

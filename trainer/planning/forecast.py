@@ -13,7 +13,11 @@ from torch.nn.parameter import is_lazy
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule, LoaderOptions, PreparedLoader, prepare_loader, resolve_limit
+from trainwright.data.datamodule import DataModule
+from trainwright.data.groups import resolve_limit
+from trainwright.data.loader import prepare_loader
+from trainwright.data.loader_options import LoaderOptions
+from trainwright.data.prepared import PreparedLoader
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.configuration.settings import Settings

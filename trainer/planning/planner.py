@@ -14,7 +14,7 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.rng import isolate_rng
 from trainwright.core.signatures import method_of
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.processes.devices import peak_memory
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.checkpoints.load_request import LoadRequest
@@ -107,8 +107,6 @@ def _set_up(data: DataModule, trainer: object) -> Iterator[None]:
 
 
 def _plan(planner: Planner, task: TaskModule, sources: Sources, *, is_set_up: bool) -> Plan:
-    from trainwright.trainer.trainer import Trainer
-
     settings = planner.settings
     notes: list[str] = []
     selection = settings.selection
@@ -127,7 +125,7 @@ def _plan(planner: Planner, task: TaskModule, sources: Sources, *, is_set_up: bo
         "forecast_of": "weights, gradients and Adam's averages on one device, without activations",
     }
     return Plan(
-        settings=planned_settings(settings, Trainer.__init__),
+        settings=planned_settings(settings),
         strategy=_strategy_facts(settings, None if built is None else outline),
         processes={
             "count": engine.num_processes,

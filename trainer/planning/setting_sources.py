@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,9 +17,8 @@ _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]*@")
 _SECRET_KEYS = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 
-def planned_settings(settings: Settings, constructor: Callable[..., Any]) -> dict[str, PlannedSetting]:
-    """Return the value and the source of each argument of the Trainer's `constructor`."""
-    defaults = {name: each.default for name, each in inspect.signature(constructor).parameters.items()}
+def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
+    """Return the value and the source of each argument of a Trainer."""
     arguments, given = settings.arguments, settings.given
     resolved = {
         "accelerator": settings.selection.settings.device_type,
@@ -44,7 +42,7 @@ def planned_settings(settings: Settings, constructor: Callable[..., Any]) -> dic
         elif not _is_same(value, passed):
             source = variable_of(name) or ("fast_dev_run" if arguments.fast_dev_run else "barebones")
         else:
-            source = "default" if _is_same(passed, defaults[name]) else "argument"
+            source = "default" if _is_same(passed, settings.defaults[name]) else "argument"
         found[name] = PlannedSetting(as_data(resolved.get(name, value)), source)
     return found
 

@@ -11,7 +11,7 @@ from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.trainer.checkpoints.load_request import LoadRequest
 from trainwright.trainer.data import Sources
 from trainwright.trainer.run import StageRun

@@ -19,6 +19,7 @@ from trainwright.bigmodels.saving import save_object
 from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.core.names.constants import PrecisionType
 from trainwright.core.tree import move_module
+from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
 
 
@@ -111,6 +112,22 @@ def get_mixed_precision_context_manager(
         return nullcontext()
     options = {} if autocast_kwargs is None else autocast_kwargs.to_dict()
     return torch.autocast(state.device.type, dtype=dtype, **options)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a loss scaler for float16.
+
+    Args:
+        distributed_type: `DistributedType.FSDP` returns a scaler that checks the gradient shards of all ranks. Default:
+            None.
+        kwargs: Arguments of torch's `GradScaler`.
+    """
+    device = PartialState().device
+    if distributed_type != DistributedType.FSDP:
+        return torch.amp.GradScaler(device.type, **kwargs)
+    from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients  # imports much of torch
+
+    return ShardedGradients(device).make_scaler(**kwargs)
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

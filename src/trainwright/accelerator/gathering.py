@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, DistributedOperationException
 from trainwright.core.tree import named_leaves
-from trainwright.data import pad_to, trim
+from trainwright.data.padding import pad_to, trim
 from trainwright.processes.collectives import compare_calls, different_calls, recursively_apply, same_on_all_ranks
 from trainwright.processes.process_group import Processes
 

@@ -28,6 +28,7 @@ from trainwright.core.process import detect
 from trainwright.processes.devices import kernel_problem
 from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import (
     EnginePlugin,
     Selection,
@@ -179,7 +180,7 @@ def read_settings(
     select = partial(
         select_for_loop,
         cpu=cpu,
-        precision=precision if casts else Precision.parse("32-true"),  # a sharded model would be cast all the same
+        precision=precision if casts else parse_precision("32-true"),  # a sharded model would be cast all the same
         compile=dynamo.compile_options(),
         accumulate=accumulation.num_steps or 1,
     )
@@ -347,7 +348,7 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
             f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or leave it out."
         )
     if name in (None, *_PRECISIONS):
-        return Precision.parse(_PRECISIONS[name or "no"])
+        return parse_precision(_PRECISIONS[name or "no"])
     raise ConfigurationError(
         f"mixed_precision={name!r} is unknown.{nearest(str(name), (*_PRECISIONS, 'fp8'))} Write 'no', 'fp16', 'bf16' "
         "or 'fp8'."

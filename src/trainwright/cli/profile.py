@@ -15,7 +15,7 @@ from trainwright.callbacks import Callback, ModelCheckpoint, ModelSummary, Progr
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.loggers import Logger
 from trainwright.profilers.step_parts import OTHER, StepPartsProfiler
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class _Gather(Callback):
         self.facts = {
             **{name: getattr(loader, name, None) for name in _LOADER_FACTS},  # None: a loader of another class
             "is_cpu": trainer.run.engine.settings.device_type == "cpu",
-            "is_32": Precision.parse(trainer.settings.arguments.precision or "32-true").name == "32-true",
+            "is_32": parse_precision(trainer.settings.arguments.precision or "32-true").name == "32-true",
             "accumulate": trainer.settings.accumulate_grad_batches,
             "compile": bool(trainer.settings.arguments.compile),
             "parameters": sum(len(group["params"]) for each in optimizers for group in each.param_groups),

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, Missing
 from trainwright.core.host.xla_library import join_devices
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
 from trainwright.processes.devices import ONECCL, default_backend
-from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import ranks_text
 from trainwright.processes.late_calls import is_in_collective
 from trainwright.processes.launcher import failure_of_started
-from trainwright.processes.loop_watch import LoopWatch
 from trainwright.processes.rank_position import Position, ProcessMark
+
+if TYPE_CHECKING:
+    from trainwright.processes.hang_detector import HangDetector
+    from trainwright.processes.loop_watch import LoopWatch
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
@@ -334,6 +336,8 @@ class ProcessGroup(Processes):
         if not self._made_here:  # the user's own group: its store may be of any kind, and the user closes it
             yield
             return
+        from trainwright.processes.hang_detector import HangDetector  # one process has none
+
         self._detector = HangDetector(
             PrefixStore("watch", self._store.clone()),
             rank=self.rank,
@@ -482,6 +486,8 @@ class ProcessGroup(Processes):
 
     def watch_loop(self) -> None:
         if self._made_here and self._loop_watch is None:
+            from trainwright.processes.loop_watch import LoopWatch  # one process has none
+
             self._loop_watch = LoopWatch(
                 self._store,
                 host=self.topology.master_addr or "127.0.0.1",

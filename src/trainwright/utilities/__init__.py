@@ -24,7 +24,7 @@ from trainwright.core.hyperparameters import Hyperparameters as AttributeDict
 from trainwright.core.measures import grad_norm, measure_flops
 from trainwright.core.names.foreign_names import missing
 from trainwright.core.tree import Batch, move
-from trainwright.data import CombinedLoader
+from trainwright.data.combined import CombinedLoader
 
 __all__ = [
     "AttributeDict",

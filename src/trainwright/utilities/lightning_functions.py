@@ -24,7 +24,7 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 """Classes of learning-rate schedules, for `isinstance`."""

@@ -1,3 +1,4 @@
+from trainwright.accelerator.functions import get_grad_scaler as get_grad_scaler
 from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
 from trainwright.bigmodels.dispatch.align import has_offloaded_params as has_offloaded_params
@@ -20,4 +21,3 @@ from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer
 from trainwright.bigmodels.maps.sizes import named_module_tensors as named_module_tensors
 from trainwright.bigmodels.maps.sizes import retie_parameters as retie_parameters
 from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
-from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler

@@ -20,7 +20,7 @@ from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches,
 from trainwright.callbacks.callback import Callback
 from trainwright.core.task import TaskModule
 from trainwright.strategies import DDPStrategy, EngineSettings
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.trainer.trainer import Trainer
 
 
@@ -198,7 +198,7 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
             self.late = nn.BatchNorm1d(4)
 
     task = Late()
-    engine = DDPStrategy(sync_batchnorm=True).engine(EngineSettings("cuda", [0], 1, Precision.parse("32-true")))
+    engine = DDPStrategy(sync_batchnorm=True).engine(EngineSettings("cuda", [0], 1, parse_precision("32-true")))
     engine._build(task)
     engine._place(task)
     assert isinstance(task.late, nn.SyncBatchNorm)

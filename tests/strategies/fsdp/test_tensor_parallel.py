@@ -22,7 +22,7 @@ from trainwright.strategies.fsdp.layers.known_models import check_plan
 from trainwright.strategies.fsdp.layers.styles import LossParallel
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.precision_names import parse_precision
 
 _VOCABULARY, _LENGTH, _WIDTH = 24, 8, 16
 
@@ -227,7 +227,7 @@ def test_ranks_draw_the_same_numbers(split: list[dict[str, Any]]) -> None:
 
 
 def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int, int]:
-    settings = EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true"))
+    settings = EngineSettings("cpu", list(range(processes)), num_nodes, parse_precision("32-true"))
     strategy.check(settings)
     shape = strategy.mesh_shape(settings)
     return shape.dp_replicate, shape.dp_shard, shape.tp

@@ -181,7 +181,7 @@ def test_collectives_of_a_sharded_replica_take_its_values_for_the_others(monkeyp
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda value, **_: value.mul_(2))  # both ranks hold the value
     monkeypatch.setattr(torch.distributed, "all_gather", lambda found, own, **_: [one.copy_(own) for one in found])
     strategy = TorchFTStrategy(replica=1, max_replicas=3, lighthouse="http://nowhere:1")
-    ranks = Replica(strategy).data_ranks(DataRanks.of(Processes(Topology("torchrun", world_size=2))))
+    ranks = Replica(strategy.replica_settings()).data_ranks(DataRanks.of(Processes(Topology("torchrun", world_size=2))))
     assert ranks.sum(torch.tensor(0.0)).item() == 0
     assert ranks.sum(torch.tensor(1.0)).item() == ranks.size == 6
     own = torch.ones(1, requires_grad=True)

@@ -21,8 +21,9 @@ from trainwright.core.names.constants import RNGType
 from trainwright.core.process import detect
 from trainwright.core.state import Group
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
-from trainwright.data import LoaderOptions, iterate_groups
 from trainwright.data.batch_shards import SkippableLoader, check_number
+from trainwright.data.groups import iterate_groups
+from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.prepared import PreparedLoader
 from trainwright.processes.random_states import synchronize_rng_states
 from trainwright.strategies.passes import FULL, MicroBatch, Pass

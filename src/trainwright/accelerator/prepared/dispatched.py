@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.tree import batch_size, is_container, named_leaves, rebuild
-from trainwright.data import LoaderOptions, PreparedLoader, prepare_loader
-from trainwright.data.loader_options import check_divisible
+from trainwright.data.loader import prepare_loader
+from trainwright.data.loader_options import LoaderOptions, check_divisible
+from trainwright.data.prepared import PreparedLoader
 from trainwright.processes.collectives import concatenate
 from trainwright.processes.process_group import Processes
 

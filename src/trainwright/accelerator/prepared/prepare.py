@@ -39,9 +39,11 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_sharded, move_module
-from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, ShardedIterable, prepare_loader
-from trainwright.data.iterable import is_divided
-from trainwright.data.loader import copy_loader
+from trainwright.data.combined import CombinedLoader
+from trainwright.data.iterable import ShardedIterable, is_divided
+from trainwright.data.loader import copy_loader, prepare_loader
+from trainwright.data.loader_options import LoaderOptions
+from trainwright.data.prepared import PreparedLoader
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine, Prepared, PreparedModel, RunGroup

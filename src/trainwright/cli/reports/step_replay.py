@@ -27,7 +27,7 @@ from trainwright.core.hyperparameters import kept_and_left_out
 from trainwright.core.run import Run
 from trainwright.core.state import Group, SkippedData, StepResult
 from trainwright.core.task import TaskModule
-from trainwright.data import DataModule
+from trainwright.data.datamodule import DataModule
 from trainwright.loggers.hyperparams import json_safe, plain
 from trainwright.loggers.run_record import RECORD_FILE
 from trainwright.trainer import Trainer
