@@ -89,7 +89,7 @@ class PipelineLoop:
         weights = [1 / len(batches)] * len(batches) if shares is None else shares
         device, source = self.pipeline.links.device, self.runner.source
 
-        def call(i: int, is_last: bool) -> torch.Tensor:
+        def call(i: int, _is_last: bool) -> torch.Tensor:
             with self.precision.forward_context(device.type) or nullcontext():
                 return step(batches[i])
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.checkpoint.foreign import Evil
 from tests.checkpoint.snapshots import same
-from trainwright.checkpoint.interop.pickle_parser import Unknown
+from trainwright.checkpoint.interop.pickle_parser import Placeholder
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 
@@ -47,6 +47,21 @@ def test_plain_data_comes_back_as_it_was(tree: Any, tmp_path: Path) -> None:
     assert same(read, tree)
 
 
+@pytest.mark.parametrize("protocol", [0, 1, 2, 4, 5])
+def test_containers_of_every_pickle_protocol_come_back(protocol: int, tmp_path: Path) -> None:
+    tree = {"before": [1], "set": {1, 2}, "frozen": frozenset({3, (4, 5)}), "dict": {1: "a", "b": 2}, "after": (6,)}
+    torch.save(tree, tmp_path / "x.pt", pickle_protocol=protocol)
+    assert read_torch_file(tmp_path / "x.pt") == (tree, [])
+
+
+def test_a_module_in_the_format_before_1_6_is_named(tmp_path: Path) -> None:
+    tree = {"weights": torch.ones(2), "layer": torch.nn.Linear(1, 1)}
+    torch.save(tree, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    read, unknown = read_torch_file(tmp_path / "x.pt")
+    assert unknown == ["torch.nn.modules.linear.Linear"]
+    assert same(read["weights"], torch.ones(2))
+
+
 def test_what_is_outside_the_closed_list_is_named_and_never_run(tmp_path: Path) -> None:
     flag = tmp_path / "ran"
     tree = {"weights": torch.ones(2), "evil": Evil(flag), "layer": torch.nn.Linear(1, 1)}
@@ -55,7 +70,7 @@ def test_what_is_outside_the_closed_list_is_named_and_never_run(tmp_path: Path) 
     assert not flag.exists()
     assert "posix.system" in unknown
     assert "torch.nn.modules.linear.Linear" in unknown
-    assert isinstance(read["evil"], Unknown)
+    assert isinstance(read["evil"], Placeholder)
     assert same(read["weights"], torch.ones(2))
 
 

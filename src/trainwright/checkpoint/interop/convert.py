@@ -28,7 +28,7 @@ from trainwright.checkpoint.format.writer import write_checkpoint
 from trainwright.checkpoint.interop.dcp_folder import METADATA, Sharded
 from trainwright.checkpoint.interop.deepspeed_folder import LATEST
 from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
-from trainwright.checkpoint.interop.pickle_parser import Unknown
+from trainwright.checkpoint.interop.pickle_parser import Placeholder
 from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, accelerate_rng, read_sharded
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
@@ -424,19 +424,19 @@ def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
 
 
 def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
-    """Return `tree` without dict entries whose value is `Unknown` or a sequence with an `Unknown`."""
+    """Return `tree` without dict entries whose value is a placeholder or a sequence with one."""
     if isinstance(tree, dict):
         kept = {}
         for key, value in tree.items():
             here = f"{path}.{key}" if path else str(key)
-            if isinstance(key, Unknown) or _is_unknown(value):
+            if isinstance(key, Placeholder) or _is_unknown(value):
                 dropped.append(here)
             else:
                 kept[key] = _without_unknown(value, here, dropped)
         return kept
     if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
         return type(tree)(_without_unknown(value, f"{path}[{number}]", dropped) for number, value in enumerate(tree))
-    if isinstance(tree, Unknown):
+    if isinstance(tree, Placeholder):
         raise CheckpointError(
             f"the file is a {tree.name}, which cannot be read without running code of the file. Save its state dict."
         )
@@ -446,7 +446,7 @@ def _without_unknown(tree: object, path: str, dropped: list[str]) -> Any:
 def _is_unknown(value: object) -> bool:
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(_is_unknown(item) for item in value)
-    return isinstance(value, Unknown)
+    return isinstance(value, Placeholder)
 
 
 def _savable(value: object, path: str, notes: list[str]) -> Any:

@@ -18,7 +18,7 @@ from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.regions import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
 from trainwright.checkpoint.format.shard_files import SavedTensor, ShardFiles, loaded
-from trainwright.checkpoint.interop.pickle_parser import Named, Node, checked_size, checked_sizes, parse_pickle
+from trainwright.checkpoint.interop.pickle_parser import Placeholder, checked_size, checked_sizes, parse_pickle
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
@@ -131,12 +131,12 @@ class _Metadata:
 
     def value(self, name: str, entry: object) -> Any:
         """Return one value of the state dict. Tensors are read on use."""
-        if isinstance(entry, Node) and entry.name == (f"{_TORCH}.metadata", "BytesStorageMetadata"):
+        if isinstance(entry, Placeholder) and entry.name == f"{_TORCH}.metadata.BytesStorageMetadata":
             return self._read(self._places[name, None])
         state = self._state(entry, "metadata.TensorStorageMetadata")
         properties = self._state(state["properties"], "metadata.TensorProperties")
         named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
-        dtype = STORABLE_DTYPES.get(named.name) if isinstance(named, Named) else None
+        dtype = STORABLE_DTYPES.get(named.name) if isinstance(named, Placeholder) else None
         if dtype is None:
             raise CheckpointError(f"{self._origin}: the dtype of {name!r} is not supported.")
         shape = self._size(state["size"])
@@ -183,18 +183,18 @@ class _Metadata:
         return path, offset, length
 
     def _state(self, node: object, name: str) -> Any:
-        module, _, kind = f"{_TORCH}.{name}".rpartition(".")
-        if not isinstance(node, Node) or node.name != (module, kind):
-            got = ".".join(node.name) if isinstance(node, (Node, Named)) else type(node).__name__
+        expected = f"{_TORCH}.{name}"
+        got = node.name if isinstance(node, Placeholder) else type(node).__name__
+        if not isinstance(node, Placeholder) or got != expected:
             raise CheckpointError(
-                f"{self._origin} contains {got}, expected {module}.{kind}. No code from the file was run. Save the "
-                "state dict again with torch.distributed.checkpoint."
+                f"{self._origin} contains {got}, expected {expected}. No code from the file was run. Save the state "
+                "dict again with torch.distributed.checkpoint."
             )
         return node.state
 
     @staticmethod
     def _size(node: object) -> tuple[int, ...]:
-        if not isinstance(node, Node) or node.name != ("torch", "Size"):
+        if not isinstance(node, Placeholder) or node.name != "torch.Size" or not node.args:
             raise ValueError("expected a torch.Size")
         return tuple(checked_sizes(node.args[0]))
 

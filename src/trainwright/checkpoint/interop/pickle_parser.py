@@ -1,9 +1,9 @@
 """Parsing of pickles into inert data, without importing or calling anything.
 
-Python's own unpickler reads the opcodes. Imports and calls are replaced by the placeholders `Named` and `Node`. The
-unpickler is the pure-Python one, because a few bytes can make the C unpickler allocate gigabytes for its memo. The
-number of operations is limited. Dict keys and set members are checked before they are hashed, because hashing nested
-tuples that share their parts takes exponential time.
+Python's own unpickler reads the opcodes, and each import becomes a `Placeholder`. It is the pure-Python unpickler,
+because a pickle of 9 bytes makes the C unpickler allocate 2 GB for its memo. `torch.load(weights_only=True)` (torch
+2.13) returns a list that contains itself, and a tensor of 3 GB from a storage of 4 bytes. Both take exponential time to
+hash a key that is a nested tuple with shared parts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from trainwright.core.errors import CheckpointError
@@ -22,48 +21,44 @@ _MAX_KEY_BITS = 64  # of an integer: crafted larger ones make dict operations ta
 _MAX_KEY_PARTS = 1000  # of a tuple: hashing one that shares its parts takes exponential time
 _MAX_DIMS = 64
 
-Name = tuple[str, str]
+STORAGE = ".storage"  # name of the placeholders for storages, which are stored outside the pickle
 
 
-class Node:
-    """A placeholder for a call in a pickle and the operations on the call's result. Nothing was executed.
+class Placeholder:
+    """A placeholder for an import in a pickle, or for the result of a call of it. Nothing was imported or called.
+
+    The unpickler calls the methods, which only record.
 
     Attributes:
-        name: module and name of the callable.
-        args: the arguments of the call.
+        name: module and name of the import, with a dot between them.
+        args: the arguments of the call. None for an import that was not called.
         state: the state for the result's `__setstate__`.
-        values: the values that the pickle appends or adds to the result.
         pairs: the items that the pickle sets in the result.
     """
 
-    __slots__ = ("args", "name", "pairs", "state", "values")
+    __slots__ = ("args", "name", "pairs", "state")
 
-    def __init__(self, name: Name, args: tuple[Any, ...]) -> None:
+    def __init__(self, name: str, args: tuple[Any, ...] | None = None) -> None:
         self.name = name
         self.args = args
         self.state: Any = None
-        self.values: list[Any] = []
         self.pairs: list[tuple[Any, Any]] = []
 
+    def __setstate__(self, state: object) -> None:
+        """Record the state."""
+        self.state = state
 
-@dataclass(frozen=True)
-class Named:
-    """A placeholder for an import in a pickle: a class or a function, by its module and its name."""
+    def __setitem__(self, key: object, value: object) -> None:
+        """Record an item."""
+        self.pairs.append((key, value))
 
-    name: Name
+    def extend(self, values: list[Any]) -> None:
+        """Skip the values of a subclass of list, which is not supported."""
 
-
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """A placeholder for an object of a type that is not supported; `name` is its `module.name`."""
-
-    name: str
-
-
-STORAGE: Name = ("", "storage")
+    append = extend
 
 
-def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple[Any, int, list[Node]]:
+def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple[Any, int, list[Placeholder]]:
     """Parse one pickle.
 
     Args:
@@ -73,134 +68,133 @@ def parse_pickle(data: Any, start: int = 0, *, limit: int, origin: str) -> tuple
         origin: name of the file in error messages.
 
     Returns:
-        The content, the offset after the pickle, and a `Node` for each storage that the pickle refers to, in order.
+        The content, the offset after the pickle, and the placeholders of the storages that it refers to, in order.
 
     Raises:
         CheckpointError: the pickle exceeds a limit.
         Exception: any other error means that the pickle is damaged.
     """
     file = io.BytesIO(data[start : start + limit])
-    reader = _Reader(file, f"{origin}: its pickle exceeds {MAX_OPERATIONS} operations")
+    unpickler = _InertUnpickler(file, origin)
     try:
-        found = reader.load()
+        found = unpickler.load()
     except (EOFError, pickle.UnpicklingError):
         if start + limit >= len(data):
             raise
         raise CheckpointError(f"{origin}: its pickle is longer than the limit of {limit} bytes.") from None
-    return found, start + file.tell(), reader.storages
+    return found, start + file.tell(), unpickler.storages
 
 
-class _Operations(dict[int, Callable[..., None]]):
-    """The unpickler's functions by opcode. Each look-up counts as an operation, whose number is limited."""
+class _InertUnpickler(pickle._Unpickler):
+    """An unpickler that builds containers, numbers, text and placeholders only.
 
-    def __init__(self, too_many: str) -> None:
-        super().__init__(_OPERATIONS)
-        self._too_many = too_many
-        self._left = MAX_OPERATIONS
-
-    def __getitem__(self, code: int) -> Callable[..., None]:
-        self._left -= 1
-        if self._left < 0:
-            raise CheckpointError(f"{self._too_many}, the limit.")
-        return super().__getitem__(code)
-
-
-class _Reader(pickle._Unpickler):
-    """An unpickler that builds containers, numbers, text and placeholders only."""
+    Inherited operations append to the objects of a pickle and set their states. These objects are placeholders or
+    built-in containers, so that nothing from the pickle runs.
+    """
 
     stack: list[Any]
     append: Callable[[Any], None]  # appends to the stack
     pop_mark: Callable[[], list[Any]]
+    read: Callable[[int], bytes]
 
-    def __init__(self, file: io.BytesIO, too_many: str) -> None:
+    def __init__(self, file: io.BytesIO, origin: str) -> None:
         super().__init__(file, encoding="utf-8")
-        self.dispatch = _Operations(too_many)  # type: ignore[misc]  # per instance
-        self.storages: list[Node] = []
+        self.dispatch = _Operations(origin)  # type: ignore[misc]  # per instance
+        self.storages: list[Placeholder] = []
 
-    def find_class(self, module: str, name: str) -> Named:
+    def find_class(self, module: str, name: str) -> Placeholder:
         """Return a placeholder for an import."""
-        return Named((module, name))
+        return Placeholder(f"{module}.{name}")
 
-    def persistent_load(self, pid: object) -> Node:
-        """Return a placeholder for a storage outside the pickle."""
-        self.storages.append(Node(STORAGE, (pid,)))
+    def persistent_load(self, pid: Any) -> Any:
+        """Return a placeholder for a storage outside the pickle, or for a class."""
+        if type(pid) is tuple and pid[0] == "module":
+            return pid[1]  # torch before 1.6 stored classes of modules with their source code
+        self.storages.append(Placeholder(STORAGE, (pid,)))
         return self.storages[-1]
 
-    def call(self) -> None:
-        """Replace a call by a node."""
-        args, target = self.stack.pop(), self.stack.pop()
-        if type(target) is not Named or type(args) is not tuple:
+    def load_reduce(self) -> None:
+        """Replace a call by a placeholder."""
+        args = self.stack.pop()
+        target = self.stack.pop()
+        if type(target) is not Placeholder or target.args is not None or type(args) is not tuple:
             raise TypeError(f"a call of a {type(target).__name__} with a {type(args).__name__}")
-        self.append(Node(target.name, args))
-
-    def call_with_keywords(self) -> None:
-        """Replace a call with an empty dict of keyword arguments by a node."""
-        if self.stack.pop() != {}:
-            raise TypeError("a call with keyword arguments")
-        self.call()
+        self.append(Placeholder(target.name, args))
 
     def _instantiate(self, target: object, args: list[Any]) -> None:
-        """Replace a call in the form of pickle protocol 0 by a node."""
+        """Replace a call in the form of pickle protocol 0 by a placeholder."""
         self.append(target)
         self.append(tuple(args))
-        self.call()
+        self.load_reduce()
 
-    def build(self) -> None:
-        """Store the state of an object in its node."""
-        state = self.stack.pop()
-        if type(self.stack[-1]) is not Node:
-            raise TypeError(f"a state for a {type(self.stack[-1]).__name__}")
-        self.stack[-1].state = state
+    def load_newobj_ex(self) -> None:
+        """Replace a call without keyword arguments by a placeholder."""
+        if self.stack.pop() != {}:
+            raise TypeError("a call with keyword arguments")
+        self.load_reduce()
 
-    def add(self, values: list[Any]) -> None:
-        """Append values to a list or a node, or add them to a set."""
-        target = self.stack[-1]
-        if type(target) is Node:
-            target.values.extend(values)
-        elif type(target) is set:
-            target.update(map(checked_key, values))
-        elif type(target) is list:
-            target.extend(values)
-        else:
-            raise TypeError(f"values for a {type(target).__name__}")
+    def load_bytearray8(self) -> None:
+        """Read a bytearray. The inherited operation allocates it before it reads it."""
+        length = int.from_bytes(self.read(8), "little")
+        self.append(bytearray(self.read(length)))
 
-    def set_items(self, values: list[Any]) -> None:
-        """Set items of a dict or a node. Keys and values alternate in `values`."""
-        target = self.stack[-1]
-        pairs = zip(values[::2], values[1::2], strict=True)
-        if type(target) is Node:
-            target.pairs.extend(pairs)
-        elif type(target) is dict:
-            target.update((checked_key(key), value) for key, value in pairs)
-        else:
-            raise TypeError(f"items for a {type(target).__name__}")
+    def load_setitem(self) -> None:
+        """Set an item of a dict or a placeholder."""
+        value = self.stack.pop()
+        key = self.stack.pop()
+        self.stack[-1][checked_key(key)] = value
 
-    def create_dict(self) -> None:
-        """Create a dict of the values since the last mark. Keys and values alternate."""
+    def load_setitems(self) -> None:
+        """Set items of a dict or a placeholder. Keys and values alternate."""
         values = self.pop_mark()
-        self.append({})
-        self.set_items(values)
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            self.stack[-1][checked_key(key)] = value
+
+    def load_dict(self) -> None:
+        """Create a dict in the form of pickle protocol 0."""
+        values = self.pop_mark()
+        self.append(dict(zip(map(checked_key, values[::2]), values[1::2], strict=True)))
+
+    def load_additems(self) -> None:
+        """Add members to a set."""
+        members = self.pop_mark()
+        self.stack[-1].update(map(checked_key, members))
+
+    def load_frozenset(self) -> None:
+        """Create a frozenset."""
+        members = self.pop_mark()  # changes the stack that `append` refers to
+        self.append(frozenset(map(checked_key, members)))
 
 
 # These opcodes refer to objects outside the file.
 _UNUSED = (pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER)
 _OPERATIONS: dict[int, Callable[..., None]] = {
-    **{code: operation for code, operation in _Reader.dispatch.items() if bytes([code]) not in _UNUSED},
-    pickle.REDUCE[0]: _Reader.call,
-    pickle.NEWOBJ[0]: _Reader.call,
-    pickle.NEWOBJ_EX[0]: _Reader.call_with_keywords,
-    pickle.BUILD[0]: _Reader.build,
-    pickle.APPEND[0]: lambda reader: reader.add([reader.stack.pop()]),
-    pickle.APPENDS[0]: lambda reader: reader.add(reader.pop_mark()),
-    pickle.ADDITEMS[0]: lambda reader: reader.add(reader.pop_mark()),
-    pickle.SETITEM[0]: lambda reader: reader.set_items([reader.stack.pop(), reader.stack.pop()][::-1]),
-    pickle.SETITEMS[0]: lambda reader: reader.set_items(reader.pop_mark()),
-    pickle.DICT[0]: _Reader.create_dict,
-    pickle.FROZENSET[0]: lambda reader: reader.append(frozenset(map(checked_key, reader.pop_mark()))),
-    pickle.BYTEARRAY8[0]: lambda reader: reader.append(
-        bytearray(reader.read(int.from_bytes(reader.read(8), "little")))
-    ),
+    **{code: operation for code, operation in _InertUnpickler.dispatch.items() if bytes([code]) not in _UNUSED},
+    pickle.REDUCE[0]: _InertUnpickler.load_reduce,
+    pickle.NEWOBJ[0]: _InertUnpickler.load_reduce,
+    pickle.NEWOBJ_EX[0]: _InertUnpickler.load_newobj_ex,
+    pickle.BYTEARRAY8[0]: _InertUnpickler.load_bytearray8,
+    pickle.SETITEM[0]: _InertUnpickler.load_setitem,
+    pickle.SETITEMS[0]: _InertUnpickler.load_setitems,
+    pickle.DICT[0]: _InertUnpickler.load_dict,
+    pickle.ADDITEMS[0]: _InertUnpickler.load_additems,
+    pickle.FROZENSET[0]: _InertUnpickler.load_frozenset,
 }
+
+
+class _Operations(dict[int, Callable[..., None]]):
+    """The unpickler's functions by opcode. Each look-up counts as an operation, whose number is limited."""
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(_OPERATIONS)
+        self._origin = origin
+        self._left = MAX_OPERATIONS
+
+    def __getitem__(self, code: int) -> Callable[..., None]:
+        self._left -= 1
+        if self._left < 0:
+            raise CheckpointError(f"{self._origin}: its pickle exceeds {MAX_OPERATIONS} operations, the limit.")
+        return super().__getitem__(code)
 
 
 def checked_key(key: Any) -> Any:
@@ -210,7 +204,8 @@ def checked_key(key: Any) -> Any:
     """
     if type(key) is str:
         return key
-    left, count = [key], 0
+    left = [key]
+    count = 0
     while left:
         part = left.pop()
         count += 1
@@ -236,10 +231,3 @@ def checked_sizes(numbers: object) -> list[int]:
     if not isinstance(numbers, (list, tuple)) or len(numbers) > _MAX_DIMS:
         raise ValueError(f"expected a shape, got a {type(numbers).__name__} that is not one")
     return [checked_size(number) for number in numbers]
-
-
-def length_of(value: object) -> int:
-    """Return the length of text or bytes, the size of an integer in bytes, or 0 for another value."""
-    if isinstance(value, (str, bytes, bytearray)):
-        return len(value)
-    return value.bit_length() // 8 if type(value) is int else 0

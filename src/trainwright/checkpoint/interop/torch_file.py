@@ -3,10 +3,11 @@
 A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle. Files of torch before 1.6 are several consecutive
 pickles, followed by the storages. Unpickling calls every function that the pickle names.
 
-This module only parses the pickle (see `pickle_parser`): each import and each call becomes an inert node. It then
-converts nodes with known names (tensors, plain containers, numbers) to values, and all other nodes to `Unknown`. The
-memory that a small file can use is limited. `torch.load(weights_only=True)` is not used, because a crafted file could
-corrupt memory before torch 2.10 (CVE-2026-24747), and torch 2.9 is supported.
+This module only parses the pickle (see `pickle_parser`): each import and each call becomes a placeholder. It then
+replaces placeholders with known names (tensors, plain containers, numbers) by values. Other placeholders and their
+arguments remain as they are, so that they can be skipped even if they contain something that cannot be read. The memory
+that a small file can use is limited. `torch.load(weights_only=True)` limits neither memory nor time, and a crafted file
+could corrupt memory before torch 2.10 (CVE-2026-24747); torch 2.9 is supported.
 
 Tensors are mapped from the file by default, so that bytes are read on first use. When `torch.save` overwrites the file,
 it truncates the file first, and accessing a mapping of a truncated file kills the process. Therefore copy tensors that
@@ -23,7 +24,7 @@ import struct
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +32,10 @@ import torch
 from trainwright.checkpoint.disk.untrusted import check_regular, shortened
 from trainwright.checkpoint.interop.pickle_parser import (
     STORAGE,
-    Name,
-    Named,
-    Node,
-    Unknown,
+    Placeholder,
     checked_key,
     checked_size,
     checked_sizes,
-    length_of,
     parse_pickle,
 )
 from trainwright.core.errors import CheckpointError
@@ -71,8 +68,8 @@ def read_torch_file(
             reads the complete file.
 
     Returns:
-        The tree, and the sorted names of unsupported objects. In the tree, such objects are `Unknown`, subclasses of
-            dict are dicts, and parameters are tensors. Tensors are on the CPU. Tensors that shared a storage share
+        The tree, and the sorted names of unsupported objects. In the tree, such objects are placeholders, subclasses
+            of dict are dicts, and parameters are tensors. Tensors are on the CPU. Tensors that shared a storage share
             memory. Writing to a mapped tensor does not change the file. The file must keep its length while mapped
             tensors are used.
 
@@ -127,15 +124,15 @@ def _read_archive(path: pathlib.Path, archive: zipfile.ZipFile, data: Any, mappe
     def find(key: str) -> _Place:
         info = entries[f"data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED:
-            records.take(info.file_size)
+            storages.take(info.file_size)
             return np.frombuffer(bytearray(archive.read(info)), np.uint8), 0, info.file_size
         start = info.header_offset + _LOCAL_HEADER.size
         header = data[info.header_offset : start].tobytes()
         return data, start + sum(_LOCAL_HEADER.unpack(header)), info.file_size
 
-    records = _Records(path, mapped, find)
+    storages = _Storages(path, mapped, find)
     tree, _, _ = parse_pickle(archive.read(info), limit=MAX_PICKLE_BYTES, origin=str(path))
-    reader = _Interpreter(records)
+    reader = _Interpreter(storages)
     return reader, reader.value(tree)
 
 
@@ -154,33 +151,36 @@ def _read_former(path: pathlib.Path, mapped: bool) -> tuple[_Interpreter, Any]:
             )
     data, end = _map(path), 0
     values: list[Any] = []
-    storages: list[Node] = []
+    found: list[Placeholder] = []
     for number in range(5):
-        value, end, found = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=str(path))
+        value, end, storages = parse_pickle(data, end, limit=MAX_PICKLE_BYTES - end, origin=str(path))
         values.append(value)
-        storages += found
+        found += storages
         is_little = isinstance(value, dict) and value.get("little_endian") is True
         if number == 2 and (values[1] != _FORMER_VERSION or not is_little):
             raise CheckpointError(
                 f"{path} does not have version {_FORMER_VERSION} of its format, or was not written on a little-endian "
                 "machine."
             )
-    kinds = {_key_of(node): _STORAGE_DTYPES[node.args[0][1].name] for node in storages}
+    dtypes: dict[str, torch.dtype | None] = {}
+    for storage in found:
+        kind, key, _, _ = _parts_of(storage)
+        dtypes[key] = _STORAGE_DTYPES[kind]
     places: dict[str, _Place] = {}
     for key in values[4]:
         if not isinstance(key, str):
             raise ValueError(f"the key of a storage is a {type(key).__name__}")
         start = end + 8
-        num_bytes = int.from_bytes(data[end:start].tobytes(), "little") * (kinds[key] or torch.uint8).itemsize
+        num_bytes = int.from_bytes(data[end:start].tobytes(), "little") * (dtypes[key] or torch.uint8).itemsize
         places[key] = data, start, num_bytes
         end = start + num_bytes
         if end > len(data):
             raise CheckpointError(f"{path} is truncated: the storage {key!r} extends beyond its end.")
-    reader = _Interpreter(_Records(path, mapped, places.__getitem__))
+    reader = _Interpreter(_Storages(path, mapped, places.__getitem__))
     return reader, reader.value(values[3])
 
 
-class _Records:
+class _Storages:
     """The storages of a file by key, and the limit on the total size of tensors, relative to the file's size.
 
     Args:
@@ -190,12 +190,63 @@ class _Records:
     """
 
     def __init__(self, path: pathlib.Path, mapped: bool, find: Callable[[str], _Place]) -> None:
-        self._path, self._mapped, self._find = path, mapped, find
+        self._path = path
+        self._mapped = mapped
+        self._find = find
         self._size = path.stat().st_size
         self._taken = 0
+        self._read: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
-    def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
-        """Return the first `num` elements of a storage as a 1-D tensor."""
+    def take(self, num_bytes: int) -> None:
+        """Add bytes to the total size of tensors. Raise a `CheckpointError` if the total exceeds the limit."""
+        self._taken += num_bytes
+        limit = _FILE_SIZES * self._size + _FREE_BYTES
+        if self._taken > limit:
+            raise CheckpointError(
+                f"{self._path} has {self._size} bytes, and its tensors have more than {limit}, the limit for a file of "
+                "this size: they repeat elements. If you trust its author, save contiguous copies of its tensors."
+            )
+
+    def tensor(
+        self, storage: object, dtype: torch.dtype | None, offset: int, sizes: list[int], strides: list[int]
+    ) -> torch.Tensor:
+        """Check that a storage contains all elements of a tensor, and build the tensor.
+
+        `dtype` is used if the storage is untyped.
+        """
+        flat = self._flat(storage, dtype)
+        if len(sizes) != len(strides):
+            raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
+        num = math.prod(sizes)
+        self.take(num * flat.itemsize)
+        if num == 0:
+            return torch.empty(sizes, dtype=flat.dtype)
+        last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+        if last >= flat.numel():
+            raise CheckpointError(
+                f"a tensor of sizes {sizes} and strides {strides} at {offset} extends beyond its storage of "
+                f"{flat.numel()} elements. The file is damaged or malicious."
+            )
+        return torch.as_strided(flat, sizes, strides, offset)
+
+    def _flat(self, storage: object, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the 1-D tensor of a storage's placeholder."""
+        kind, key, num, view = _parts_of(storage)
+        own = _STORAGE_DTYPES[kind]
+        wanted = own or dtype
+        if wanted is None:
+            raise ValueError("a tensor without a dtype")
+        # An untyped storage counts bytes.
+        count = checked_size(num) if own is not None else checked_size(num) // wanted.itemsize
+        if (key, wanted) not in self._read:
+            self._read[key, wanted] = self._elements(key, wanted, count)
+        flat = self._read[key, wanted]
+        if view is None:
+            return flat
+        _, start, length = view  # torch before 0.4 pickled views of storages
+        return flat[checked_size(start) : checked_size(start) + checked_size(length)]
+
+    def _elements(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
         data, start, size = self._find(key)
         need = num * dtype.itemsize
         if size < need:
@@ -209,66 +260,81 @@ class _Records:
             part = part.copy()
         return torch.frombuffer(part, dtype=dtype)
 
-    def take(self, num_bytes: int) -> None:
-        """Add bytes to the total size of tensors. Raise a `CheckpointError` if the total exceeds the limit."""
-        self._taken += num_bytes
-        limit = _FILE_SIZES * self._size + _FREE_BYTES
-        if self._taken > limit:
-            raise CheckpointError(
-                f"{self._path} has {self._size} bytes, and its tensors have more than {limit}, the limit for a file of "
-                "this size: they repeat elements. If you trust its author, save contiguous copies of its tensors."
-            )
+
+def _parts_of(storage: object) -> tuple[str, str, Any, Any]:
+    """Return the class name, key, number of elements and view of a storage's placeholder."""
+    if type(storage) is not Placeholder or storage.name != STORAGE or storage.args is None:
+        raise ValueError("a tensor without a storage")
+    _, kind, key, _, num, *view = storage.args[0]
+    if type(kind) is not Placeholder or type(key) is not str:
+        raise ValueError("a storage without a type and a key")
+    return kind.name, key, num, view[0] if view else None
+
+
+class _Made(NamedTuple):
+    value: Any
+    num_values: int  # in it
+    source: Any  # keeps the object alive, so that no other object has its id
 
 
 class _Interpreter:
-    """An interpreter that converts nodes with supported names to values, and collects unsupported names."""
+    """An interpreter that replaces placeholders with supported names by values, and collects unsupported names."""
 
-    def __init__(self, records: _Records) -> None:
-        self.records = records
+    def __init__(self, storages: _Storages) -> None:
+        self.storages = storages
         self.unknown: set[str] = set()
-        # id of a node or container → its value and the number of values in it. It preserves shared objects.
-        self._made: dict[int, tuple[Any, int]] = {}
+        # By the id of a placeholder or container, which cannot be hashed. It preserves shared objects.
+        self._made: dict[int, _Made] = {}
         self._open: set[int] = set()  # ids of the containers around the current value
-        self._held: list[Any] = []  # keeps the objects whose ids are in `_made` alive
         self._count = 0  # number of values so far
-        self._storages: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def value(self, value: Any) -> Any:
-        """Return the value of a parsed object: a node, a container or a plain value.
+        """Return the value of a parsed object: a placeholder, a container or a plain value.
 
         Raises:
             CheckpointError: a container contains itself, or there are too many values.
         """
         kind = type(value)
-        if kind is Named:
-            self._counted(1)
-            return _REFERENCES[value.name] if value.name in _REFERENCES else self.unknown_of(value.name)
         if kind not in _SHARED:
-            self._counted(1 + length_of(value) // _TEXT_OF_A_VALUE)
+            self._add_count(1 + _length_of(value) // _TEXT_OF_A_VALUE)
             return value
         known = self._made.get(id(value))
         if known is not None:
-            self._counted(known[1])
-            return known[0]
+            self._add_count(known.num_values)
+            return known.value
         if id(value) in self._open:
             raise CheckpointError("a container in the file contains itself. The file is damaged or malicious.")
         before = self._count
-        self._counted(1)
+        self._add_count(1)
         self._open.add(id(value))
-        made: Any
-        if kind is Node:
-            maker = _MAKERS.get(value.name)
-            made = self.unknown_of(value.name) if maker is None else maker(self, value)
+        if kind is Placeholder:
+            made = self._replaced(value)
         elif kind is dict:
             made = {self.value(key): self.value(item) for key, item in value.items()}
         else:
             made = kind(self.value(item) for item in value)
         self._open.discard(id(value))
-        self._made[id(value)] = made, self._count - before
-        self._held.append(value)
+        self._made[id(value)] = _Made(made, self._count - before, value)
         return made
 
-    def _counted(self, number: int) -> None:
+    def _replaced(self, placeholder: Placeholder) -> Any:
+        if placeholder.args is None and placeholder.name in _REFERENCES:
+            return _REFERENCES[placeholder.name]
+        if placeholder.args is not None and placeholder.name in _MAKERS:
+            return _MAKERS[placeholder.name](self, placeholder)
+        return self.unsupported(placeholder)
+
+    def arguments(self, call: Placeholder) -> tuple[Any, ...]:
+        """Return the values of a call's arguments."""
+        found: tuple[Any, ...] = self.value(call.args)
+        return found
+
+    def unsupported(self, placeholder: Placeholder) -> Placeholder:
+        """Collect the name of an unsupported object, and return its placeholder."""
+        self.unknown.add(placeholder.name)
+        return placeholder
+
+    def _add_count(self, number: int) -> None:
         self._count += number
         if self._count > MAX_VALUES:
             raise CheckpointError(
@@ -276,108 +342,90 @@ class _Interpreter:
                 "long lists. Save these as tensors."
             )
 
-    def unknown_of(self, name: Name) -> Unknown:
-        """Return the placeholder for an unsupported name, and collect the name."""
-        self.unknown.add(".".join(name))
-        return Unknown(".".join(name))
 
-    def flat(self, node: Node, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the 1-D tensor of a storage node. `dtype` is used if the storage is untyped."""
-        key = _key_of(node)
-        _, kind, _, _, num, *view = node.args[0]
-        own = _STORAGE_DTYPES[kind.name]
-        wanted = own or dtype
-        if wanted is None:
-            raise ValueError("a tensor without a dtype")
-        # An untyped storage counts bytes.
-        count = checked_size(num) if own is not None else checked_size(num) // wanted.itemsize
-        if (key, wanted) not in self._storages:
-            self._storages[key, wanted] = self.records.storage(key, wanted, count)
-        flat = self._storages[key, wanted]
-        if not view or view[0] is None:
-            return flat
-        _, start, length = view[0]  # torch before 0.4 pickled views of storages
-        return flat[checked_size(start) : checked_size(start) + checked_size(length)]
-
-    def tensor(self, node: Node) -> torch.Tensor:
-        """Check that a storage contains all elements of a tensor, and build the tensor."""
-        storage, offset, size, stride = node.args[:4]
-        dtype = None
-        if node.name[1] == "_rebuild_tensor_v3":
-            dtype = _REFERENCES[node.args[6].name]
-            metadata = node.args[7] if len(node.args) > 7 else None
-        else:
-            metadata = node.args[6] if len(node.args) > 6 else None
-        flat = self.flat(storage, dtype)
-        sizes, strides = checked_sizes(self.value(size)), checked_sizes(self.value(stride))
-        if len(sizes) != len(strides):
-            raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
-        self.records.take(math.prod(sizes) * flat.itemsize)
-        last = checked_size(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-        if math.prod(sizes) and last >= flat.numel():
-            raise CheckpointError(
-                f"a tensor of sizes {sizes} and strides {strides} at {offset} extends beyond its storage of "
-                f"{flat.numel()} elements. The file is damaged or malicious."
-            )
-        if not math.prod(sizes):
-            return torch.empty(sizes, dtype=flat.dtype)
-        tensor = torch.as_strided(flat, sizes, strides, offset)
-        # torch saves lazily conjugated or negated views with these flags.
-        if isinstance(metadata, dict) and metadata.get("conj"):
-            tensor = tensor.conj()
-        return tensor._neg_view() if isinstance(metadata, dict) and metadata.get("neg") else tensor
+def _length_of(value: object) -> int:
+    """Return the length of text or bytes, the size of an integer in bytes, or 0 for another value."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    return value.bit_length() // 8 if type(value) is int else 0
 
 
-def _key_of(node: object) -> str:
-    """Return the key of a storage node."""
-    if type(node) is not Node or node.name != STORAGE or type(node.args[0]) is not tuple:
-        raise ValueError("a tensor without a storage")
-    _, kind, key, *_ = node.args[0]
-    if type(kind) is not Named or type(key) is not str:
-        raise ValueError("a storage without a type and a key")
-    return key
+def _tensor(reader: _Interpreter, call: Placeholder) -> torch.Tensor:
+    storage, offset, size, stride, _requires_grad, _hooks, *rest = call.args or ()
+    dtype = STORABLE_DTYPES[rest.pop(0).name] if call.name.endswith("_v3") else None
+    sizes = checked_sizes(reader.value(size))
+    strides = checked_sizes(reader.value(stride))
+    tensor = reader.storages.tensor(storage, dtype, checked_size(offset), sizes, strides)
+    # torch saves lazily conjugated or negated views with these flags.
+    flags = rest[0] if rest else None
+    if isinstance(flags, dict) and flags.get("conj"):
+        tensor = tensor.conj()
+    if isinstance(flags, dict) and flags.get("neg"):
+        tensor = tensor._neg_view()
+    return tensor
 
 
-def _mapping(reader: _Interpreter, node: Node) -> dict[Any, Any]:
-    given = reader.value(list(node.args))
-    first = given[0] if given and node.name[1] != "defaultdict" else ()
+def _tensor_with_attributes(reader: _Interpreter, call: Placeholder) -> Any:
+    """Interpret a tensor that was saved as a Parameter or with attributes. The attributes are skipped."""
+    rebuild, kind, args, _attributes = call.args or ()
+    if type(rebuild) is not Placeholder or type(args) is not tuple:
+        raise ValueError("a tensor subclass that no function builds")
+    is_subclass = type(kind) is Placeholder and kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter")
+    if is_subclass:
+        return reader.unsupported(kind)
+    if rebuild.name not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"):
+        return reader.unsupported(rebuild)
+    return reader.value(Placeholder(rebuild.name, args))
+
+
+def _items(reader: _Interpreter, call: Placeholder) -> dict[Any, Any]:
+    return {checked_key(reader.value(key)): reader.value(value) for key, value in call.pairs}
+
+
+def _dict(reader: _Interpreter, call: Placeholder) -> dict[Any, Any]:
+    first, *_ = reader.arguments(call) or ({},)
     pairs = first.items() if isinstance(first, dict) else first
-    items = [*pairs, *((reader.value(key), reader.value(value)) for key, value in node.pairs)]
-    return {checked_key(key): value for key, value in items}
+    made = {checked_key(key): value for key, value in pairs}
+    return made | _items(reader, call)
 
 
-def _default_dict(reader: _Interpreter, node: Node) -> Any:
-    factory = reader.value(node.args[0]) if node.args else None
-    return Unknown(factory.name) if isinstance(factory, Unknown) else defaultdict(factory, _mapping(reader, node))
+def _default_dict(reader: _Interpreter, call: Placeholder) -> Any:
+    factory, *_ = reader.arguments(call) or (None,)
+    return factory if isinstance(factory, Placeholder) else defaultdict(factory, _items(reader, call))
 
 
-def _encoded(reader: _Interpreter, node: Node) -> bytes:
-    text, codec = node.args
+def _set(reader: _Interpreter, call: Placeholder) -> set[Any]:
+    members, *_ = reader.arguments(call) or ((),)
+    return set(map(checked_key, members))
+
+
+def _bytes(reader: _Interpreter, call: Placeholder) -> bytes:
+    text, codec = reader.arguments(call)
     if type(text) is not str or codec not in ("latin1", "latin-1"):
         raise ValueError("bytes in another encoding than latin1")
     return bytes(text, "latin1")
 
 
-def _numpy_dtype(reader: _Interpreter, node: Node) -> np.dtype[Any]:
-    name = node.args[0]
+def _numpy_dtype(reader: _Interpreter, call: Placeholder) -> np.dtype[Any]:
+    name, *_ = reader.arguments(call)
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
         raise ValueError("a numpy array of an unsupported dtype")
     dtype = np.dtype(name)
-    order = node.state[1] if node.state else "|"
+    order = call.state[1] if call.state else "|"
     return np.dtype(f"{order}{dtype.str[1:]}") if order in ("<", ">") else dtype
 
 
-def _numpy_scalar(reader: _Interpreter, node: Node) -> Any:
-    dtype, data = (reader.value(value) for value in node.args)
+def _numpy_scalar(reader: _Interpreter, call: Placeholder) -> Any:
+    dtype, data = reader.arguments(call)
     if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes for a {dtype}")
     return np.frombuffer(data, dtype)[0]
 
 
-def _numpy_array(reader: _Interpreter, node: Node) -> Any:
-    _, shape, dtype, fortran, data = (reader.value(value) for value in node.state)
+def _numpy_array(reader: _Interpreter, call: Placeholder) -> Any:
+    _version, shape, dtype, is_fortran, data = reader.value(call.state)
     sizes = checked_sizes(shape)
-    return np.frombuffer(data, dtype).reshape(sizes, order="F" if fortran else "C").copy()
+    return np.frombuffer(data, dtype).reshape(sizes, order="F" if is_fortran else "C").copy()
 
 
 _DTYPES = (
@@ -385,70 +433,64 @@ _DTYPES = (
     "uint64", "uint32", "uint16", "uint8", "int64", "int32", "int16", "int8", "bool",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
 )  # fmt: skip
-_BUILTINS: dict[str, Any] = {each.__name__: each for each in (int, float, str, bool, list, dict, set, tuple, bytes)}
-_BUILTINS |= {"long": int, "unicode": str}
 # The dtypes that tensors of a file may have.
-STORABLE_DTYPES: dict[Name, torch.dtype] = {("torch", name): getattr(torch, name) for name in _DTYPES}
-# The values of names that are not called.
-_REFERENCES: dict[Name, Any] = STORABLE_DTYPES | {
-    (module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")
+STORABLE_DTYPES: dict[str, torch.dtype] = {f"torch.{name}": getattr(torch, name) for name in _DTYPES}
+_STORAGE_DTYPES: dict[str, torch.dtype | None] = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.storage.UntypedStorage": None,
 }
-_STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
-    ("torch", f"{word}Storage"): dtype
-    for word, dtype in {
-        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-        "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
-    }.items()
-} | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
-
-_SHARED = frozenset({Node, dict, list, tuple, set, frozenset})
+_BUILTINS = (int, float, str, bool, list, dict, set, tuple, bytes)
+# The values of imports that are not called.
+_REFERENCES: dict[str, Any] = {
+    **STORABLE_DTYPES,
+    **{f"builtins.{kind.__name__}": kind for kind in _BUILTINS},
+    **{f"__builtin__.{kind.__name__}": kind for kind in _BUILTINS},
+    "__builtin__.long": int,
+    "__builtin__.unicode": str,
+}
+_SHARED = frozenset({Placeholder, dict, list, tuple, set, frozenset})
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
 
-
-def _subclass(reader: _Interpreter, node: Node) -> Any:
-    """Interpret a tensor that was saved as a Parameter or with attributes. The attributes are skipped."""
-    rebuild, kind, args, _ = node.args
-    plain = type(kind) is Named and kind.name in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
-    if type(rebuild) is not Named or type(args) is not tuple:
-        raise ValueError("a tensor subclass that no function builds")
-    known = rebuild.name[0] == "torch._utils" and rebuild.name[1] in ("_rebuild_tensor_v2", "_rebuild_parameter")
-    if not plain or not known:
-        return reader.unknown_of(kind.name if type(kind) is Named and not plain else rebuild.name)
-    return reader.value(Node(rebuild.name, args))
-
-
-_Maker = Callable[[_Interpreter, Node], Any]
-_MAKERS: dict[Name, _Maker] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _Interpreter.tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _Interpreter.tensor,
-    ("torch._utils", "_rebuild_parameter"): lambda reader, node: reader.value(node.args[0]),
-    ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
-    ("torch", "Size"): lambda reader, node: torch.Size(checked_sizes(reader.value(node.args[0]))),
-    ("torch", "device"): lambda reader, node: torch.device(*reader.value(node.args)),
-    ("collections", "OrderedDict"): _mapping,
-    ("collections", "defaultdict"): _default_dict,
-    ("collections", "Counter"): lambda reader, node: Counter(_mapping(reader, node)),
-    ("argparse", "Namespace"): lambda reader, node: reader.value(node.state or {}),
-    ("_codecs", "encode"): _encoded,
-    ("numpy", "dtype"): _numpy_dtype,
+_Maker = Callable[[_Interpreter, Placeholder], Any]
+_PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+# The functions that return the value of a call, by the name of what is called.
+_MAKERS: dict[str, _Maker] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor,
+    "torch._utils._rebuild_parameter": lambda reader, call: reader.arguments(call)[0],
+    "torch._tensor._rebuild_from_type_v2": _tensor_with_attributes,
+    "torch.Size": lambda reader, call: torch.Size(checked_sizes(*reader.arguments(call))),
+    "torch.device": lambda reader, call: torch.device(*reader.arguments(call)),
+    "collections.OrderedDict": _dict,
+    "collections.defaultdict": _default_dict,
+    "collections.Counter": lambda reader, call: Counter(_dict(reader, call)),
+    "argparse.Namespace": lambda reader, call: reader.value(call.state or {}),
+    "lightning.fabric.utilities.data.AttributeDict": _dict,
+    "lightning_fabric.utilities.data.AttributeDict": _dict,
+    "lightning.pytorch.utilities.parsing.AttributeDict": _dict,
+    "pytorch_lightning.utilities.parsing.AttributeDict": _dict,
+    "_codecs.encode": _bytes,
+    "numpy.dtype": _numpy_dtype,
 }
 for _module in ("builtins", "__builtin__"):
-    _MAKERS[_module, "set"] = lambda reader, node: (
-        set(map(checked_key, reader.value(node.args[0]))) if node.args else set()
-    )
-    _MAKERS[_module, "frozenset"] = lambda reader, node: (
-        frozenset(map(checked_key, reader.value(node.args[0]))) if node.args else set()
-    )
-    _MAKERS[_module, "complex"] = lambda reader, node: complex(*(float(number) for number in node.args))
-    _MAKERS[_module, "bytes"] = lambda reader, node: b""  # how protocol 2 writes empty bytes
+    _MAKERS[f"{_module}.set"] = _set
+    _MAKERS[f"{_module}.frozenset"] = lambda reader, call: frozenset(_set(reader, call))
+    _MAKERS[f"{_module}.complex"] = lambda reader, call: complex(*reader.arguments(call))
+    _MAKERS[f"{_module}.bytes"] = lambda reader, call: b""  # how protocol 2 writes empty bytes
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-    _MAKERS[_module, "scalar"] = _numpy_scalar
-    _MAKERS[_module, "_reconstruct"] = _numpy_array
+    _MAKERS[f"{_module}.scalar"] = _numpy_scalar
+    _MAKERS[f"{_module}._reconstruct"] = _numpy_array
 for _module in ("pathlib", "pathlib._local"):
-    for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-        _MAKERS[_module, _name] = lambda reader, node: pathlib.Path(*reader.value(node.args))
-for _package in ("lightning.fabric", "lightning_fabric"):
-    _MAKERS[f"{_package}.utilities.data", "AttributeDict"] = _mapping
-for _package in ("lightning.pytorch", "pytorch_lightning"):
-    _MAKERS[f"{_package}.utilities.parsing", "AttributeDict"] = _mapping
+    for _name in _PATHS:
+        _MAKERS[f"{_module}.{_name}"] = lambda reader, call: pathlib.Path(*reader.arguments(call))
