@@ -1,5 +1,11 @@
 """Pipeline-parallel inference: each process runs one stage of the model, and batches are split into chunks."""
 
+# The stages of strategies/megatron cannot serve here: they run the model's own forward on every rank and send one
+# tensor from layer to layer. A split point of `prepare_pippy` may be any module, also one with a residual connection
+# around it, whose value would be NaN on the next rank. Nor can torch's `PipelineStage` (2.13): a later stage that reads
+# an argument of the model needs it on its own rank, and here only the first process has the arguments. So the model is
+# traced, and each stage passes on every value that a later stage needs.
+
 from __future__ import annotations
 
 import contextlib
