@@ -4,6 +4,10 @@ Stages 1 and 2 shard flat vectors of many parameters; stage 3 shards each parame
 shard of a parameter and reassemble full tensors.
 """
 
+# DeepSpeed's accessors (0.19: safe_get_full_fp32_param, safe_get_local_optimizer_state, …) do not serve here. A sharded
+# save needs the span of the parameter that a shard holds, which they do not return; a load writes only this span, and
+# reads no more of the file. At stages 1 and 2 they read links that exist only after the first optimizer step.
+
 from __future__ import annotations
 
 from abc import ABC, abstractmethod

@@ -1,5 +1,9 @@
 """Position of a rank: the Trainer's counters and the activity of the main thread, read by another thread."""
 
+# Torch's own tools do not give these facts. Its flight recorder (2.13) must be switched on before the process group is
+# made (TORCH_FR_BUFFER_SIZE), names no line of the user's code, and says nothing about a rank that is in no collective,
+# which is the one to look for. faulthandler writes to a file descriptor: no other rank can ask for it.
+
 from __future__ import annotations
 
 import linecache
