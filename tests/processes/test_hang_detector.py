@@ -9,20 +9,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
+from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.process import Topology
 from trainwright.processes import hang_detector
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import Failure, hang_report
 from trainwright.processes.process_group import ProcessGroup
-from trainwright.processes.rank_position import Position, ProcessMark, RankPosition, activity_of, collective_of
+from trainwright.processes.rank_position import (
+    Position,
+    ProcessMark,
+    RankPosition,
+    activity_of,
+    collective_of,
+    last_recorded_collective,
+)
 from trainwright.strategies import DDPStrategy
 
 _ENOUGH_S = 20.0
@@ -303,6 +313,30 @@ def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
     assert "  rank 3 has not arrived: fit, step 3" in text
     assert text.count("stack") == 2
     assert text.index("rank 3, process") < text.index("rank 0, process")  # the one that all wait for comes first
+
+
+def test_the_report_names_the_last_collective_of_each_rank() -> None:
+    answers = {rank: replace(_position(rank, ""), last_collective="gloo:all_reduce, number 7") for rank in (0, 1)}
+    answers[2] = replace(_position(2, ""), last_collective="gloo:all_reduce, number 6")
+    text = hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
+    assert "  last collective of ranks 0-1: gloo:all_reduce, number 7" in text
+    assert "  last collective of rank 2: gloo:all_reduce, number 6" in text
+
+
+def _last_collective() -> str:
+    rank = dist.get_rank()
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    for _ in range(rank + 1):
+        dist.all_reduce(torch.ones(3), group=groups[rank])
+    return last_recorded_collective()
+
+
+@pytest.mark.requires("torch>=2.13", reason="the flight recorder records collectives of gloo")
+@pytest.mark.distributed
+def test_the_last_collective_comes_from_the_flight_recorder() -> None:
+    found = run_distributed(_last_collective, 2)
+    for rank, text in enumerate(found):
+        assert f"gloo:all_reduce of [3], number {rank + 1} of group" in text
 
 
 def test_a_hang_timeout_is_half_of_the_timeout_and_ten_minutes_at_most() -> None:

@@ -60,10 +60,20 @@ def hang_report(
     missed = "has not arrived" if waiting else "is in no collective"
     lines += [_line(alike, missed) for alike in _groups(absent)]
     lines += [f"  rank {rank} does not answer: {silent[rank]}" for rank in sorted(silent)]
+    lines += _last_collectives(answers.values())
     lines.append(f"  A collective fails after {timeout_s:.0f} s (timeout of the process group).")
     for first, *_ in [*_groups(absent), *_groups(waiting)]:  # one of several equal stacks is enough
         lines.append(f"rank {first.rank}, {first.process}, {first.stacks.rstrip()}")
     return "\n".join(lines)
+
+
+def _last_collectives(positions: Iterable[RankPosition]) -> list[str]:
+    """Return a line for each collective that ranks have called last: a rank with a lower number has fallen behind."""
+    ranks_by_collective: dict[str, list[int]] = {}
+    for rank in positions:
+        if rank.last_collective:
+            ranks_by_collective.setdefault(rank.last_collective, []).append(rank.rank)
+    return [f"  last collective of {ranks_text(ranks)}: {name}" for name, ranks in ranks_by_collective.items()]
 
 
 def _groups(positions: Iterable[RankPosition]) -> list[list[RankPosition]]:

@@ -1,11 +1,12 @@
 """Position of a rank: the Trainer's counters and the activity of the main thread, read by another thread."""
 
-# Torch's own tools do not give these facts. Its flight recorder (2.13) must be switched on before the process group is
-# made (TORCH_FR_BUFFER_SIZE), names no line of the user's code, and says nothing about a rank that is in no collective,
-# which is the one to look for. faulthandler writes to a file descriptor: no other rank can ask for it.
+# The stack of the main thread comes from Python, not from torch's flight recorder (2.13), which names no line of the
+# user's code and says nothing about a rank that is in no collective, the one to look for. Nor does it come from
+# faulthandler, which writes to a file descriptor of its own process, where no other rank can read it.
 
 from __future__ import annotations
 
+import json
 import linecache
 import os
 import socket
@@ -15,6 +16,9 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+import torch
+import torch.distributed as dist
 
 _MOST_STACK_CHARACTERS = 20_000
 _WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
@@ -45,6 +49,7 @@ class RankPosition:
     place: str  # innermost line of its main thread
     process: str  # host and process id
     stacks: str  # the Python stacks of all its threads, the main one first
+    last_collective: str = ""  # of torch's flight recorder; empty if torch has recorded none
 
 
 def position_of_rank(rank: int, position: Position, still_s: float, thread_id: int) -> RankPosition:
@@ -59,6 +64,23 @@ def position_of_rank(rank: int, position: Position, still_s: float, thread_id: i
         place=_place(frames[0]) if frames else "nowhere: the thread has ended",
         process=f"process {os.getpid()} on {socket.gethostname()}",
         stacks=stacks_of(thread_id),
+        last_collective=last_recorded_collective(),
+    )
+
+
+def last_recorded_collective() -> str:
+    """Return the collective that torch's flight recorder has recorded last in this process, with its number."""
+    # Private names of torch 2.13; its own command line reads the same JSON from files.
+    read = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if not dist.is_available() or read is None:
+        return ""
+    entries = json.loads(read(True, False)).get("entries") or []
+    if not entries:
+        return ""
+    last = entries[-1]
+    shapes = ", ".join(str(shape) for shape in last["input_sizes"])
+    return (
+        f"{last['profiling_name']} of {shapes}, number {last['collective_seq_id']} of group {last['process_group'][1]}"
     )
 
 
