@@ -29,20 +29,20 @@ class AgreedClock:
         self._checked_at_s = 0.0
         self._checked_at_step = 0
 
-    def start(self, run: Run) -> None:
+    def start(self, trainer: Run) -> None:
         """Start at the current step, which must be the same on every rank."""
-        self._next_check = run.state.step + 1
-        self._checked_at_step = run.state.step
+        self._next_check = trainer.state.step + 1
+        self._checked_at_step = trainer.state.step
         self._checked_at_s = time.monotonic()
 
-    def is_up(self, run: Run) -> bool:
+    def is_up(self, trainer: Run) -> bool:
         """Return whether the time is up. Call it after each step. Collective at checks; blocks the host only."""
-        if run.world_size == 1:
+        if trainer.world_size == 1:
             return self._remaining_s() <= 0
-        if run.state.step < self._next_check:
+        if trainer.state.step < self._next_check:
             return False
-        up, wait = from_main_rank(run, self._look(run.state.step))
-        self._next_check = run.state.step + wait
+        up, wait = from_main_rank(trainer, self._look(trainer.state.step))
+        self._next_check = trainer.state.step + wait
         return up
 
     def _look(self, step: int) -> tuple[bool, int]:

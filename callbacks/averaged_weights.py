@@ -45,7 +45,7 @@ class AveragedWeights:
     def __init__(
         self,
         task: TaskModule,
-        run: Run | None = None,
+        trainer: Run | None = None,
         *,
         device: torch.device | str | int | None = None,
         use_buffers: bool = True,
@@ -54,7 +54,7 @@ class AveragedWeights:
     ) -> None:
         self.num_averaged = 0
         self.swapped = False
-        self._run = run
+        self._trainer = trainer
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
         self._places: dict[str, int] = {}  # tied weights share an index
@@ -186,7 +186,7 @@ class AveragedWeights:
                         f"the averaged {name} has the shape {tuple(value.shape)} in the checkpoint and "
                         f"{tuple(held[place].shape)} in this task. Use the model of the run that saved the checkpoint."
                     )
-                piece = value if self._run is None else self._run.cut_like(value, held[place])
+                piece = value if self._trainer is None else self._trainer.cut_like(value, held[place])
                 targets[place].copy_(_local(piece))
         self.num_averaged = num_averaged
         self.swapped = False
@@ -213,9 +213,9 @@ class AveragedWeights:
         return [as_held(value, like) for value, like in zip(values, self._held, strict=True)]
 
     def _collect(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        if self._run is None:
+        if self._trainer is None:
             return values
-        return [self._run.gather_tensor(value) for value in self._as_held(values)]
+        return [self._trainer.gather_tensor(value) for value in self._as_held(values)]
 
     def _named(self, values: list[torch.Tensor], *, whole: bool = True) -> dict[str, torch.Tensor]:
         values = self._collect(values) if whole else self._as_held(values)

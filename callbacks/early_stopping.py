@@ -128,24 +128,26 @@ class EarlyStopping(Callback):
         if self._looks_at_epoch_end(trainer):
             trainer.at_step_end(partial(self._check, trainer, trainer.state.epoch))
 
-    def _looks_at_epoch_end(self, run: Run) -> bool:
-        return self.check_on_train_epoch_end if self.check_on_train_epoch_end is not None else not run.has_validation
+    def _looks_at_epoch_end(self, trainer: Run) -> bool:
+        return (
+            self.check_on_train_epoch_end if self.check_on_train_epoch_end is not None else not trainer.has_validation
+        )
 
-    def _check(self, run: Run, epoch: int) -> None:
+    def _check(self, trainer: Run, epoch: int) -> None:
         """Check the metric and request the end if needed. Collective with several processes."""
-        if run.fast_dev_run:
+        if trainer.fast_dev_run:
             return
-        value = from_main_rank(run, run.callback_metrics.get(self.monitor))
+        value = from_main_rank(trainer, trainer.callback_metrics.get(self.monitor))
         if value is None:
-            self._complain(run)
+            self._complain(trainer)
             return
         reason, message = self.judge(float(value))
         if message is not None and self.verbose:
-            run.print(message)
+            trainer.print(message)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopped_epoch = epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
-            run.request_stop(f"EarlyStopping: {message}")
+            trainer.request_stop(f"EarlyStopping: {message}")
 
     def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
         """Check a new value of the metric, and update `best_score` and `wait_count`.
@@ -183,12 +185,14 @@ class EarlyStopping(Callback):
             )
         return EarlyStoppingReason.NOT_STOPPED, None
 
-    def _complain(self, run: Run) -> None:
-        message = missing_metric(f"EarlyStopping(monitor={self.monitor!r})", self.monitor, run.callback_metrics, run)
+    def _complain(self, trainer: Run) -> None:
+        message = missing_metric(
+            f"EarlyStopping(monitor={self.monitor!r})", self.monitor, trainer.callback_metrics, trainer
+        )
         if self.strict:
             raise ConfigurationError(
                 f"{message} Log it with self.log({self.monitor!r}, ...), choose when to check with "
                 "check_on_train_epoch_end, or pass strict=False to continue without it."
             )
-        if run.is_global_zero:
+        if trainer.is_global_zero:
             warnings.warn(message, TrainwrightWarning, stacklevel=2)

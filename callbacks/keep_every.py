@@ -21,18 +21,18 @@ class KeepEvery:
         self._every = None if every is None else _parse(every)
         self._at: float | None = None  # progress of the run at the last one, in the interval's unit
 
-    def begin(self, run: Run) -> None:
+    def begin(self, trainer: Run) -> None:
         """Start at the current progress, or at the progress of a loaded state if that is earlier."""
         if self._every is None:
             return
-        now = self._progress(run)
+        now = self._progress(trainer)
         self._at = now if self._at is None else min(self._at, now)  # a new run may pass the same intervals again
 
-    def look(self, run: Run) -> float | None:
+    def look(self, trainer: Run) -> float | None:
         """Return the progress of the run if an interval has ended since the last permanent checkpoint, else None."""
         if self._every is None:
             return None
-        now, at = self._progress(run), self._at or 0.0
+        now, at = self._progress(trainer), self._at or 0.0
         return now if self._stretch(now) > self._stretch(at) else None
 
     def keep(self, name: str, at: float) -> None:
@@ -58,12 +58,12 @@ class KeepEvery:
         assert self._every is not None  # `look` asks for it
         return math.floor(progress / self._every.value + 1e-9)  # 0.3 / 0.1 is a little less than 3
 
-    def _progress(self, run: Run) -> float:
+    def _progress(self, trainer: Run) -> float:
         if self._every is None:
             return 0.0
         if self._every.unit != "epochs":
-            return self._every.elapsed(run.state)
-        state, total = run.state, run.num_training_batches
+            return self._every.elapsed(trainer.state)
+        state, total = trainer.state, trainer.num_training_batches
         # At an epoch's end the epoch counter has not increased yet, but all of its batches are done.
         return state.epoch + (state.batch_in_epoch / total if 0 < total < math.inf else float(state.epoch_done))
 

@@ -94,9 +94,9 @@ class LearningRateMonitor(Callback):
             trainer.log_now(self._pending)
             self._pending = {}
 
-    def _read(self, run: Run, interval: str) -> dict[str, float]:
+    def _read(self, trainer: Run, interval: str) -> dict[str, float]:
         values: dict[str, float] = {}
-        for optimizer, names, stepped in _named_optimizers(run):
+        for optimizer, names, stepped in _named_optimizers(trainer):
             if self.logging_interval is None and stepped not in (None, interval):
                 continue
             for name, group in zip(names, optimizer.param_groups, strict=True):
@@ -107,16 +107,16 @@ class LearningRateMonitor(Callback):
                 if self.log_weight_decay:
                     decay = float(group.get("weight_decay", 0.0))
                     values[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = decay
-        run.show_now(values)
+        trainer.show_now(values)
         return values
 
 
-def _named_optimizers(run: Run) -> list[tuple[Optimizer, list[str], str | None]]:
+def _named_optimizers(trainer: Run) -> list[tuple[Optimizer, list[str], str | None]]:
     """Return every optimizer with the names of its groups and the interval of its first scheduler, if it has one."""
     found: list[tuple[Optimizer, list[str], str | None]] = []
     seen: Counter[str] = Counter()
-    for optimizer in run.optimizers:
-        mine = [c for c in run.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
+    for optimizer in trainer.optimizers:
+        mine = [c for c in trainer.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
         name = next((config.name for config in mine if config.name is not None), None)
         if name is None:
             kind = f"lr-{type(optimizer).__name__}"

@@ -125,18 +125,18 @@ class LossSpikeDetector(Callback):
     def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
         self._look(trainer)  # before a checkpoint of the epoch's end is written
 
-    def _look(self, run: Run) -> None:
+    def _look(self, trainer: Run) -> None:
         """Read the losses that are still on the device and act on spikes. Collective; waits for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
         losses = torch.stack([loss.float() for _, loss in unread])
-        if run.world_size > 1:
-            losses = run.all_gather(losses).mean(0)  # a rank's loss is its share of the mean
+        if trainer.world_size > 1:
+            losses = trainer.all_gather(losses).mean(0)  # a rank's loss is its share of the mean
         found = self._judge([step for step, _ in unread], losses.tolist())
-        found = from_main_rank(run, found)
+        found = from_main_rank(trainer, found)
         if found is not None:
-            self._act(run, *found)
+            self._act(trainer, *found)
 
     def _judge(self, steps: list[int], losses: list[float]) -> tuple[int, float, float] | None:
         """Add losses and look for `patience` consecutive spikes.
@@ -167,16 +167,16 @@ class LossSpikeDetector(Callback):
         mad = statistics.median(abs(loss - median) for loss in self._losses)
         return median + self.threshold * max(_TO_SIGMA * mad, _FLOOR * abs(median))
 
-    def _act(self, run: Run, first: int, loss: float, bound: float) -> None:
+    def _act(self, trainer: Run, first: int, loss: float, bound: float) -> None:
         self.num_spikes += 1
         self.last_spike = first - 1
         above = "" if math.isinf(bound) else f", above {bound:.5g}"
         later = f" and was still high {self.patience - 1} step(s) later" if self.patience > 1 else ""
         message = f"LossSpikeDetector: the training loss jumped at step {first - 1}{later}: {loss:.5g}{above}"
         if self.action == "rollback":
-            run.request_rollback(message, before_step=first - 1)
+            trainer.request_rollback(message, before_step=first - 1)
             return
-        if run.is_global_zero:
+        if trainer.is_global_zero:
             warnings.warn(f"{message}.", TrainwrightWarning, stacklevel=2)
         if self.action == "stop":
-            run.request_stop(message)
+            trainer.request_stop(message)

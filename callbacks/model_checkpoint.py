@@ -329,22 +329,22 @@ class ModelCheckpoint(Callback):
             name = self._free_name(trainer, facts, self.filename, reuse=None)
             trainer.emergency_save(self._new_request(name, facts, None))
 
-    def _saves_at_epoch_end(self, run: Run) -> bool:
-        return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not run.has_validation
+    def _saves_at_epoch_end(self, trainer: Run) -> bool:
+        return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not trainer.has_validation
 
-    def _epoch_is_due(self, run: Run) -> bool:
-        return self.every_n_epochs > 0 and (run.state.epoch + 1) % self.every_n_epochs == 0
+    def _epoch_is_due(self, trainer: Run) -> bool:
+        return self.every_n_epochs > 0 and (trainer.state.epoch + 1) % self.every_n_epochs == 0
 
-    def _is_idle(self, run: Run) -> bool:
-        return bool(run.fast_dev_run) or run.sanity_checking or run.stage != "fit"
+    def _is_idle(self, trainer: Run) -> bool:
+        return bool(trainer.fast_dev_run) or trainer.sanity_checking or trainer.stage != "fit"
 
-    def _ask(self, run: Run) -> None:
-        state = run.state
-        if not self._is_idle(run) and self._last_saved_step != state.step:
+    def _ask(self, trainer: Run) -> None:
+        state = trainer.state
+        if not self._is_idle(trainer) and self._last_saved_step != state.step:
             # The epoch is read now: at an epoch's end the counter may increase before the safe point. After the last
             # epoch (`on_train_end`) it has increased: the name still contains the epoch that was trained.
             epoch = state.epoch - 1 if state.epoch > 0 and state.batch_in_epoch == 0 else state.epoch
-            run.at_step_end(partial(self._decide, run, epoch, state.step))
+            trainer.at_step_end(partial(self._decide, trainer, epoch, state.step))
 
     def _seconds_to_next_save(self) -> float:
         interval = self.train_time_interval
@@ -352,66 +352,68 @@ class ModelCheckpoint(Callback):
 
     # What to save
 
-    def _decide(self, run: Run, epoch: int, step: int) -> None:
+    def _decide(self, trainer: Run, epoch: int, step: int) -> None:
         """Request the checkpoints that are due now. Collective with several processes."""
         if self._last_saved_step == step:
             return
-        facts = from_main_rank(run, self._facts(run, epoch, step) if run.is_global_zero else NO_FACTS)
+        facts = from_main_rank(trainer, self._facts(trainer, epoch, step) if trainer.is_global_zero else NO_FACTS)
         if self._recorded is not None:
-            self._check_index(run, facts)
+            self._check_index(trainer, facts)
         elif facts.present:
             self._forget(self._held_names() - facts.present)  # not written, or deleted by the user
         self._forget(set(facts.claimed))  # of another process that resumed the same run
         self._waiting_for_validation = False
-        self._check_name_fields(run, facts)
-        request = self._ranked(run, facts) if self.monitor is not None else self._newest(run, facts)
+        self._check_name_fields(trainer, facts)
+        request = self._ranked(trainer, facts) if self.monitor is not None else self._newest(trainer, facts)
         if facts.stretch_end is not None and not self._waiting_for_validation:
             # The checkpoint of this moment, asked for already or not, stays for good.
             if request is None:
-                request = self._new_request(self._free_name(run, facts, self.filename, reuse=None), facts, None)
+                request = self._new_request(self._free_name(trainer, facts, self.filename, reuse=None), facts, None)
             self._kept.keep(request.name, facts.stretch_end)
         if self.save_last:
-            self._add_last(run, facts, request)
+            self._add_last(trainer, facts, request)
         elif request is not None:
-            self._request(run, request, facts)
+            self._request(trainer, request, facts)
 
-    def _facts(self, run: Run, epoch: int, step: int) -> SaveFacts:
+    def _facts(self, trainer: Run, epoch: int, step: int) -> SaveFacts:
         present, claimed = names_in(self._folder) | self._remote_names, claimed_names(self._folder)
-        index_holds = self._recorded is None or self._is_same_folder(run, self._recorded)
-        return SaveFacts(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
+        index_holds = self._recorded is None or self._is_same_folder(trainer, self._recorded)
+        return SaveFacts(
+            epoch, step, dict(trainer.callback_metrics), present, claimed, index_holds, self._kept.look(trainer)
+        )
 
-    def _is_same_folder(self, run: Run, recorded: str) -> bool:
+    def _is_same_folder(self, trainer: Run, recorded: str) -> bool:
         """Return whether a loaded index belongs to the current folder: the same folder, a link to it, or a moved copy.
         In any other folder, checkpoints of the same names belong to another run and are never deleted.
         """
         if recorded == self.dirpath or is_url(recorded) or self.remote is not None or self._folder is None:
             return recorded == self.dirpath
-        return not Path(recorded).exists() or run.wrote_into(self._folder)
+        return not Path(recorded).exists() or trainer.wrote_into(self._folder)
 
-    def _newest(self, run: Run, facts: SaveFacts) -> SaveRequest | None:
+    def _newest(self, trainer: Run, facts: SaveFacts) -> SaveRequest | None:
         if self.save_top_k == 0:
             return None
         previous = self._latest
-        self._latest = self._free_name(run, facts, self.filename, reuse=previous)
+        self._latest = self._free_name(trainer, facts, self.filename, reuse=previous)
         gone = previous if self.save_top_k == 1 else None
         return self._new_request(self._latest, facts, gone)
 
-    def _ranked(self, run: Run, facts: SaveFacts) -> SaveRequest | None:
+    def _ranked(self, trainer: Run, facts: SaveFacts) -> SaveRequest | None:
         if self.save_top_k == 0 or self.monitor is None:
             return None
         score = facts.values.get(self.monitor)
         if score is None:
-            self._complain_or_wait(run, facts)
+            self._complain_or_wait(trainer, facts)
             return None
         self.current_score = self._top.comparable(float(score))
         if not self._top.accepts(self.current_score):
             if self.verbose:
-                run.print(
+                trainer.print(
                     f"Epoch {facts.epoch}, step {facts.step}: {self.monitor}={score:.5g} was not in the best "
                     f"{self.save_top_k}."
                 )
             return None
-        name = self._free_name(run, facts, self.filename, reuse=self._top.displaced())
+        name = self._free_name(trainer, facts, self.filename, reuse=self._top.displaced())
         return self._new_request(name, facts, self._top.add(name, self.current_score))
 
     def _new_request(self, name: str, facts: SaveFacts, gone: str | None) -> SaveRequest:
@@ -421,27 +423,27 @@ class ModelCheckpoint(Callback):
             name, self._folder, self.save_weights_only, dict(facts.metrics), remove, remote=self.remote, fresh=fresh
         )
 
-    def _add_last(self, run: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
+    def _add_last(self, trainer: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
         """Make `request`, if any, and request the checkpoint or link named `last`."""
-        previous, self._last = self._last, self._free_name(run, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
+        previous, self._last = self._last, self._free_name(trainer, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:
-                self._request(run, request, facts)
-            self._request(run, self._new_request(self._last, facts, previous), facts)
+                self._request(trainer, request, facts)
+            self._request(trainer, self._new_request(self._last, facts, previous), facts)
             return
         beside, self._beside = self._beside, None
         if request is None:
             # Not among the best: it is still written, and kept as long as it is the last.
-            self._beside = self._free_name(run, facts, self.filename, reuse=beside)
+            self._beside = self._free_name(trainer, facts, self.filename, reuse=beside)
             request = self._new_request(self._beside, facts, None)
         if beside is not None and beside != request.name and beside not in self._kept.names:
             request.remove.append(beside)
         if previous is not None and previous != self._last:
             request.remove.append(previous)
         request.link = self._last
-        self._request(run, request, facts)
+        self._request(trainer, request, facts)
 
-    def _request(self, run: Run, request: SaveRequest, facts: SaveFacts) -> None:
+    def _request(self, trainer: Run, request: SaveRequest, facts: SaveFacts) -> None:
         if self._last_saved_step != facts.step:
             self._replaced = []
         self._last_saved_step = facts.step
@@ -449,17 +451,17 @@ class ModelCheckpoint(Callback):
         request.remove.extend(name for name in self._left_over if name not in request.remove)
         self._left_over = []
         self._replaced += request.remove
-        run.request_save(request)
+        trainer.request_save(request)
         if self.verbose:
             score = f", {self.monitor}={facts.values.get(self.monitor)}" if self.monitor is not None else ""
-            run.print(f"Epoch {facts.epoch}, step {facts.step}{score}: saving {request.name!r}.")
+            trainer.print(f"Epoch {facts.epoch}, step {facts.step}{score}: saving {request.name!r}.")
 
-    def _free_name(self, run: Run, facts: SaveFacts, template: str | None, *, reuse: str | None) -> str:
+    def _free_name(self, trainer: Run, facts: SaveFacts, template: str | None, *, reuse: str | None) -> str:
         """Return a name that is free in the folder, or `reuse`, whose checkpoint may be replaced."""
         name = Path(self.format_checkpoint_name(facts.values, template)).name
         kept = set(self._kept.names)  # those stay, even with equal names
         # Checkpoints that others requested now may not be in the folder yet.
-        taken = {*facts.present, *self._names_in_use(run)} if self.enable_version_counter else kept
+        taken = {*facts.present, *self._names_in_use(trainer)} if self.enable_version_counter else kept
         taken -= {reuse or ""} - kept
         version = self.STARTING_VERSION
         while name in taken:
@@ -467,16 +469,16 @@ class ModelCheckpoint(Callback):
             version += 1
         return name
 
-    def _names_in_use(self, run: Run) -> set[str]:
+    def _names_in_use(self, trainer: Run) -> set[str]:
         """Return the names of checkpoints that this and other ModelCheckpoints keep in the folder."""
-        mates = (c for c in run.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
+        mates = (c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
         return set[str]().union(*(mate._held_names() for mate in mates))
 
     def _held_names(self) -> set[str]:
         single = (name for name in (self._latest, self._last, self._beside) if name is not None)
         return {*self._top.scores, *self._kept.names, *single}
 
-    def _check_index(self, run: Run, facts: SaveFacts) -> None:
+    def _check_index(self, trainer: Run, facts: SaveFacts) -> None:
         """Remove names from the index of a resumed run that are not in the folder (another dirpath, or deleted by the
         user).
         """
@@ -485,9 +487,9 @@ class ModelCheckpoint(Callback):
         missing = self._held_names() - present
         # In the same folder `last` is missing if the run was killed before it was created.
         told = missing - {self._last} if facts.index_holds else missing
-        self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(run))
+        self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(trainer))
         self._forget(missing)
-        if told and run.is_global_zero:
+        if told and trainer.is_global_zero:
             warnings.warn(
                 f"ModelCheckpoint: {', '.join(sorted(told))} (saved in {recorded}) not found in {self.dirpath}; "
                 "the best are ranked without them.",
@@ -502,25 +504,27 @@ class ModelCheckpoint(Callback):
             None if name in names else name for name in (self._latest, self._last, self._beside)
         )
 
-    def _complain_or_wait(self, run: Run, facts: SaveFacts) -> None:
+    def _complain_or_wait(self, trainer: Run, facts: SaveFacts) -> None:
         """Raise an error if the monitored metric should have been logged by now. Otherwise wait for validation."""
-        message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), facts.metrics, run)
-        if self._validated or (self._epoch_ended and not run.has_validation):
+        message = missing_metric(
+            f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), facts.metrics, trainer
+        )
+        if self._validated or (self._epoch_ended and not trainer.has_validation):
             raise ConfigurationError(
                 f"{message} Log it with self.log({self.monitor!r}, ...). A metric that is logged at the end of the "
                 "training epoch needs save_on_train_epoch_end=True when validation runs within the epoch."
             )
         self._waiting_for_validation = True
-        if run.is_global_zero and run.has_validation:
+        if trainer.is_global_zero and trainer.has_validation:
             warnings.warn(f"{message} Nothing is ranked until validation has run.", TrainwrightWarning, stacklevel=2)
 
-    def _check_name_fields(self, run: Run, facts: SaveFacts) -> None:
-        if not self._epoch_ended or (run.has_validation and not self._validated):
+    def _check_name_fields(self, trainer: Run, facts: SaveFacts) -> None:
+        if not self._epoch_ended or (trainer.has_validation and not self._validated):
             return  # the metric may be logged later
         for name in template_fields(self.filename or ""):
-            if name not in facts.values and name not in self._said_missing and run.is_global_zero:
+            if name not in facts.values and name not in self._said_missing and trainer.is_global_zero:
                 self._said_missing.add(name)
-                text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, run)
+                text = missing_metric(f"ModelCheckpoint(filename={self.filename!r})", name, facts.values, trainer)
                 warnings.warn(
                     f"{text} Its value in names is nan. Log it, or remove it from filename.",
                     TrainwrightWarning,

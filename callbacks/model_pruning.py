@@ -196,14 +196,14 @@ class ModelPruning(Callback):
         if self._uses_ticket:
             self._first = {module: copy.deepcopy(module) for module, _ in self._targets}
 
-    def _run(self, run: Run, task: TaskModule) -> None:
-        epoch = run.current_epoch
+    def _run(self, trainer: Run, task: TaskModule) -> None:
+        epoch = trainer.current_epoch
         amount = self._amount(epoch) if callable(self._amount) else self._amount
         if not amount or not (self._apply(epoch) if callable(self._apply) else self._apply):
             return
         seed = int(torch.randint(2**31, (1,)))
-        if run.world_size > 1:
-            seed = int(run.all_gather(torch.tensor(seed)).flatten()[0])
+        if trainer.world_size > 1:
+            seed = int(trainer.all_gather(torch.tensor(seed)).flatten()[0])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # random methods choose the same weights on every rank
             self.apply_pruning(amount)

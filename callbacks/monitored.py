@@ -32,13 +32,13 @@ def worst(mode: Mode) -> float:
     return math.inf if mode == "min" else -math.inf
 
 
-def missing_metric(owner: str, name: str, logged: Iterable[str], run: Run | None = None) -> str:
+def missing_metric(owner: str, name: str, logged: Iterable[str], trainer: Run | None = None) -> str:
     """Return the error text for a missing metric `name` that `owner` needs. The text lists the logged metrics, most
-    similar first, and has a hint if `run` is a fit without validation.
+    similar first, and has a hint if `trainer` is a fit without validation.
     """
     known = sorted(logged)
     hint = nearest(name, known)
-    if run is not None and run.stage == "fit" and not run.has_validation:
+    if trainer is not None and trainer.stage == "fit" and not trainer.has_validation:
         hint = " This fit does not validate: it lacks a validation_step, val_dataloaders or limit_val_batches above 0."
     return (
         f"{owner} needs the metric {name!r}, which was not logged.{hint} "
@@ -46,11 +46,11 @@ def missing_metric(owner: str, name: str, logged: Iterable[str], run: Run | None
     )
 
 
-def from_main_rank(run: Run, value: T) -> T:
+def from_main_rank(trainer: Run, value: T) -> T:
     """Return rank 0's `value` on every rank. Collective when there are several processes; blocks the host only."""
-    if run.world_size == 1:
+    if trainer.world_size == 1:
         return value
-    heard: T = run.broadcast(value)
+    heard: T = trainer.broadcast(value)
     return heard
 
 

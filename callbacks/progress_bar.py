@@ -220,47 +220,47 @@ class ProgressBar(Callback):
         self._next_look_s = progress.started_s + (REDRAW_S if self._draws else LINE_S)
         return progress
 
-    def _begin_evaluation(self, description: str, run: Run) -> None:
+    def _begin_evaluation(self, description: str, trainer: Run) -> None:
         if self._active:
-            self._evaluating = self._begin("eval", description, _total(run.num_eval_batches), 0)
+            self._evaluating = self._begin("eval", description, _total(trainer.num_eval_batches), 0)
 
-    def _count(self, run: Run, task: TaskModule) -> None:
+    def _count(self, trainer: Run, task: TaskModule) -> None:
         progress = self._evaluating
         if progress is None:
             return
         progress.done += 1
         if time.monotonic() >= self._next_look_s:
-            self._advance(progress, progress.done, run, task)
+            self._advance(progress, progress.done, trainer, task)
 
-    def _advance(self, progress: _Progress | None, done: int, run: Run, task: TaskModule) -> None:
+    def _advance(self, progress: _Progress | None, done: int, trainer: Run, task: TaskModule) -> None:
         if progress is None or done - progress.shown < self.refresh_rate:
             return
         progress.done = progress.shown = done
-        metrics = _readable(self.get_metrics(run, task))
+        metrics = _readable(self.get_metrics(trainer, task))
         if self._draws:
             self._output(self.draw, progress.kind, done, metrics)
         else:
             self._output(self.write, progress.line(metrics))
         self._next_look_s = time.monotonic() + (REDRAW_S if self._draws else LINE_S)
 
-    def _finish_training(self, run: Run, task: TaskModule, *, leave: bool) -> None:
+    def _finish_training(self, trainer: Run, task: TaskModule, *, leave: bool) -> None:
         progress, self._training = self._training, None
         if progress is None:
             return
-        progress.end(progress.done if progress.ended_s is not None else run.state.batch_in_epoch)
-        metrics = _readable(self.get_metrics(run, task))
+        progress.end(progress.done if progress.ended_s is not None else trainer.state.batch_in_epoch)
+        metrics = _readable(self.get_metrics(trainer, task))
         if self._draws:
             self._output(self.draw, "train", progress.done, metrics)
             self._output(self.close, "train", leave=leave)
         else:
             self._output(self.write, progress.line(metrics))
 
-    def _finish_evaluation(self, run: Run, task: TaskModule) -> None:
+    def _finish_evaluation(self, trainer: Run, task: TaskModule) -> None:
         progress, self._evaluating = self._evaluating, None
         if progress is None:
             return
         progress.end(progress.done)
-        within_fit = self._training is not None or run.sanity_checking or run.stage == "fit"
+        within_fit = self._training is not None or trainer.sanity_checking or trainer.stage == "fit"
         paused_s = time.monotonic() - progress.started_s
         if self._training is not None:
             self._training.started_s += paused_s
@@ -268,9 +268,11 @@ class ProgressBar(Callback):
             self._output(self.draw, "eval", progress.done, {})
             self._output(self.close, "eval", leave=not within_fit, paused_s=paused_s)
             if self._training is not None:
-                self._output(self.draw, "train", run.state.batch_in_epoch, _readable(self.get_metrics(run, task)))
+                self._output(
+                    self.draw, "train", trainer.state.batch_in_epoch, _readable(self.get_metrics(trainer, task))
+                )
         elif not within_fit:
-            self._output(self.write, progress.line(_readable(self.get_metrics(run, task))))
+            self._output(self.write, progress.line(_readable(self.get_metrics(trainer, task))))
 
     def _close_all(self) -> None:
         if self._draws:

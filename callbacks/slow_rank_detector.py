@@ -103,12 +103,12 @@ class SlowRankDetector(Callback):
         self._pending = (work, gathered)
         self._num_steps, self._data_s, self._marks = 0, 0.0, []
 
-    def _compare(self, run: Run, work: Any, gathered: torch.Tensor) -> None:
+    def _compare(self, trainer: Run, work: Any, gathered: torch.Tensor) -> None:
         if work is not None:
             work.wait()
         rows = gathered.view(-1, len(_PARTS)).tolist()
         self.seconds = [dict(zip(_PARTS, row, strict=True)) for row in rows]
-        text = self._finding() if len(rows) > 1 and run.is_global_zero else ""
+        text = self._finding() if len(rows) > 1 and trainer.is_global_zero else ""
         key = text.partition(":")[0]
         if text and key not in self._warned:
             self._warned.add(key)

@@ -131,15 +131,15 @@ class StochasticWeightAveraging(Callback):
             current = loaded["current_model_state"] or None
             self._weights.restore(loaded["num_averaged"], average=loaded["average_model_state"], current=current)
 
-    def _begin_at(self, run: Run) -> int:
+    def _begin_at(self, trainer: Run) -> int:
         start = self._swa_epoch_start
         if isinstance(start, float):
-            if run.max_epochs == -1:
+            if trainer.max_epochs == -1:
                 raise ConfigurationError(
                     f"StochasticWeightAveraging(swa_epoch_start={start}) is a fraction of max_epochs, but the Trainer "
                     "has no max_epochs. Pass max_epochs, or use an integer."
                 )
-            start = int(run.max_epochs * start)
+            start = int(trainer.max_epochs * start)
         return max(start - 1, 0)
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
@@ -157,9 +157,9 @@ class StochasticWeightAveraging(Callback):
         self._weights.update()
         self._latest_update_epoch = epoch
 
-    def _start(self, run: Run, task: TaskModule, saved: dict[str, Any] | None) -> None:
+    def _start(self, trainer: Run, task: TaskModule, saved: dict[str, Any] | None) -> None:
         """Pause the task's schedule, and start or resume this callback's schedule and the average."""
-        optimizer = run.optimizers[0]
+        optimizer = trainer.optimizers[0]
         rates = [group["lr"] for group in optimizer.param_groups]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # creating a schedule after steps is intended
@@ -173,9 +173,9 @@ class StochasticWeightAveraging(Callback):
             self._schedule.load_state_dict(copy.deepcopy(saved))
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate  # creating a schedule sets it
-        for config in run.lr_scheduler_configs:
+        for config in trainer.lr_scheduler_configs:
             config.paused = True
-        self._weights = AveragedWeights(task, run, device=self._device, use_buffers=False, avg_fn=self._avg_fn)
+        self._weights = AveragedWeights(task, trainer, device=self._device, use_buffers=False, avg_fn=self._avg_fn)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
         if self._weights is None:
@@ -205,7 +205,7 @@ def _norms(task: TaskModule) -> list[_BatchNorm]:
 
 
 @torch.no_grad()
-def _recompute_statistics(run: Run, task: TaskModule) -> None:
+def _recompute_statistics(trainer: Run, task: TaskModule) -> None:
     """Recompute batch normalization statistics over the training data, and average them over ranks. Collective."""
     norms = _norms(task)
     momenta = [norm.momentum for norm in norms]
@@ -213,12 +213,12 @@ def _recompute_statistics(run: Run, task: TaskModule) -> None:
         norm.reset_running_stats()
         norm.momentum = None  # the plain mean over all batches
     try:
-        run.pass_training_data()
+        trainer.pass_training_data()
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    if run.world_size > 1:
+    if trainer.world_size > 1:
         for norm in norms:
             for statistic in (norm.running_mean, norm.running_var):
                 if statistic is not None:
-                    statistic.copy_(run.all_gather(statistic).mean(dim=0))
+                    statistic.copy_(trainer.all_gather(statistic).mean(dim=0))

@@ -117,18 +117,18 @@ class Throughput(Callback):
         self._counting.close()  # an exception may have ended the first step
         self._counter = None
 
-    def _end_count(self, run: Run) -> None:
+    def _end_count(self, trainer: Run) -> None:
         self._counting.close()
         counter, self._counter = self._counter, None
         if counter is not None:
-            self.flops_per_step = float(counter.get_total_flops()) * run.world_size
+            self.flops_per_step = float(counter.get_total_flops()) * trainer.world_size
 
-    def _mark(self, run: Run) -> _Counters:
-        state = run.state
+    def _mark(self, trainer: Run) -> _Counters:
+        state = trainer.state
         return _Counters(time.monotonic() - self._paused_s, state.step, state.samples, state.tokens)
 
-    def _log(self, run: Run) -> None:
-        now = self._mark(run)
+    def _log(self, trainer: Run) -> None:
+        now = self._mark(trainer)
         self._marks.append(now)
         while len(self._marks) > 2 and now.step - self._marks[1].step >= self.window_size:
             self._marks.popleft()
@@ -147,5 +147,5 @@ class Throughput(Callback):
         elif self.flops_per_step is not None:
             rates["throughput/flops_per_s"] = self.flops_per_step * rates["throughput/steps_per_s"]
         if self.peak_flops is not None and "throughput/flops_per_s" in rates:
-            rates["throughput/mfu"] = rates["throughput/flops_per_s"] / (self.peak_flops * run.world_size)
-        run.log_now(rates)
+            rates["throughput/mfu"] = rates["throughput/flops_per_s"] / (self.peak_flops * trainer.world_size)
+        trainer.log_now(rates)

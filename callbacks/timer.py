@@ -143,19 +143,19 @@ class Timer(Callback):
     def _end(self, stage: str) -> None:
         self._ended_s[stage] = time.monotonic()
 
-    def _look(self, run: Run) -> None:
+    def _look(self, trainer: Run) -> None:
         """Stop if time is up by rank 0's clock. Collective with several processes."""
-        if from_main_rank(run, self._remaining_or_forever() <= 0):
-            self._stop(run)
+        if from_main_rank(trainer, self._remaining_or_forever() <= 0):
+            self._stop(trainer)
 
-    def _stop(self, run: Run) -> None:
+    def _stop(self, trainer: Run) -> None:
         if self._is_over:
             return
         self._is_over = True
         message = f"Timer: the {self.duration_s:g} s of training are over."
-        run.request_stop(message, closes_epoch=False)
+        trainer.request_stop(message, closes_epoch=False)
         if self.verbose:
-            run.print(message)
+            trainer.print(message)
 
     def _remaining_or_forever(self) -> float:
         remaining_s = self.time_remaining()

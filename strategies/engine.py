@@ -298,11 +298,11 @@ class Engine(LightningMembers):
         compiled: Callable[..., Any] = torch.compile(module, **(self.settings.compile_options or {}))
         return compiled
 
-    def attach(self, run: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
+    def attach(self, trainer: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
         """Create the step. Called after `prepare`, and again whenever the callbacks change.
 
         Args:
-            run: The run that is passed to hooks.
+            trainer: The run that is passed to hooks.
             hooks: Hooks that the step calls.
             sink: Receives the logged values and the current micro-batch.
             counts_items: Weigh micro-batches by `TaskModule.num_items` if the task defines it.
@@ -321,7 +321,7 @@ class Engine(LightningMembers):
             eval_call=self._eval_call,
             inputs=self.precision,
             gradients=self.gradients,
-            run=run,
+            run=trainer,
             hooks=hooks,
             sink=sink,
             counts_items=counts_items,

@@ -67,16 +67,16 @@ class ValidationSchedule:
         else:
             self._interval = Interval(interval)
 
-    def align(self, run: Run) -> None:
+    def align(self, trainer: Run) -> None:
         """Begin at the current progress: the next multiple of the interval is due first. Later calls have no effect."""
         if self._run is not None:
             return
-        self._run = run
+        self._run = trainer
         if self._interval is not None:
-            self._interval.align(run.state)
+            self._interval.align(trainer.state)
         if self._clock is not None:
-            self._next_s = (run.state.seconds // self._span_s + 1) * self._span_s
-            self._clock.start(run)
+            self._next_s = (trainer.state.seconds // self._span_s + 1) * self._span_s
+            self._clock.start(trainer)
 
     @property
     def num_batches_between(self) -> int | float | None:

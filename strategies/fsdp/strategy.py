@@ -426,9 +426,9 @@ class FSDPEngine(ParallelEngine):
 
     # The step
 
-    def attach(self, run: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
+    def attach(self, trainer: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
         self._building.check(self.task)
-        super().attach(run, hooks, sink, counts_items=counts_items)
+        super().attach(trainer, hooks, sink, counts_items=counts_items)
 
     def make_step(self, parts: StepParts) -> Step:
         parts = self._over_sequences(parts)

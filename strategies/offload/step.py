@@ -210,10 +210,10 @@ class OffloadStep(AutomaticStep):
             self._stream.wait()  # hooks may write weights
 
 
-def _only_schedule(run: Run, task: TaskModule) -> bool:
+def _only_schedule(trainer: Run, task: TaskModule) -> bool:
     """Return whether all schedulers are torch's, which change optimizers and no weights."""
     return not overrides(task, "lr_scheduler_step", TaskModule) and all(
-        type(config.scheduler).__module__.startswith("torch.optim.") for config in run.lr_scheduler_configs
+        type(config.scheduler).__module__.startswith("torch.optim.") for config in trainer.lr_scheduler_configs
     )
 
 
