@@ -57,59 +57,165 @@ def evaluate(
     Returns:
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`).
     """
-    name, metrics = _EVENTS[kind], run.logs.metrics
-    run.data.evaluation(kind).begin(run.state.epoch)
-    data, limits = _prepare(run, kind, max_batches)
-    outputs: list[list[Any]] = [[] for _ in data.loaders]
-    if not any(limit is None or limit > 0 for limit in limits):
-        return Flushed(), outputs
-    before, capabilities, steps = metrics.stage, run.engine.capabilities, _StepLog(run, kind)
-    run.evaluation.kind = kind
-    run.engine.begin_evaluation()
-    inference_mode = run.settings.arguments.inference_mode and capabilities.inference_mode
-    with _evaluation_mode(run, name), _no_gradients(inference_mode):
-        metrics.begin(kind, num_dataloaders=len(data.loaders))
-        metrics.in_step = False
+    loop = _EvaluationLoop(run, kind, max_batches, keep, abandon)
+    return loop.run(taken), loop.outputs
+
+
+class _EvaluationLoop:
+    """One pass over the data of an evaluation; see `evaluate` for the arguments.
+
+    Attributes:
+        outputs: for each loader the outputs of this rank's batches.
+    """
+
+    def __init__(
+        self,
+        run: StageRun,
+        kind: EvaluationKind,
+        max_batches: int | None,
+        keep: bool,
+        abandon: Callable[[int, int], bool] | None,
+    ) -> None:
+        self.outputs: list[list[Any]] = []
+        self._run = run
+        self._kind: EvaluationKind = kind
+        self._name = _EVENTS[kind]  # in hooks
+        self._max_batches = max_batches
+        self._keep = keep
+        self._abandon = abandon
+        self._metrics = run.logs.metrics
+        self._steps = _StepLog(run, kind)
+
+    def run(self, taken: Callable[[], None]) -> Flushed:
+        """Run the evaluation and return the metrics of the epoch."""
+        run = self._run
+        run.data.evaluation(self._kind).begin(run.state.epoch)
+        data, limits = self._prepare()
+        self.outputs = [[] for _ in data.loaders]
+        if not any(limit is None or limit > 0 for limit in limits):
+            return Flushed()
+        before = self._metrics.stage
+        run.evaluation.kind = self._kind
+        run.engine.begin_evaluation()
+        inference_mode = run.settings.arguments.inference_mode and run.engine.capabilities.inference_mode
+        with self._evaluation_mode(), _no_gradients(inference_mode):
+            self._metrics.begin(self._kind, num_dataloaders=len(data.loaders))
+            self._metrics.in_step = False
+            try:
+                return self._run_epoch(taken)
+            finally:
+                run.evaluation.kind = None
+                self._metrics.batch = None
+                self._metrics.in_step = False
+                self._metrics.dataloader_idx = None
+                if before is not None:
+                    self._metrics.switch(before)
+
+    def _prepare(self) -> tuple[EvaluationData, list[int | None]]:
+        """Return the data and the batch limit of each loader. Sets `num_eval_batches` of the run."""
+        data = self._run.data.evaluation(self._kind)
+        limits = [_least(limit, self._max_batches) for limit in data.limits]
+        self._run.evaluation.num_batches = [float("inf") if limit is None else limit for limit in limits]
+        return data, limits
+
+    def _run_epoch(self, taken: Callable[[], None]) -> Flushed:
+        run, metrics, name = self._run, self._metrics, self._name
+        if self._kind == "predict":
+            metrics.close("a prediction")
+        run.hooks.fire(f"on_{name}_start")
+        data, limits = self._prepare()  # a callback may have replaced the loaders
+        run.hooks.fire(f"on_{name}_epoch_start")
+        for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
+            metrics.dataloader_idx = index if len(data.loaders) > 1 else None
+            self._run_loader(index, loader, limit)
+        metrics.dataloader_idx = None
+        run.hooks.fire(f"on_{name}_epoch_end")
+        self._steps.end()
+        flushed = metrics.flush_epoch(run.logs.exchange, owner=run.task)
+        run.logs.take(flushed, self._kind)
+        taken()
+        metrics.close(f"on_{name}_end")
+        run.hooks.fire(f"on_{name}_end")
+        return flushed
+
+    def _run_loader(self, index: int, loader: PreparedLoader, limit: int | None) -> None:
+        in_lockstep = self._run.engine.capabilities.lockstep_evaluation
+        num_done = 0
+        calls = StepCalls()
+        for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
+            if self._abandon is not None and self._abandon(index, idx):
+                raise Abandoned
+            num_done = idx + 1
+            if in_lockstep and not loader.has_batch(idx):
+                self._replay(batch, idx, calls)
+                continue
+            # A later batch of this rank may have to repeat the calls of this step.
+            records = in_lockstep and not (loader.counts and loader.has_batch(idx + 1))
+            recorded = calls.record(self._run.task, self._run.trainer) if records else contextlib.nullcontext()
+            output = self._run_batch(batch, idx, recorded)
+            self._steps.end_batch((index, idx))
+            if self._keep:
+                self.outputs[index].append(output)
+            del output, batch  # frees their memory before the next forward
+        check_end(loader, num_done, limit)
+        loader.end_pass()
+
+    def _replay(self, batch: Batch, idx: int, calls: StepCalls) -> None:
+        run, dataloader_idx = self._run, self._metrics.dataloader_idx
+        replay_batch(run.task, run.engine.step, self._kind, f"{self._name}_step", batch, idx, dataloader_idx, calls)
+
+    def _run_batch(self, batch: Batch, idx: int, recorded: AbstractContextManager[None]) -> Any:
+        """Run one batch and return the output of the step, detached if hooks or the caller receive it.
+
+        Args:
+            batch: the batch.
+            idx: index of the batch.
+            recorded: context for the call of the step.
+        """
+        run, metrics, step = self._run, self._metrics, f"{self._name}_step"
+        task, table, dataloader_idx = run.task, run.hooks.table, metrics.dataloader_idx
+        # With a single loader, hooks and steps do not receive its index.
+        loader = () if dataloader_idx is None else (dataloader_idx,)
+        batch = run.engine.step.to_device(batch, dataloader_idx or 0)
+        metrics.batch = batch
+        metrics.in_step = True
+        for hook in getattr(table, f"on_{self._name}_batch_start"):
+            hook(run.trainer, task, batch, idx, *loader)
         try:
-            if kind == "predict":
-                metrics.close("a prediction")
-            run.hooks.fire(f"on_{name}_start")
-            data, limits = _prepare(run, kind, max_batches)  # a callback may have replaced the loaders
-            run.hooks.fire(f"on_{name}_epoch_start")
-            for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
-                metrics.dataloader_idx = index if len(data.loaders) > 1 else None
-                num_done, calls = 0, StepCalls()
-                for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
-                    if abandon is not None and abandon(index, idx):
-                        raise Abandoned
-                    num_done = idx + 1
-                    if capabilities.lockstep_evaluation and not loader.has_batch(idx):
-                        replay_batch(
-                            run.task, run.engine.step, kind, f"{name}_step", batch, idx, metrics.dataloader_idx, calls
-                        )
-                        continue
-                    step = _recorded(run, calls, loader, idx)
-                    output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, step, keep=keep)
-                    steps.end_batch((index, idx))
-                    if keep:
-                        outputs[index].append(output)
-                    del output, batch  # frees their memory before the next forward
-                check_end(loader, num_done, limit)
-                loader.end_pass()
-            metrics.dataloader_idx = None
-            run.hooks.fire(f"on_{name}_epoch_end")
-            steps.end()
-            flushed = metrics.flush_epoch(run.logs.exchange, owner=run.task)
-            run.logs.take(flushed, kind)
-            taken()
-            metrics.close(f"on_{name}_end")
-            run.hooks.fire(f"on_{name}_end")
+            with recorded:
+                output = run.engine.step.evaluate(step, batch, idx, dataloader_idx)
+        except Exception as error:
+            run.recovery.note_batch(error, step, batch, idx)
+            raise
+        ends = getattr(table, f"on_{self._name}_batch_end")
+        if ends or self._keep:
+            try:
+                # Usually no copy is needed. A callback can then change the batch in place through the output, which may
+                # be the same object. A step can require gradients only if it enables them itself.
+                if any(tensor.requires_grad for tensor in iterate_tensors(output)):
+                    output = map_tensors(torch.Tensor.detach, output)
+            except RecursionError as error:
+                raise too_deep(f"the result of {step}") from error
+        for hook in ends:
+            hook(run.trainer, task, output, batch, idx, *loader)
+        metrics.batch = None
+        metrics.in_step = False
+        run.evaluation.batches_done += 1
+        return output
+
+    @contextlib.contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Set all modules to evaluation mode within the context, then restore their modes."""
+        run = self._run
+        modes = [(module, module.training) for module in run.task.modules()]
+        run.hooks.fire(f"on_{self._name}_model_eval")
+        run.task.eval()
+        try:
+            yield
         finally:
-            run.evaluation.kind = None
-            metrics.batch, metrics.in_step, metrics.dataloader_idx = None, False, None
-            if before is not None:
-                metrics.switch(before)
-    return flushed, outputs
+            for module, training in modes:
+                module.training = training
+            run.hooks.fire(f"on_{self._name}_model_train")
 
 
 class _StepLog:
@@ -119,7 +225,8 @@ class _StepLog:
     """
 
     def __init__(self, run: StageRun, kind: EvaluationKind) -> None:
-        self._run, self._kind = run, kind
+        self._run = run
+        self._kind = kind
         self._counts = kind != "predict" and not run.evaluation.sanity_checking and not run.is_trial
         self._counter = f"{_EVENTS[kind]}_batches"
         self._num_steps = getattr(run.state, self._counter) if self._counts else 0
@@ -201,71 +308,6 @@ class Prediction:
             )
 
 
-def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tuple[EvaluationData, list[int | None]]:
-    """Return the data and the batch limit of each loader. Sets `num_eval_batches` of the run."""
-    data = run.data.evaluation(kind)
-    limits = [_least(limit, max_batches) for limit in data.limits]
-    run.evaluation.num_batches = [float("inf") if limit is None else limit for limit in limits]
-    return data, limits
-
-
-def _recorded(run: StageRun, calls: StepCalls, loader: PreparedLoader, idx: int) -> AbstractContextManager[None]:
-    """Return a context that records the calls of a step if a later batch of this rank may have to repeat them."""
-    may_pad = run.engine.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
-    return calls.record(run.task, run.trainer) if may_pad else contextlib.nullcontext()
-
-
-def _one_batch(
-    run: StageRun,
-    kind: EvaluationKind,
-    name: str,
-    batch: Batch,
-    idx: int,
-    dataloader_idx: int | None,
-    step: AbstractContextManager[None],
-    *,
-    keep: bool,
-) -> Any:
-    """Run one batch and return the output of the step, detached if hooks or the caller receive it.
-
-    Args:
-        run: the run.
-        kind: `"validate"`, `"test"` or `"predict"`.
-        name: the kind's name in hooks.
-        batch: the batch.
-        idx: index of the batch.
-        dataloader_idx: index of the loader. None with a single loader, where hooks and steps do not receive it.
-        step: context for the call of the step.
-        keep: the caller keeps the output.
-    """
-    metrics, task, hooks = run.logs.metrics, run.task, run.hooks.table
-    loader = () if dataloader_idx is None else (dataloader_idx,)
-    batch = run.engine.step.to_device(batch, dataloader_idx or 0)
-    metrics.batch, metrics.in_step = batch, True
-    for hook in getattr(hooks, f"on_{name}_batch_start"):
-        hook(run.trainer, task, batch, idx, *loader)
-    try:
-        with step:
-            output = run.engine.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
-    except Exception as error:
-        run.recovery.note_batch(error, f"{name}_step", batch, idx)
-        raise
-    ends = getattr(hooks, f"on_{name}_batch_end")
-    if ends or keep:
-        try:
-            # Usually no copy is needed. A callback can then change the batch in place through the output, which may be
-            # the same object. A step can require gradients only if it enables them itself.
-            if any(tensor.requires_grad for tensor in iterate_tensors(output)):
-                output = map_tensors(torch.Tensor.detach, output)
-        except RecursionError as error:
-            raise too_deep(f"the result of {name}_step") from error
-    for hook in ends:
-        hook(run.trainer, task, output, batch, idx, *loader)
-    metrics.batch, metrics.in_step = None, False
-    run.evaluation.batches_done += 1
-    return output
-
-
 def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, float]]:
     """Return the metrics as one dict per loader. Metrics without a loader are in all dicts.
 
@@ -294,21 +336,6 @@ def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
 def _least(limit: int | None, other: int | None) -> int | None:
     known = [value for value in (limit, other) if value is not None]
     return min(known) if known else None
-
-
-@contextlib.contextmanager
-def _evaluation_mode(run: StageRun, name: str) -> Iterator[None]:
-    """Set all modules to evaluation mode within the context, then restore their modes."""
-    task = run.task
-    modes = [(module, module.training) for module in task.modules()]
-    run.hooks.fire(f"on_{name}_model_eval")
-    task.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        run.hooks.fire(f"on_{name}_model_train")
 
 
 @contextlib.contextmanager
