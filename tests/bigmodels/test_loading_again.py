@@ -154,3 +154,14 @@ def test_a_hook_of_the_user_s_own_stays(tmp_path: Path) -> None:
     for places in (MIXED, {"": "cpu"}):
         dispatch_model(net, places)
         assert torch.equal(net(TOKENS), OLD_SCORES * 2)
+
+
+@torch.no_grad()
+def test_weights_on_the_disk_are_found_after_a_conversion_and_in_a_copy(tmp_path: Path) -> None:
+    save_file(plain_state(make_net()), tmp_path / "old.safetensors")
+    net = empty_net()
+    load_checkpoint_in_model(net, tmp_path / "old.safetensors", ALL_DISK, offload_buffers=True)
+    twin = copy.deepcopy(net.double())
+    for each in (net, twin):
+        dispatch_model(each, {"": "cpu"})
+        assert torch.equal(each(TOKENS), make_net().double()(TOKENS))

@@ -15,14 +15,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainwright.bigmodels.dispatch.align import offloading_hooks
-from trainwright.bigmodels.dispatch.moves import left_on_disk
+from trainwright.bigmodels.dispatch.targets import partly_offloaded
 from trainwright.bigmodels.quantization.quantized_layers import (
     Int8Linear,
     flatten_quantized,
     to_absmax,
     unpack_4bit_weights,
 )
-from trainwright.bigmodels.weights.slots import existing_placeholder
+from trainwright.bigmodels.weights.placeholders import in_files
 from trainwright.bigmodels.weights.stored_weights import FileSpan
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, hidden, rename
 from trainwright.checkpoint.disk.planned_file import Weight
@@ -227,7 +227,7 @@ class _Offloaded:
     value: torch.Tensor
     span: FileSpan | None
     dtype: torch.dtype
-    placeholder: torch.Tensor | None = None
+    placeholder: torch.Tensor
 
     def weight(self, buffer: torch.Tensor) -> Weight:
         """Return the weight to write. Files are read through `buffer`."""
@@ -267,6 +267,7 @@ class _Collected:
         """Add every tensor of an unwrapped model."""
         all_offloaded = dict(_offloaded_weights(model))
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        placeholders = {id(parameter): key for key, parameter in partly_offloaded(model).items()}
         _check_not_sharded(parameters)
         unpack_4bit_weights(model)
         state = model.state_dict()
@@ -286,12 +287,11 @@ class _Collected:
                 absmax = to_absmax(value if offloaded is None else offloaded.value)  # under bitsandbytes' name
                 self._add(f"{name.removesuffix('scale')}SCB", absmax, Weight.of(absmax), None)
             elif _has_values(value):
-                own = parameters.get(name)
-                placeholder = None if own is None else existing_placeholder(own)
+                placeholder = placeholders.get(id(parameters.get(name)))
                 self._add(name, value, Weight.of(_storable(name, value)), placeholder)
             elif offloaded is not None:
                 _storable(name, offloaded.value)
-                self._add(name, offloaded.value, offloaded.weight(self._buffer), offloaded.placeholder)
+                self._add(name, offloaded.value, offloaded.weight(self._buffer), id(offloaded.placeholder))
             else:
                 lost.append(name)
         if lost:
@@ -302,7 +302,7 @@ class _Collected:
                 "the training."
             )
 
-    def _add(self, name: str, value: torch.Tensor, weight: Weight, placeholder: torch.Tensor | None) -> None:
+    def _add(self, name: str, value: torch.Tensor, weight: Weight, placeholder: int | None) -> None:
         """Add a weight. If its memory or placeholder was added under another name, add only a tied name."""
         name = plain_name(name)
         if name in self.weights or name in self.tied:
@@ -311,7 +311,7 @@ class _Collected:
             )
         keys: list[Any] = [(*memory_key(value, name), value.dtype, weight.like.dtype, value.is_conj())]
         if placeholder is not None:
-            keys.append(id(placeholder))
+            keys.append(placeholder)
         same = next((self._first[key] for key in keys if key in self._first), None)
         if same is None:
             self.weights[name] = weight
@@ -350,7 +350,7 @@ def _check_not_sharded(tensors: Mapping[str, Any]) -> None:
 def _offloaded_weights(model: nn.Module) -> Iterator[tuple[str, _Offloaded]]:
     """Yield a model's offloaded weights by their names in its state dict."""
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    stored = left_on_disk(model)
+    stored = in_files(model)
     for name, tensor in state.items():
         if tensor.is_meta and name in stored:
             yield name, _Offloaded(stored[name], stored.locate(name), tensor.dtype, tensor)

@@ -13,7 +13,8 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.slots import Slot, guard, move_tensor, owner_of, put, tensors_of, without_guard
+from trainwright.bigmodels.weights.placeholders import Placeholders, without_guard
+from trainwright.bigmodels.weights.slots import Slot, move_tensor, owner_of, put, tensors_of
 from trainwright.bigmodels.weights.stored_weights import FileSpan, MappedFile, StoredWeights, load_spans
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.copy_stream import Fetched
@@ -70,6 +71,7 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         self.prefetcher = prefetcher
         self.tensor_names = tensor_names
+        self.placeholders = Placeholders()  # `attach` replaces it by one for all hooks of a model
         self.num_bytes = 0
         self._slots: list[Slot] = []
         # Table of parameters or buffers, name, meta tensor in the module, weight.
@@ -98,17 +100,19 @@ class AlignDevicesHook(ModelHook):
         return self._state()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
+        # Without __init__, because a subclass may have other arguments, and __getstate__ refuses copy.copy.
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(self._state(), memo))
         return twin
 
     def _state(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "placeholders")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
             state, _lock=threading.RLock(), _users={}, _input_devices={}, _present=[], _ready=[], _is_prefetched=False
         )
+        self.placeholders = Placeholders()
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
@@ -142,11 +146,12 @@ class AlignDevicesHook(ModelHook):
         kept = [(name, t, b) for name, t, b in tensors if not b or self._is_offloaded_buffer(module, name)]
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor, _ in kept}
-        self._slots = [self._slot(name, tensor, is_buffer) for name, tensor, is_buffer in kept]
+        with without_guard():
+            self._slots = [self._slot(name, tensor, is_buffer) for name, tensor, is_buffer in kept]
         self._locate_weights()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
-            guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
+            slot.place.label = f"{slot.name!r} of {type(module).__name__}"
 
     def _is_offloaded_buffer(self, module: nn.Module, name: str) -> bool:
         owner, leaf = owner_of(module, name)
@@ -162,7 +167,7 @@ class AlignDevicesHook(ModelHook):
             raise CheckpointError(
                 f"{name!r} has shape {tuple(value.shape)} in the weights map, expected {tuple(tensor.shape)}."
             )
-        return Slot.of(name, tensor, is_buffer, value)
+        return Slot.of(name, tensor, is_buffer, value, self.placeholders)
 
     def _locate_weights(self) -> None:
         """Store the locations of the weights in files, and register the hook with the prefetcher."""
@@ -173,7 +178,8 @@ class AlignDevicesHook(ModelHook):
                 self._spans[slot.name] = span
         self._ready = []
         self._files = tuple({span.file for span in self._spans.values()})
-        self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
+        with without_guard():
+            self.num_bytes = sum(slot.placeholder.nbytes for slot in self._slots)
         if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
             self._number = self.prefetcher.add(self)
 
@@ -202,11 +208,11 @@ class AlignDevicesHook(ModelHook):
         for known, _, former, former_span in self.offloaded(module):
             weights.add(known, *((value, span) if known == name else (former, former_span)))
         self.weights_map = weights
-        self._slots = [slot.replaced(module, value, span) if slot.name == name else slot for slot in self._slots]
+        self._slots = [slot.replaced(module) if slot.name == name else slot for slot in self._slots]
         self._spans = {}
         self.forget()
         for slot in self._slots:
-            guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
+            slot.place.label = f"{slot.name!r} of {type(module).__name__}"
 
     def forget(self) -> None:
         """Discard prefetched weights, because values have changed."""
@@ -215,22 +221,23 @@ class AlignDevicesHook(ModelHook):
         self._number = -1
         self._locate_weights()
 
-    def release(self, module: nn.Module) -> StoredWeights:
-        """Put weights that are in memory back into the module, without a copy. Return the weights that are in files.
+    def release(self, module: nn.Module) -> bool:
+        """Put weights that are in memory back into the module, without a copy. Return whether others are in files.
 
-        The module keeps meta tensors for weights in files. The hook is unchanged.
+        The module keeps placeholders for weights in files. The hook is unchanged.
         """
-        in_files = StoredWeights()
+        has_files = False
         for slot in self._slots:
             assert self.weights_map is not None
             shown = slot.table(module).get(slot.leaf)
-            value, span = self.weights_map[slot.name], self._spans.get(slot.name)
+            span = self._spans.get(slot.name)
             if span is None:
-                slot.restore(module, value, copies=False)
+                slot.restore(module, self.weights_map[slot.name], copies=False)
             elif shown is not None and shown.is_meta:
-                slot.keep_origin()
-                in_files.add(slot.name, value, span)
-        return in_files
+                has_files = True
+                slot.place.value = self.weights_map[slot.name]
+                slot.place.span = span
+        return has_files
 
     def places(self, module: nn.Module) -> set[tuple[int, str]]:
         """Return (id of the module's dict of parameters or buffers, name in this dict) of each offloaded tensor."""
@@ -409,7 +416,10 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def note_shared(model: nn.Module) -> None:
     """Record in a model's hooks which offloaded weights are also in modules that are not offloaded."""
     tables = [module._parameters for module in model.modules()]
-    present = {id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta}
+    with without_guard():
+        present = {
+            id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta
+        }
     for module in model.modules():
         for hook in offloading_hooks(module):
             hook.note_shared(present)

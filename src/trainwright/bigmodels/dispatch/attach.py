@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -16,13 +16,15 @@ from trainwright.bigmodels.dispatch.align import (
 )
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module, before_next_forward
 from trainwright.bigmodels.weights.moving import Device
+from trainwright.bigmodels.weights.placeholders import Placeholders
 from trainwright.bigmodels.weights.slots import tensors_of
 from trainwright.bigmodels.weights.weights_map import PrefixedDataset
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
-class _HookArguments(NamedTuple):
+@dataclass(frozen=True)
+class _HookArguments:
     """Arguments that all hooks of one model share."""
 
     weights_map: WeightsMap | None
@@ -30,6 +32,7 @@ class _HookArguments(NamedTuple):
     skip_keys: str | list[str] | None
     preload: Collection[str]
     prefetcher: Prefetcher | None
+    placeholders: Placeholders = field(default_factory=Placeholders)
 
     def is_loaded_as_one(self, module: nn.Module) -> bool:
         """Return whether a module's weights are loaded with those of its submodules, because it does not call these."""
@@ -174,6 +177,7 @@ def _attach(
                 prefetcher=options.prefetcher if offload else None,
                 tensor_names=names,
             )
+            hook.placeholders = options.placeholders
             add_hook_to_module(module, hook, append=True)
     note_shared(model)
 

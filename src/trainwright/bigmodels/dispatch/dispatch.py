@@ -16,10 +16,11 @@ from trainwright.bigmodels.dispatch.attach import (
     innermost,
 )
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
-from trainwright.bigmodels.dispatch.moves import left_on_disk, refuse_moves
+from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.dispatch.undo import remove_placement, restored_on_failure
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.moving import Device, check_available, checked_device, default_device, to_device
+from trainwright.bigmodels.weights.placeholders import in_files, without_guard
 from trainwright.bigmodels.weights.slots import fill_empty, with_tied_names
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
@@ -76,23 +77,23 @@ def dispatch_model(
             is required.
         CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
     """
-    places = _places(model, device_map, offload_buffers, strict)
-    main = choose_main_device(list(places.values()), main_device)
-    needs_hooks = force_hooks or len(set(places.values())) > 1 or "disk" in places.values()
-    offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
-    source = _Source(state_dict, offload_dir, offload_index, offload_buffers)
+    places = checked_places(model, device_map, offload_buffers, strict)
+    source = Source(state_dict, offload_dir, offload_index, offload_buffers)
     with restored_on_failure(model):
-        if needs_hooks:
-            _place(model, places, main, offloaded, source, skip_keys, preload_module_classes, prefetch_bytes)
-        else:
-            remove_placement(model)
-            _fill(model, places, set(), source.with_tied_names(model))
-            model.to(to_device(next(iter(places.values()))))
-    model.hf_device_map = places  # type: ignore[assignment]  # modules type attributes as tensors
+        place_model(
+            model,
+            places,
+            source,
+            main_device,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            force_hooks=force_hooks,
+            prefetch_bytes=prefetch_bytes,
+        )
     return model
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """Values of weights that the model does not have, and the folder for weights on the disk."""
 
     state_dict: Mapping[str, torch.Tensor] | None = None
@@ -100,14 +101,37 @@ class _Source(NamedTuple):
     offload_index: Mapping[str, Mapping[str, Any]] | None = None
     offload_buffers: bool = False
 
-    def with_tied_names(self, model: nn.Module) -> _Source:
+    def with_tied_names(self, model: nn.Module) -> Source:
         """Return the source with the values of tied weights under each of their names."""
         state = self.state_dict
         return self if state is None else self._replace(state_dict=with_tied_names(model, state))
 
     def stored(self, model: nn.Module) -> OffloadedWeightsLoader:
         """Return the weights that are on disk: in files of an earlier load, or in the folder."""
-        return OffloadedWeightsLoader(left_on_disk(model), self.folder, self.offload_index)
+        return OffloadedWeightsLoader(in_files(model), self.folder, self.offload_index)
+
+
+def place_model(
+    model: nn.Module,
+    places: dict[str, Device],
+    source: Source,
+    main_device: Device | None = None,
+    *,
+    skip_keys: str | list[str] | None,
+    preload_module_classes: list[str] | None,
+    force_hooks: bool,
+    prefetch_bytes: int | None,
+) -> None:
+    """Do the work of `dispatch_model` for the map of `checked_places`. Call this inside `restored_on_failure`."""
+    main = choose_main_device(list(places.values()), main_device)
+    offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
+    if force_hooks or len(set(places.values())) > 1 or "disk" in places.values():
+        _place(model, places, main, offloaded, source, skip_keys, preload_module_classes, prefetch_bytes)
+    else:
+        remove_placement(model)
+        _fill(model, places, set(), source.with_tied_names(model), source.stored(model))
+        model.to(to_device(next(iter(places.values()))))
+    model.hf_device_map = places  # type: ignore[assignment]  # modules type attributes as tensors
 
 
 def _place(
@@ -115,7 +139,7 @@ def _place(
     places: Mapping[str, Device],
     main: torch.device,
     offloaded: set[str],
-    source: _Source,
+    source: Source,
     skip_keys: str | list[str] | None,
     preload_module_classes: list[str] | None,
     prefetch_bytes: int | None,
@@ -126,8 +150,9 @@ def _place(
     """
     remove_placement(model)
     source = source.with_tied_names(model)
-    _fill(model, places, offloaded, source)
-    weights = _offloaded_weights(model, places, offloaded, source)
+    stored = source.stored(model)
+    _fill(model, places, offloaded, source, stored)
+    weights = _offloaded_weights(model, places, offloaded, source, stored)
     runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
     runs_on.setdefault("", main)
     _separate_tied(model, places, runs_on)
@@ -146,7 +171,7 @@ def _place(
         check_first_forward(model)
 
 
-def _places(
+def checked_places(
     model: nn.Module, device_map: str | Mapping[str, Device] | None, offload_buffers: bool, strict: bool
 ) -> dict[str, Device]:
     """Return a map that covers the model and whose devices are on this machine."""
@@ -166,7 +191,13 @@ def _places(
     return dict(device_map)
 
 
-def _fill(model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str], source: _Source) -> None:
+def _fill(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offloaded: set[str],
+    source: Source,
+    stored: OffloadedWeightsLoader,
+) -> None:
     """Load tensors that are on the meta device, unless the map puts them on the disk or on the meta device."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
@@ -176,11 +207,16 @@ def _fill(model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str
     }
     others = on_disk | _in_places(tensors, device_map, {"meta"}).keys()
     names = [name for name in tensors if name not in others]
-    fill_empty(model, names, source.state_dict or {}, source.stored(model))
+    with without_guard():
+        fill_empty(model, names, source.state_dict or {}, stored)
 
 
 def _offloaded_weights(
-    model: nn.Module, device_map: Mapping[str, Device], offloaded: set[str], source: _Source
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offloaded: set[str],
+    source: Source,
+    stored: OffloadedWeightsLoader,
 ) -> StoredWeights:
     """Return the offloaded weights, after writing missing ones to the disk."""
     weights, state = StoredWeights(), model.state_dict()
@@ -191,7 +227,6 @@ def _offloaded_weights(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     in_memory = {id(tensor) for name, tensor in parameters.items() if name not in on_disk and not tensor.is_meta}
     staying = () if source.offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    stored = source.stored(model)
     new: dict[str, torch.Tensor] = {}
     missing: list[str] = []
     for name, tensor in on_disk.items():
@@ -301,7 +336,7 @@ def cpu_offload(
         ConfigurationError: The device is not on this machine.
     """
     device = _execution_device(model, execution_device)
-    source = _Source(state_dict, offload_buffers=offload_buffers)
+    source = Source(state_dict, offload_buffers=offload_buffers)
     with restored_on_failure(model):
         _place(model, {"": "cpu"}, device, {"cpu"}, source, None, preload_module_classes, prefetch_bytes)
     return model
@@ -333,7 +368,7 @@ def disk_offload(
         ConfigurationError: The device is not on this machine.
     """
     device = _execution_device(model, execution_device)
-    source = _Source(folder=offload_dir, offload_buffers=offload_buffers)
+    source = Source(folder=offload_dir, offload_buffers=offload_buffers)
     with restored_on_failure(model):
         _place(model, {"": "disk"}, device, {"disk"}, source, None, preload_module_classes, prefetch_bytes)
     return model

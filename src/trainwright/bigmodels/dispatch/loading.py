@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from trainwright.bigmodels.dispatch.attach import innermost
-from trainwright.bigmodels.dispatch.dispatch import dispatch_model
-from trainwright.bigmodels.dispatch.moves import add_left_on_disk
+from trainwright.bigmodels.dispatch.dispatch import Source, checked_places, place_model
+from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.dispatch.targets import (
     Target,
     assign,
@@ -138,7 +138,7 @@ def load_weights(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, 
         else:
             fill(model, target, stored)
     if on_disk:
-        add_left_on_disk(model, left)
+        refuse_moves(model)
     return keys
 
 
@@ -429,18 +429,17 @@ def load_checkpoint_and_dispatch(
             _load_distributed(model, Path(checkpoint), options, full_state_dict, broadcast_from_rank0)
         else:
             load_weights(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
-        if places is None:
-            return model
-        return dispatch_model(
-            model,
-            places,
-            offload_dir=offload_folder,
-            offload_buffers=offload_buffers,
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            force_hooks=force_hooks,
-            prefetch_bytes=prefetch_bytes,
-        )
+        if places is not None:
+            place_model(
+                model,
+                checked_places(model, places, offload_buffers, strict=False),
+                Source(folder=offload_folder, offload_buffers=offload_buffers),
+                skip_keys=skip_keys,
+                preload_module_classes=preload_module_classes,
+                force_hooks=force_hooks,
+                prefetch_bytes=prefetch_bytes,
+            )
+    return model
 
 
 def load_offloaded_weights(

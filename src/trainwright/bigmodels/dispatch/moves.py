@@ -1,4 +1,4 @@
-"""Record of a model's weights that are only on disk, and errors if a model is moved while its weights are offloaded."""
+"""Errors if a model is moved while its weights are offloaded."""
 
 from __future__ import annotations
 
@@ -8,26 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.bigmodels.weights.placeholders import in_files
 from trainwright.core.errors import ConfigurationError
 
 _MOVES = ("to", "cuda", "xpu", "cpu", "to_empty")
-
-_LEFT_ON_DISK: weakref.WeakKeyDictionary[nn.Module, StoredWeights] = weakref.WeakKeyDictionary()
-
-
-def left_on_disk(model: nn.Module) -> StoredWeights:
-    """Return the weights that `add_left_on_disk` recorded for a model."""
-    return _LEFT_ON_DISK.get(model, StoredWeights())
-
-
-def add_left_on_disk(model: nn.Module, weights: StoredWeights) -> None:
-    """Add names to the record of weights that a model has only on disk, and make moves of the model raise an error."""
-    both = StoredWeights()
-    both.update(left_on_disk(model))
-    both.update(weights)
-    _LEFT_ON_DISK[model] = both
-    refuse_moves(model)
 
 
 def refuse_moves(model: nn.Module) -> None:
@@ -39,10 +23,10 @@ def refuse_moves(model: nn.Module) -> None:
 
 def allow_moves(module: nn.Module) -> None:
     """Undo `refuse_moves`, unless weights of the module are only on disk."""
-    if module not in _LEFT_ON_DISK:
-        for name in _MOVES:
-            if isinstance(module.__dict__.get(name), _Move):
-                del module.__dict__[name]
+    names = [name for name in _MOVES if isinstance(module.__dict__.get(name), _Move)]
+    if names and not in_files(module):
+        for name in names:
+            del module.__dict__[name]
 
 
 class _Move:
@@ -60,10 +44,7 @@ class _Move:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         model = None if self._model is None else self._model()
-        twin = memo.get(id(model))
-        if model is not None and model in _LEFT_ON_DISK and twin is not None and twin not in _LEFT_ON_DISK:
-            _LEFT_ON_DISK[twin] = _LEFT_ON_DISK[model]
-        return _Move(self._name, twin)
+        return _Move(self._name, memo.get(id(model)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the method of the model's class; raise ConfigurationError if weights are missing."""
@@ -79,7 +60,8 @@ class _Move:
 
 
 def _check_has_weights(model: nn.Module) -> None:
-    stored, is_hooked = left_on_disk(model), "_hf_hook" in model.__dict__
+    stored = in_files(model)
+    is_hooked = "_hf_hook" in model.__dict__
     lost = [name for name, tensor in model.state_dict().items() if tensor.is_meta and (is_hooked or name in stored)]
     if lost:
         raise ConfigurationError(

@@ -13,7 +13,8 @@ from trainwright.bigmodels.dispatch.attach import innermost
 from trainwright.bigmodels.dispatch.loading import PathLike, to_dtype
 from trainwright.bigmodels.maps.device_map import check_devices
 from trainwright.bigmodels.weights.moving import Device, check_available, checked_device
-from trainwright.bigmodels.weights.slots import like, put
+from trainwright.bigmodels.weights.placeholders import like
+from trainwright.bigmodels.weights.slots import put
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.host.memory import clear_device_cache

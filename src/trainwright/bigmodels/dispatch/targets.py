@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
-from trainwright.bigmodels.weights.slots import existing_placeholder, like, put
+from trainwright.bigmodels.weights.placeholders import Place, like, place_of, placeholder
+from trainwright.bigmodels.weights.slots import put
 from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
 
 
@@ -39,10 +40,7 @@ class Target:
 def find_targets(model: nn.Module) -> list[Target]:
     """Return the model's parameters and persistent buffers, each once, with all its names."""
     found: dict[int, Target] = {}
-    same: dict[int, torch.Tensor] = {}  # id of a placeholder → the parameter that it replaces in some modules
-    for parameter in model.parameters():
-        if not parameter.is_meta and (placeholder := existing_placeholder(parameter)) is not None:
-            same[id(placeholder)] = parameter
+    same = partly_offloaded(model)
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, shown in module._parameters.items():
@@ -58,6 +56,19 @@ def find_targets(model: nn.Module) -> list[Target]:
                 if (target := found.get(id(shown))) is not None and shown.is_meta:
                     target.offloaded.append(OffloadedValue(hook, module, name, value, span))
     return list(found.values())
+
+
+def partly_offloaded(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the id of a placeholder → the parameter that it replaces in some modules, and that others have."""
+    parameters = list(model.parameters())
+    present = {id(parameter) for parameter in parameters}
+    found: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        place = place_of(parameter)
+        original = None if place is None else place.original()
+        if original is not None and not original.is_meta and id(original) in present:
+            found[id(parameter)] = original
+    return found
 
 
 def is_on_disk(target: Target) -> bool:
@@ -107,10 +118,19 @@ def fill(model: nn.Module, target: Target, stored: StoredWeights) -> None:
 
 
 def replace_offloaded(model: nn.Module, target: Target, value: torch.Tensor, span: FileSpan | None) -> None:
-    """Replace an offloaded target: the model gets meta tensors under all its names, and the hooks get `value`.
+    """Replace an offloaded target: the model gets a placeholder under all its names, and the hooks get `value`.
 
     `span` is the location of `value` in a file. None: the value is in memory.
     """
-    assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
+    former = place_of(target.tensor)
+    place = Place() if former is None else Place(former.device, former.original)
+    if target.device is None:
+        place.value = value
+        place.span = span
+    else:
+        place.device = value.device
+    shown = placeholder(target.tensor, place, target.dtype)
+    for name in target.names:
+        put(model, name, shown)
     for each in target.offloaded:
         each.hook.replace(each.module, each.name, value, span)

@@ -10,8 +10,7 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, SequentialHook, hook_of, hooks_of, set_hook
-from trainwright.bigmodels.dispatch.moves import add_left_on_disk
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
+from trainwright.bigmodels.dispatch.moves import refuse_moves
 
 
 @contextlib.contextmanager
@@ -47,23 +46,18 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
 def remove_placement(model: nn.Module) -> None:
     """Remove the hooks that align devices from a model, without reading or copying weights. Other hooks stay.
 
-    Weights that hooks store in memory are put back into the modules. Weights in files stay on the meta device, and are
-    recorded with `add_left_on_disk`. Must be called in `restored_on_failure`.
+    Weights that hooks store in memory are put back into the modules. Weights in files keep their placeholders. Must be
+    called in `restored_on_failure`.
     """
-    left = StoredWeights()
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(f"{path}." if path else "")
-    for module, prefixes in paths.items():
+    has_files = False
+    for module in model.modules():
         others: list[ModelHook] = []
         for each in hooks_of(module):
             if not isinstance(each, AlignDevicesHook):
                 others.append(each)
-                continue
-            in_files = each.release(module)
-            for prefix in prefixes:
-                left.update(in_files, prefix)
+            elif each.release(module):
+                has_files = True
         if hook_of(module) is not None:
             set_hook(module, SequentialHook(*others) if len(others) > 1 else next(iter(others), None))
-    if left:
-        add_left_on_disk(model, left)
+    if has_files:
+        refuse_moves(model)

@@ -1,0 +1,250 @@
+"""Meta tensors that replace offloaded weights in a model. Each one knows the place of its weight.
+
+A placeholder has the dtype and `requires_grad` of the weight that replaces it in a forward. While a hook offloads the
+weight, the placeholder raises an error if it is used in a computation. A module may use a weight of another module
+without calling it, such as a head that multiplies by an embedding's weight. The weight is then a meta tensor, because
+hooks load it only while its own module is called. torch's CPU kernels accept a meta tensor among their arguments
+without an error, and return uninitialized memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights, copy_stored
+from trainwright.core.errors import ConfigurationError
+
+_META = torch.device("meta")
+_PLACE = "_offloaded_place"
+_data: Any = torch.Tensor.data
+# Functions that use only the shape, dtype or device of a meta argument, and those that copy or build state dicts use.
+_ALLOWED = frozenset(
+    {"copy_", "to", "type_as", "expand_as", "view_as", "reshape_as", "result_type", "is_same_size", "__set__", "detach"}
+)
+# Conversions of a model, which replace its buffers by the result.
+_CONVERSIONS = frozenset({"to", "half", "float", "double", "bfloat16", "type"})
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where the weight of a placeholder is, and the tensor to which it returns.
+
+    Attributes:
+        device: The device of the tensor that the placeholder replaced. Meta if this tensor had no values.
+        original: This tensor if it still exists. Its memory is freed while the weight is offloaded.
+        value: The values, if they are only in a file. Values in memory are in the weights map of a hook.
+        span: The location of `value` in the file.
+        label: The name of the weight in errors. None: no hook loads the weight, and there are no errors.
+    """
+
+    device: torch.device = _META
+    original: Callable[[], torch.Tensor | None] = lambda: None
+    value: torch.Tensor | None = None
+    span: FileSpan | None = None
+    label: str | None = None
+
+    def keep(self, original: torch.Tensor) -> None:
+        """Record the tensor to which the weight returns, without keeping it in memory."""
+        self.original = TensorWeakRef(original)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        """Copy a place. The copied weight returns to a new tensor."""
+        twin = memo[id(self)] = Place(self.device, label=self.label)
+        if self.value is not None:
+            twin.value, twin.span = copy_stored(self.value, self.span, memo)
+        return twin
+
+
+def _call_checked(
+    function: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a torch function on placeholders. The results are placeholders. Raise if another argument has values."""
+    kwargs = kwargs or {}
+    name = getattr(function, "__name__", "")
+    with torch._C.DisableTorchFunctionSubclass():
+        label = _label([*args, *kwargs.values()])
+        if label and name not in _ALLOWED and any(_has_values(value) for value in (*args, *kwargs.values())):
+            raise ConfigurationError(_message(label, name))
+        try:
+            found = function(*args, **kwargs)
+        except NotImplementedError as error:  # the function reads values, such as a copy to a device
+            if label is None:
+                raise
+            raise ConfigurationError(_message(label, name)) from error
+        if function == _data.__get__ or (name == "detach" and isinstance(args[0], OffloadedParameter)):
+            return found  # ordinary tensors, for state dicts and new parameters
+        place = None if label is None else Place(label=label)
+        if name in _CONVERSIONS and (own := place_of(args[0])) is not None:
+            place = own  # a converted buffer has the same weight
+        if isinstance(found, (tuple, list)) and type(found) in (tuple, list):
+            return type(found)(_marked(each, place) for each in found)
+        return _marked(found, place)
+
+
+def _copy(tensor: OffloadedParameter | OffloadedTensor, memo: dict[int, Any]) -> Any:
+    """Copy a placeholder with its place. torch's implementation would return an ordinary tensor."""
+    if id(tensor) not in memo:
+        with torch._C.DisableTorchFunctionSubclass():
+            memo[id(tensor)] = _new(tensor, tensor.as_subclass(torch.Tensor).detach().clone())
+        set_place(memo[id(tensor)], copy.deepcopy(place_of(tensor), memo) or Place())
+    return memo[id(tensor)]
+
+
+class OffloadedParameter(nn.Parameter):
+    """A meta tensor that replaces an offloaded parameter."""
+
+    __torch_function__ = staticmethod(_call_checked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copy(self, memo)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle as an ordinary parameter on the meta device."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Any = nn.Parameter(self.as_subclass(torch.Tensor).detach(), self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
+
+class OffloadedTensor(torch.Tensor):
+    """A meta tensor that replaces an offloaded buffer, or a result of a function of offloaded weights."""
+
+    __torch_function__ = staticmethod(_call_checked)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copy(self, memo)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Pickle as an ordinary meta tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Any = self.as_subclass(torch.Tensor)
+            return plain.__reduce_ex__(protocol)
+
+
+class Placeholders:
+    """The placeholders of one model. Modules that share a tensor share its placeholder."""
+
+    def __init__(self) -> None:
+        self._of: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
+
+    def replace(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the placeholder that replaces a tensor: the tensor itself if it is one."""
+        if place_of(tensor) is not None:
+            return tensor
+        found = self._of.get(tensor)
+        if found is None:
+            found = self._of[tensor] = _placeholder_of(tensor)
+        return found
+
+
+def placeholder(tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new placeholder like a parameter or buffer, whose weight is in `place`."""
+    with without_guard():
+        if tensor.is_meta and dtype in (None, tensor.dtype):
+            value = tensor.detach()  # empty_like of a meta tensor runs 20 × as long, in Python
+        else:
+            value = torch.empty_like(tensor, dtype=dtype, device=_META)
+        new = _new(tensor, value)
+    set_place(new, place)
+    return new
+
+
+def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta:
+        place = Place(tensor.device)
+        place.keep(tensor)
+        return placeholder(tensor, place)
+    if type(tensor) in (nn.Parameter, torch.Tensor):
+        return placeholder(tensor, Place(original=lambda: tensor))  # has no memory to free
+    set_place(tensor, Place())  # of an unknown class, which may have no other constructor
+    return tensor
+
+
+def _new(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return `value` as a placeholder for `tensor`. Other subclasses of tensors have placeholders without checks."""
+    if type(tensor) in (torch.Tensor, OffloadedTensor):
+        return value.as_subclass(OffloadedTensor)
+    if type(tensor) not in (nn.Parameter, OffloadedParameter):
+        return like(tensor, value)
+    with torch.inference_mode(value.is_inference()):  # inference tensors can become parameters only in this mode
+        return OffloadedParameter(value, requires_grad=tensor.requires_grad)
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Return the place of a placeholder's weight. None for other tensors."""
+    found: Place | None = tensor.__dict__.get(_PLACE)
+    return found
+
+
+def set_place(tensor: torch.Tensor, place: Place) -> None:
+    """Make a tensor the placeholder of a weight."""
+    tensor.__dict__[_PLACE] = place
+
+
+def in_files(model: nn.Module) -> StoredWeights:
+    """Return the weights that a model has only in files, by their names in the model."""
+    found = StoredWeights()
+    for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        for name, tensor in tensors:
+            place = place_of(tensor)
+            if place is not None and place.value is not None:
+                found.add(name, place.value, place.span)
+    return found
+
+
+def without_guard() -> Any:
+    """Return a context without the checks of placeholders, in which reading their attributes is fast."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Convert `value` to a parameter with the class and attributes of `tensor`. Return it unchanged for a buffer."""
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():  # inference tensors can become parameters only in this mode
+            return like(tensor, value)
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    # A tensor subclass can be a Parameter by an attribute that torch sets, without being of a class derived from it.
+    if type(tensor) in (nn.Parameter, OffloadedParameter) or not issubclass(type(tensor), nn.Parameter):
+        return nn.Parameter(value, requires_grad=tensor.requires_grad)
+    attributes = {name: each for name, each in tensor.__dict__.items() if name != _PLACE}
+    return type(tensor)(value, requires_grad=tensor.requires_grad, **attributes)
+
+
+def _has_values(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_values, value))
+    return isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
+
+
+def _marked(value: object, place: Place | None) -> Any:
+    if place is not None and type(value) is torch.Tensor and value.is_meta:
+        value = value.as_subclass(OffloadedTensor)
+        set_place(value, place)
+    return value
+
+
+def _label(values: Iterable[Any]) -> str | None:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            inner = _label(value)
+        else:
+            place = getattr(value, "__dict__", {}).get(_PLACE)
+            inner = None if place is None else place.label
+        if inner is not None:
+            return inner
+    return None
+
+
+def _message(label: str, function: str) -> str:
+    return (
+        f"{label} is offloaded, and {function} was called with its placeholder: a module uses the weight without "
+        "calling the module that it belongs to. Add the class of the module that uses it to preload_module_classes, "
+        "or do not offload this weight (device_map)."
+    )
