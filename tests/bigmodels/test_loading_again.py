@@ -16,6 +16,7 @@ from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_n
 from trainwright import (
     ConfigurationError,
     ModelHook,
+    TrainwrightWarning,
     add_hook_to_module,
     cpu_offload,
     disk_offload,
@@ -165,3 +166,28 @@ def test_weights_on_the_disk_are_found_after_a_conversion_and_in_a_copy(tmp_path
     for each in (net, twin):
         dispatch_model(each, {"": "cpu"})
         assert torch.equal(each(TOKENS), make_net().double()(TOKENS))
+
+
+@torch.no_grad()
+def test_weights_on_the_disk_count_as_values_for_a_checkpoint_without_them(tmp_path: Path) -> None:
+    save_file(plain_state(make_net()), tmp_path / "old.safetensors")
+    save_file({"embed.weight": make_net().embed.weight}, tmp_path / "part.safetensors")
+    net = empty_net()
+    load_checkpoint_in_model(net, tmp_path / "old.safetensors", ALL_DISK, offload_buffers=True)
+    with pytest.warns(TrainwrightWarning, match="missing in the checkpoint"):
+        load_checkpoint_and_dispatch(net, tmp_path / "part.safetensors", ALL_DISK, offload_buffers=True)
+    assert torch.equal(net(TOKENS), OLD_SCORES)
+
+
+@torch.no_grad()
+def test_weights_on_the_disk_of_a_model_without_hooks_are_named_in_a_forward(tmp_path: Path) -> None:
+    save_file(plain_state(make_net()), tmp_path / "old.safetensors")
+    net = empty_net()
+    load_checkpoint_in_model(net, tmp_path / "old.safetensors", ALL_DISK, offload_buffers=True)
+    with pytest.raises(ConfigurationError, match=r"weight.* is in a file.*dispatch_model"):
+        net(TOKENS)
+    dispatch_model(net, ALL_DISK, offload_buffers=True)
+    assert torch.equal(net(TOKENS), OLD_SCORES)
+    remove_hook_from_submodules(net)
+    with pytest.raises(ConfigurationError, match=r"is in a file.*dispatch_model"):
+        net(TOKENS)

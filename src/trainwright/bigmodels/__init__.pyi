@@ -6,11 +6,11 @@ from trainwright.bigmodels.dispatch.attach import (
     attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
 )
 from trainwright.bigmodels.dispatch.attach import attach_execution_device_hook as attach_execution_device_hook
+from trainwright.bigmodels.dispatch.checkpoint_names import LoadedKeys as LoadedKeys
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload as cpu_offload
 from trainwright.bigmodels.dispatch.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from trainwright.bigmodels.dispatch.dispatch import disk_offload as disk_offload
 from trainwright.bigmodels.dispatch.dispatch import dispatch_model as dispatch_model
-from trainwright.bigmodels.dispatch.loading import LoadedKeys as LoadedKeys
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from trainwright.bigmodels.dispatch.loading import load_offloaded_weights as load_offloaded_weights

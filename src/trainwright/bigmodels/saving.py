@@ -15,14 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainwright.bigmodels.dispatch.align import offloading_hooks
-from trainwright.bigmodels.dispatch.targets import partly_offloaded
 from trainwright.bigmodels.quantization.quantized_layers import (
     Int8Linear,
     flatten_quantized,
     to_absmax,
     unpack_4bit_weights,
 )
-from trainwright.bigmodels.weights.placeholders import in_files
+from trainwright.bigmodels.weights.placeholders import in_files, partly_offloaded
 from trainwright.bigmodels.weights.stored_weights import FileSpan
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, hidden, rename
 from trainwright.checkpoint.disk.planned_file import Weight

@@ -151,7 +151,7 @@ class AlignDevicesHook(ModelHook):
         self._locate_weights()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
-            slot.place.label = f"{slot.name!r} of {type(module).__name__}"
+            slot.mark(module)
 
     def _is_offloaded_buffer(self, module: nn.Module, name: str) -> bool:
         owner, leaf = owner_of(module, name)
@@ -212,7 +212,7 @@ class AlignDevicesHook(ModelHook):
         self._spans = {}
         self.forget()
         for slot in self._slots:
-            slot.place.label = f"{slot.name!r} of {type(module).__name__}"
+            slot.mark(module)
 
     def forget(self) -> None:
         """Discard prefetched weights, because values have changed."""
@@ -237,6 +237,7 @@ class AlignDevicesHook(ModelHook):
                 has_files = True
                 slot.place.value = self.weights_map[slot.name]
                 slot.place.span = span
+                slot.place.is_hooked = False
         return has_files
 
     def places(self, module: nn.Module) -> set[tuple[int, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,9 @@ from trainwright.bigmodels.dispatch.attach import (
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module
 from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.dispatch.undo import remove_placement, restored_on_failure
+from trainwright.bigmodels.dispatch.weight_places import WeightPlaces
 from trainwright.bigmodels.maps.device_map import check_device_map, resolve_device_map
 from trainwright.bigmodels.weights.moving import Device, check_available, checked_device, default_device, to_device
-from trainwright.bigmodels.weights.placeholders import in_files, without_guard
-from trainwright.bigmodels.weights.slots import fill_empty, with_tied_names
-from trainwright.bigmodels.weights.stored_weights import StoredWeights
-from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict
-from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.host.device_types import properties
 from trainwright.strategies.offload.prefetch import Prefetcher
 
@@ -77,13 +73,11 @@ def dispatch_model(
             is required.
         CheckpointError: Tensors have no values, or offloaded weights cannot be found or written.
     """
-    places = checked_places(model, device_map, offload_buffers, strict)
-    source = Source(state_dict, offload_dir, offload_index, offload_buffers)
+    checked = _checked_map(model, device_map, offload_buffers, strict)
     with restored_on_failure(model):
-        place_model(
-            model,
-            places,
-            source,
+        remove_placement(model)
+        attach_places(
+            WeightPlaces(model, checked, state_dict, offload_dir, offload_index, offload_buffers=offload_buffers),
             main_device,
             skip_keys=skip_keys,
             preload_module_classes=preload_module_classes,
@@ -93,28 +87,8 @@ def dispatch_model(
     return model
 
 
-class Source(NamedTuple):
-    """Values of weights that the model does not have, and the folder for weights on the disk."""
-
-    state_dict: Mapping[str, torch.Tensor] | None = None
-    folder: PathLike | None = None
-    offload_index: Mapping[str, Mapping[str, Any]] | None = None
-    offload_buffers: bool = False
-
-    def with_tied_names(self, model: nn.Module) -> Source:
-        """Return the source with the values of tied weights under each of their names."""
-        state = self.state_dict
-        return self if state is None else self._replace(state_dict=with_tied_names(model, state))
-
-    def stored(self, model: nn.Module) -> OffloadedWeightsLoader:
-        """Return the weights that are on disk: in files of an earlier load, or in the folder."""
-        return OffloadedWeightsLoader(in_files(model), self.folder, self.offload_index)
-
-
-def place_model(
-    model: nn.Module,
-    places: dict[str, Device],
-    source: Source,
+def attach_places(
+    places: WeightPlaces,
     main_device: Device | None = None,
     *,
     skip_keys: str | list[str] | None,
@@ -122,46 +96,44 @@ def place_model(
     force_hooks: bool,
     prefetch_bytes: int | None,
 ) -> None:
-    """Do the work of `dispatch_model` for the map of `checked_places`. Call this inside `restored_on_failure`."""
-    main = choose_main_device(list(places.values()), main_device)
-    offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
-    if force_hooks or len(set(places.values())) > 1 or "disk" in places.values():
-        _place(model, places, main, offloaded, source, skip_keys, preload_module_classes, prefetch_bytes)
+    """Move the weights of a model to their places, and add hooks if it is on more than one device or on the disk.
+
+    Call this inside `restored_on_failure`, after `remove_placement`. See `dispatch_model` for the arguments.
+    """
+    device_map = dict(places.device_map or {})
+    devices = list(device_map.values())
+    if force_hooks or len(set(devices)) > 1 or "disk" in devices:
+        main = choose_main_device(devices, main_device)
+        offloaded = {"disk"} if properties(main.type).is_unified else {"cpu", "disk"}
+        _add_hooks(places, main, offloaded, skip_keys, preload_module_classes, prefetch_bytes)
     else:
-        remove_placement(model)
-        _fill(model, places, set(), source.with_tied_names(model), source.stored(model))
-        model.to(to_device(next(iter(places.values()))))
-    model.hf_device_map = places  # type: ignore[assignment]  # modules type attributes as tensors
+        places.fill_empty()
+        places.model.to(to_device(devices[0]))
+    places.model.hf_device_map = device_map  # type: ignore[assignment]  # modules type attributes as tensors
 
 
-def _place(
-    model: nn.Module,
-    places: Mapping[str, Device],
+def _add_hooks(
+    places: WeightPlaces,
     main: torch.device,
     offloaded: set[str],
-    source: Source,
     skip_keys: str | list[str] | None,
     preload_module_classes: list[str] | None,
     prefetch_bytes: int | None,
 ) -> None:
-    """Add hooks to a model, and offload the weights whose map entry is in `offloaded`. Their modules run on `main`.
-
-    Call this inside `restored_on_failure`.
-    """
-    remove_placement(model)
-    source = source.with_tied_names(model)
-    stored = source.stored(model)
-    _fill(model, places, offloaded, source, stored)
-    weights = _offloaded_weights(model, places, offloaded, source, stored)
-    runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
+    """Add hooks to a model, and offload the weights whose map entry is in `offloaded`. Their modules run on `main`."""
+    model = places.model
+    device_map = places.device_map or {}
+    places.fill_empty()
+    values = places.offloaded(offloaded)
+    runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in device_map.items()}
     runs_on.setdefault("", main)
-    _separate_tied(model, places, runs_on)
+    _separate_tied(model, device_map, runs_on)
     attach_align_device_hook_on_blocks(
         model,
         execution_device=runs_on,
-        offload={name: device in offloaded for name, device in places.items()},
-        weights_map=weights,
-        offload_buffers=source.offload_buffers,
+        offload={name: device in offloaded for name, device in device_map.items()},
+        weights_map=values,
+        offload_buffers=places.offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         prefetcher=Prefetcher(prefetch_bytes),
@@ -171,7 +143,7 @@ def _place(
         check_first_forward(model)
 
 
-def checked_places(
+def _checked_map(
     model: nn.Module, device_map: str | Mapping[str, Device] | None, offload_buffers: bool, strict: bool
 ) -> dict[str, Device]:
     """Return a map that covers the model and whose devices are on this machine."""
@@ -189,84 +161,6 @@ def checked_places(
     check_device_map(model, staying | dict(device_map), strict=strict)
     check_available(device_map)
     return dict(device_map)
-
-
-def _fill(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    offloaded: set[str],
-    source: Source,
-    stored: OffloadedWeightsLoader,
-) -> None:
-    """Load tensors that are on the meta device, unless the map puts them on the disk or on the meta device."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
-    saved = model.state_dict().keys() if source.offload_buffers else ()
-    on_disk = {
-        name for name in _in_places(tensors, device_map, offloaded & {"disk"}) if name not in buffers or name in saved
-    }
-    others = on_disk | _in_places(tensors, device_map, {"meta"}).keys()
-    names = [name for name in tensors if name not in others]
-    with without_guard():
-        fill_empty(model, names, source.state_dict or {}, stored)
-
-
-def _offloaded_weights(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    offloaded: set[str],
-    source: Source,
-    stored: OffloadedWeightsLoader,
-) -> StoredWeights:
-    """Return the offloaded weights, after writing missing ones to the disk."""
-    weights, state = StoredWeights(), model.state_dict()
-    values = state if source.state_dict is None else source.state_dict
-    for name, tensor in _in_places(values, device_map, offloaded - {"disk"}).items():
-        weights.add(name, tensor.detach().to("cpu"))
-    on_disk = _in_places(state, device_map, {"disk"})
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    in_memory = {id(tensor) for name, tensor in parameters.items() if name not in on_disk and not tensor.is_meta}
-    staying = () if source.offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    new: dict[str, torch.Tensor] = {}
-    missing: list[str] = []
-    for name, tensor in on_disk.items():
-        value = values.get(name, tensor)
-        if name in staying:
-            continue
-        if id(parameters.get(name)) in in_memory:  # another module has it in memory
-            weights.add(name, parameters[name].detach())
-        elif not value.is_meta:
-            new[name] = value
-        elif name in stored:
-            weights.add(name, stored[name], stored.locate(name))
-        else:
-            missing.append(name)
-    if missing:
-        raise CheckpointError(
-            f"{len(missing)} offloaded weights are neither in the model nor on the disk: {', '.join(missing[:5])}"
-            f"{' …' if len(missing) > 5 else ''}. Load a checkpoint first, or pass their folder as offload_dir."
-        )
-    if new:
-        _write(new, source.folder, weights)
-    return weights
-
-
-def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights: StoredWeights) -> None:
-    """Write tensors into the folder, and add them to `weights`. Tensors that share memory are written once."""
-    if folder is None:
-        raise ConfigurationError(
-            f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, but they "
-            "are only in memory. Pass offload_dir, a folder to write them to."
-        )
-    first: dict[tuple[Any, ...], str] = {}
-    written: dict[str, str] = {}  # by name, the name that the memory is written under
-    for name, tensor in tensors.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        written[name] = first.setdefault(key, name)
-    offload_state_dict(folder, {name: tensors[name] for name in first.values()})
-    stored = OffloadedWeightsLoader(save_folder=folder)
-    for name, same in written.items():
-        weights.add(name, *stored.on_disk(same))
 
 
 def choose_main_device(devices: list[Device], asked: Device | None = None) -> torch.device:
@@ -289,18 +183,6 @@ def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: 
         for name, parameter in module._parameters.items():
             if parameter is not None and places.setdefault(id(parameter), runs_on[block]) != runs_on[block]:
                 module._parameters[name] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-
-
-def _in_places(
-    tensors: Mapping[str, torch.Tensor], device_map: Mapping[str, Device], places: set[str]
-) -> dict[str, torch.Tensor]:
-    """Return the tensors whose map entry is one of `places`."""
-    found = {}
-    for name, tensor in tensors.items():
-        entry = innermost(name, device_map)
-        if entry is not None and device_map[entry] in places:
-            found[name] = tensor
-    return found
 
 
 def _execution_device(model: nn.Module, asked: Device | None) -> torch.device:
@@ -336,9 +218,10 @@ def cpu_offload(
         ConfigurationError: The device is not on this machine.
     """
     device = _execution_device(model, execution_device)
-    source = Source(state_dict, offload_buffers=offload_buffers)
     with restored_on_failure(model):
-        _place(model, {"": "cpu"}, device, {"cpu"}, source, None, preload_module_classes, prefetch_bytes)
+        remove_placement(model)
+        places = WeightPlaces(model, {"": "cpu"}, state_dict, offload_buffers=offload_buffers)
+        _add_hooks(places, device, {"cpu"}, None, preload_module_classes, prefetch_bytes)
     return model
 
 
@@ -368,9 +251,10 @@ def disk_offload(
         ConfigurationError: The device is not on this machine.
     """
     device = _execution_device(model, execution_device)
-    source = Source(folder=offload_dir, offload_buffers=offload_buffers)
     with restored_on_failure(model):
-        _place(model, {"": "disk"}, device, {"disk"}, source, None, preload_module_classes, prefetch_bytes)
+        remove_placement(model)
+        places = WeightPlaces(model, {"": "disk"}, folder=offload_dir, offload_buffers=offload_buffers)
+        _add_hooks(places, device, {"disk"}, None, preload_module_classes, prefetch_bytes)
     return model
 
 

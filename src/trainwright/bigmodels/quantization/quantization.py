@@ -12,8 +12,9 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.attach import innermost
 from trainwright.bigmodels.dispatch.dispatch import choose_main_device, dispatch_model
-from trainwright.bigmodels.dispatch.loading import LoadOptions, PathLike, load_weights
+from trainwright.bigmodels.dispatch.model_weights import PathLike
 from trainwright.bigmodels.dispatch.undo import restored_on_failure
+from trainwright.bigmodels.dispatch.weight_places import WeightPlaces
 from trainwright.bigmodels.maps.device_map import resolve_device_map
 from trainwright.bigmodels.maps.sizes import DType, find_tied_parameters
 from trainwright.bigmodels.quantization.quantized_layers import (
@@ -328,8 +329,13 @@ def _load_rest(
         if not any(name.startswith(f"{module}.") for module in new):
             rest.add(name, tensor, stored.locate(name))
     former = {name: _swap(model, name, nn.Identity()) for name in new}
-    options = LoadOptions(places, offload_folder, dtype, False, tuple(config.keep_in_fp32_modules or ()))
-    load_weights(model, rest, str(weights_location or "the model itself"), options)
+    WeightPlaces(model, places, folder=offload_folder).fill(
+        rest,
+        str(weights_location or "the model itself"),
+        dtype=dtype,
+        keep_in_fp32=config.keep_in_fp32_modules or (),
+        strict=False,
+    )
     for name, module in new.items():
         _swap(model, name, module.train(former[name].training))
 

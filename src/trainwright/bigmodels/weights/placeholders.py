@@ -41,7 +41,8 @@ class Place:
         original: This tensor if it still exists. Its memory is freed while the weight is offloaded.
         value: The values, if they are only in a file. Values in memory are in the weights map of a hook.
         span: The location of `value` in the file.
-        label: The name of the weight in errors. None: no hook loads the weight, and there are no errors.
+        label: The name of the weight in errors. None: neither a hook nor a file has its value, and there are no errors.
+        is_hooked: True if a hook loads the weight for a forward.
     """
 
     device: torch.device = _META
@@ -49,6 +50,7 @@ class Place:
     value: torch.Tensor | None = None
     span: FileSpan | None = None
     label: str | None = None
+    is_hooked: bool = False
 
     def keep(self, original: torch.Tensor) -> None:
         """Record the tensor to which the weight returns, without keeping it in memory."""
@@ -56,7 +58,7 @@ class Place:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         """Copy a place. The copied weight returns to a new tensor."""
-        twin = memo[id(self)] = Place(self.device, label=self.label)
+        twin = memo[id(self)] = Place(self.device, label=self.label, is_hooked=self.is_hooked)
         if self.value is not None:
             twin.value, twin.span = copy_stored(self.value, self.span, memo)
         return twin
@@ -69,18 +71,18 @@ def _call_checked(
     kwargs = kwargs or {}
     name = getattr(function, "__name__", "")
     with torch._C.DisableTorchFunctionSubclass():
-        label = _label([*args, *kwargs.values()])
-        if label and name not in _ALLOWED and any(_has_values(value) for value in (*args, *kwargs.values())):
-            raise ConfigurationError(_message(label, name))
+        used = _labelled([*args, *kwargs.values()])
+        if used is not None and name not in _ALLOWED and any(_has_values(value) for value in (*args, *kwargs.values())):
+            raise ConfigurationError(_message(used, name))
         try:
             found = function(*args, **kwargs)
         except NotImplementedError as error:  # the function reads values, such as a copy to a device
-            if label is None:
+            if used is None:
                 raise
-            raise ConfigurationError(_message(label, name)) from error
+            raise ConfigurationError(_message(used, name)) from error
         if function == _data.__get__ or (name == "detach" and isinstance(args[0], OffloadedParameter)):
             return found  # ordinary tensors, for state dicts and new parameters
-        place = None if label is None else Place(label=label)
+        place = None if used is None else Place(label=used.label, is_hooked=used.is_hooked)
         if name in _CONVERSIONS and (own := place_of(args[0])) is not None:
             place = own  # a converted buffer has the same weight
         if isinstance(found, (tuple, list)) and type(found) in (tuple, list):
@@ -198,6 +200,19 @@ def in_files(model: nn.Module) -> StoredWeights:
     return found
 
 
+def partly_offloaded(model: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the id of a placeholder → the parameter that it replaces in some modules, and that others have."""
+    parameters = list(model.parameters())
+    present = {id(parameter) for parameter in parameters}
+    found: dict[int, torch.Tensor] = {}
+    for parameter in parameters:
+        place = place_of(parameter)
+        original = None if place is None else place.original()
+        if original is not None and not original.is_meta and id(original) in present:
+            found[id(parameter)] = original
+    return found
+
+
 def without_guard() -> Any:
     """Return a context without the checks of placeholders, in which reading their attributes is fast."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -230,21 +245,27 @@ def _marked(value: object, place: Place | None) -> Any:
     return value
 
 
-def _label(values: Iterable[Any]) -> str | None:
+def _labelled(values: Iterable[Any]) -> Place | None:
+    """Return the place of the first weight with a label."""
     for value in values:
+        found: Place | None
         if isinstance(value, (list, tuple)):
-            inner = _label(value)
+            found = _labelled(value)
         else:
-            place = getattr(value, "__dict__", {}).get(_PLACE)
-            inner = None if place is None else place.label
-        if inner is not None:
-            return inner
+            found = getattr(value, "__dict__", {}).get(_PLACE)
+        if found is not None and found.label is not None:
+            return found
     return None
 
 
-def _message(label: str, function: str) -> str:
+def _message(place: Place, function: str) -> str:
+    if not place.is_hooked:
+        return (
+            f"{place.label} is in a file, and {function} was called with its placeholder: no hook loads the weight. "
+            "Call dispatch_model(model, device_map) before the model is used."
+        )
     return (
-        f"{label} is offloaded, and {function} was called with its placeholder: a module uses the weight without "
+        f"{place.label} is offloaded, and {function} was called with its placeholder: a module uses the weight without "
         "calling the module that it belongs to. Add the class of the module that uses it to preload_module_classes, "
         "or do not offload this weight (device_map)."
     )

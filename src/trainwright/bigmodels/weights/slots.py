@@ -8,7 +8,7 @@ computed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.weights.placeholders import Place, Placeholders, like, place_of, set_place
-from trainwright.core.errors import CheckpointError
 
 _META = torch.device("meta")
 
@@ -56,6 +55,12 @@ class Slot:
         found = place_of(self.placeholder)
         assert found is not None
         return found
+
+    def mark(self, module: nn.Module) -> None:
+        """Record in the placeholder that a hook of `module` loads the weight."""
+        place = self.place
+        place.is_hooked = True
+        place.label = f"{self.name!r} of {type(module).__name__}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
@@ -116,7 +121,9 @@ class Slot:
     def _restore_empty(self, table: dict[str, Any], shown: torch.Tensor) -> None:
         """Put back the meta tensor that the placeholder replaced, or end the checks of one that was there before."""
         original = self.place.original()
-        self.place.label = None
+        self.place.is_hooked = False
+        if self.place.value is None:
+            self.place.label = None
         if original is not None:
             _follow(original, shown)
             table[self.leaf] = original
@@ -192,68 +199,3 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the submodule that contains the tensor `name`, and the tensor's name in it."""
     path, _, leaf = name.rpartition(".")
     return (module.get_submodule(path) if path else module), leaf
-
-
-_SHOWN = 5  # names in a message
-
-
-def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Add the values of tied parameters under all their names. Safetensors files store only one of the names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    added: dict[str, torch.Tensor] = {}
-    for same in names.values():
-        known = next((name for name in same if name in values), None)
-        if known is not None:
-            added |= {name: values[known] for name in same if name not in values}
-    return {**values, **added} if added else values
-
-
-def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
-    """Replace meta tensors of a model by CPU tensors, which use the memory of the first source that has their name.
-
-    Tied parameters stay tied. Tensors with values are not changed.
-
-    Raises:
-        CheckpointError: No source has a tensor, or its shape differs. Other tensors may have been replaced.
-    """
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    tied: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
-            tied.setdefault(id(tensor), []).append(name)
-    filled: set[int] = set()
-    missing = []
-    for name in names:
-        tensor = tensors[name]
-        if not tensor.is_meta or id(tensor) in filled:
-            continue
-        value = _find(tied[id(tensor)], sources)
-        if value is None:
-            missing.append(name)
-            continue
-        if value.shape != tensor.shape:
-            raise CheckpointError(
-                f"{name!r} has shape {tuple(value.shape)} in the given values, expected {tuple(tensor.shape)}."
-            )
-        new = restored(tensor, value.detach().to("cpu", tensor.dtype))
-        for same in tied[id(tensor)]:
-            put(model, same, new)
-        filled.add(id(tensor))
-    if missing:
-        shown = ", ".join(map(repr, missing[:_SHOWN])) + (" …" if len(missing) > _SHOWN else "")
-        raise CheckpointError(
-            f"{len(missing)} tensors have no values: {shown}. They are on the meta device, and the device map does not "
-            "put them on the disk. Load a checkpoint first (load_checkpoint_and_dispatch), pass a state_dict that "
-            "contains them, or offload buffers too (offload_buffers=True)."
-        )
-
-
-def _find(names: Iterable[str], sources: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
-    names = list(names)
-    for source in sources:
-        for name in names:
-            if name in source and not source[name].is_meta:
-                return source[name]
-    return None

@@ -1,0 +1,335 @@
+"""The weights of a model, and the place of each one: a device, host memory, the disk, or a hook that offloads it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.bigmodels.dispatch.attach import innermost
+from trainwright.bigmodels.dispatch.checkpoint_names import LoadedKeys, match, report, shortened
+from trainwright.bigmodels.dispatch.model_weights import Weight, compare, find_weights, new_value
+from trainwright.bigmodels.dispatch.moves import refuse_moves
+from trainwright.bigmodels.weights.moving import Device, to_device
+from trainwright.bigmodels.weights.placeholders import (
+    Place,
+    like,
+    place_of,
+    placeholder,
+    without_guard,
+)
+from trainwright.bigmodels.weights.slots import put, restored
+from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
+from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader, offload_state_dict, read_offload_index
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+PathLike = str | os.PathLike[str]
+
+_CPU = torch.device("cpu")
+_SHOWN = 5  # names in a message
+
+
+class WeightPlaces:
+    """All weights of a model, and their places in a device map.
+
+    Args:
+        model: The model, which the methods change.
+        device_map: Module name → device, `"cpu"` or `"disk"`, on this machine. Weights that it does not cover stay
+            where they are, or are loaded to the CPU if they are on the meta device. None: it covers no weights.
+        given: Values of offloaded weights, and of weights on the meta device. None: those of the model.
+        folder: Folder of weights on the disk. Others are written there.
+        index: The index of the folder. Default: its `index.json`.
+        offload_buffers: The map also puts buffers on the disk.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_map: Mapping[str, Device] | None = None,
+        given: Mapping[str, torch.Tensor] | None = None,
+        folder: PathLike | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        offload_buffers: bool = False,
+    ) -> None:
+        self.model = model
+        self.device_map = device_map
+        self.given = given
+        self.folder = folder
+        self.index = index
+        self.offload_buffers = offload_buffers
+        self.weights = find_weights(model)
+        self.saved = [weight for weight in self.weights if weight.is_saved]
+        for weight in self.weights:
+            weight.device = self._device_of(weight)
+
+    @cached_property
+    def _on_disk(self) -> OffloadedWeightsLoader:
+        """The weights in the folder. Read on first use, after `fill` has written to it."""
+        return OffloadedWeightsLoader({}, self.folder, self.index)
+
+    def fill(
+        self,
+        stored: StoredWeights,
+        checkpoint: PathLike,
+        *,
+        dtype: torch.dtype | None,
+        keep_in_fp32: Collection[str],
+        strict: bool,
+        needs_values: bool = False,
+    ) -> LoadedKeys:
+        """Load the weights of a checkpoint to their places. All checks precede the first change.
+
+        Args:
+            stored: The weights of the checkpoint.
+            checkpoint: Its path, for messages and for the index of `folder`.
+            dtype, keep_in_fp32: See `Weight.choose_dtype`.
+            strict: Raise an error if names differ. Otherwise, a warning names them.
+            needs_values: Raise an error if a weight has no values after loading.
+        """
+        keys = match(self.saved, stored)
+        left = [weight for weight in self.saved if weight.source is None]
+        empty = [weight.names[0] for weight in left if not weight.has_values]
+        if needs_values:
+            self._check_has_values(left, empty, checkpoint)
+        report(keys, empty, checkpoint, strict)
+        found = [weight for weight in self.saved if weight.source is not None]
+        for weight in found:
+            weight.choose_dtype(dtype, keep_in_fp32)
+        compare(found, stored, checkpoint)
+        on_disk = [weight for weight in found if weight.device is None]
+        others = [weight for weight in found if weight.device is not None]
+        files = _in_files(on_disk, stored, self.folder, checkpoint)
+        values = [new_value(weight, stored) for weight in others]  # all, before the first change
+        for weight in on_disk:
+            name = weight.names[0]
+            self._replace_offloaded(weight, files[name], files.locate(name))
+        for weight, value in zip(others, values, strict=True):
+            if value is None:
+                self._overwrite(weight, stored)
+            elif weight.hooked:
+                self._replace_offloaded(weight, value, None)
+            else:
+                self.assign(weight, like(weight.tensor, value))
+        if on_disk:
+            refuse_moves(self.model)
+        return keys
+
+    def assign(self, weight: Weight, new: torch.Tensor) -> None:
+        """Put a new tensor into the model under all names of a weight."""
+        weight.tensor = new
+        for name in weight.names:
+            put(self.model, name, new)
+
+    def fill_empty(self) -> None:
+        """Replace meta tensors in memory by CPU tensors. They use the memory of a given value, or of a file.
+
+        Tensors with values are not changed, nor are those that the map puts on the disk or on the meta device.
+
+        Raises:
+            CheckpointError: A tensor has no value, or its value has another shape.
+        """
+        missing: list[str] = []
+        with without_guard():
+            for weight in self.weights:
+                if not weight.tensor.is_meta or weight.device is None or weight.device.type == "meta":
+                    continue
+                value = weight.find_in(self.given or {})
+                if value is None or value.is_meta:
+                    value = weight.value_in_file
+                if value is None:
+                    value = weight.find_in(self._on_disk)
+                if value is None:
+                    missing.append(weight.names[0])
+                    continue
+                if value.shape != weight.tensor.shape:
+                    raise CheckpointError(
+                        f"{weight.names[0]!r} has shape {tuple(value.shape)} in the given values, expected "
+                        f"{tuple(weight.tensor.shape)}."
+                    )
+                self.assign(weight, restored(weight.tensor, value.detach().to("cpu", weight.tensor.dtype)))
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors have no values: {_first(missing, repr)}. They are on the meta device, and the "
+                "device map does not put them on the disk. Load a checkpoint first (load_checkpoint_and_dispatch), "
+                "pass a state_dict that contains them, or offload buffers too (offload_buffers=True)."
+            )
+
+    def offloaded(self, places: Collection[str]) -> StoredWeights:
+        """Return the values that hooks load, of weights whose map entry is in `places` (`"cpu"`, `"disk"`).
+
+        The values are the given ones, or those of the model. Those for the disk may also be in files. Weights for the
+        disk that are only in memory are first written to the folder.
+        """
+        found = StoredWeights()
+        to_write: dict[str, torch.Tensor] = {}
+        missing: list[str] = []
+        for weight in self.saved:
+            if weight.is_buffer and not self.offload_buffers:
+                continue
+            value = weight.tensor.detach() if self.given is None else weight.find_in(self.given)
+            for name in weight.names:
+                entry = self._entry(name)
+                if entry not in places:
+                    continue
+                if entry != "disk":
+                    if value is not None:
+                        found.add(name, value.detach().to("cpu"))
+                elif weight.device is not None and not weight.tensor.is_meta:  # another module has it in memory
+                    found.add(name, weight.tensor.detach())
+                elif value is not None and not value.is_meta:
+                    to_write[name] = value
+                elif not weight.tensor.is_meta:
+                    to_write[name] = weight.tensor.detach()
+                elif (place := place_of(weight.tensor)) is not None and place.value is not None:
+                    found.add(name, place.value, place.span)
+                elif name in self._on_disk:
+                    found.add(name, *self._on_disk.on_disk(name))
+                else:
+                    missing.append(name)
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} offloaded weights are neither in the model nor on the disk: "
+                f"{_first(missing)}. Load a checkpoint first, or pass their folder as offload_dir."
+            )
+        if to_write:
+            _write(to_write, self.folder, found)
+        return found
+
+    def _entry(self, name: str) -> Device | None:
+        """Return the device of a tensor in the map. None if the map does not contain it."""
+        assert self.device_map is not None
+        block = innermost(name, self.device_map)
+        return None if block is None else self.device_map[block]
+
+    def _device_of(self, weight: Weight) -> torch.device | None:
+        devices: list[Device] = []
+        if self.device_map is not None:
+            devices = [entry for name in weight.names if (entry := self._entry(name)) is not None]
+        if devices:
+            # A shared tensor goes to the device of its first module that is not on the disk.
+            device = next((device for device in devices if device != "disk"), None)
+            if device is not None:
+                return to_device(device)
+            stays = weight.is_buffer and not (self.offload_buffers and weight.is_saved)
+            return _CPU if stays else None
+        if weight.hooked:
+            return None if weight.is_hooked_on_disk else weight.hooked[0].value.device
+        return _CPU if weight.tensor.is_meta else weight.tensor.device
+
+    def _check_has_values(self, left: list[Weight], empty: list[str], checkpoint: PathLike) -> None:
+        """Raise if `dispatch_model` would raise because of missing values, before weights are overwritten."""
+        if empty:
+            raise CheckpointError(
+                f"{checkpoint} does not contain {shortened(empty)}, and the model has no values for them: they are on "
+                "the meta device. Load a checkpoint that contains them, or initialize them first."
+            )
+        to_write = [weight.names[0] for weight in left if weight.device is None and not weight.tensor.is_meta]
+        if to_write and self.folder is None:
+            raise ConfigurationError(
+                f"the device map puts {shortened(to_write)} on the disk, and {checkpoint} does not contain them. Pass "
+                "offload_folder, a folder to write the model's own values to."
+            )
+
+    @torch.no_grad()
+    def _overwrite(self, weight: Weight, stored: StoredWeights) -> None:
+        """Copy a value from the checkpoint into the existing memory of a weight."""
+        assert weight.source is not None
+        if not weight.hooked:
+            weight.tensor.copy_(stored[weight.source])
+            self.assign(weight, weight.tensor)  # modules that have a placeholder for it use the tensor, too
+            return
+        for value in {id(each.value): each.value for each in weight.hooked}.values():
+            value.copy_(stored[weight.source])
+        for each in weight.hooked:
+            each.hook.forget()
+
+    def _replace_offloaded(self, weight: Weight, value: torch.Tensor, span: FileSpan | None) -> None:
+        """Give the model a placeholder for a value that is on the disk, or that hooks offload, and hooks the value.
+
+        `span` is the location of `value` in a file. None: the value is in memory.
+        """
+        former = place_of(weight.tensor)
+        place = Place() if former is None else Place(former.device, former.original)
+        if weight.device is None:
+            place.value = value
+            place.span = span
+            place.label = repr(weight.names[0])
+        else:
+            place.device = value.device
+        self.assign(weight, placeholder(weight.tensor, place, weight.dtype))
+        for each in weight.hooked:
+            each.hook.replace(each.module, each.name, value, span)
+
+
+def _first(names: list[str], show: Callable[[str], str] = str) -> str:
+    return ", ".join(map(show, names[:_SHOWN])) + (" …" if len(names) > _SHOWN else "")
+
+
+def _in_files(
+    weights: list[Weight], stored: StoredWeights, folder: PathLike | None, checkpoint: PathLike
+) -> StoredWeights:
+    """Return the weights on the disk by their first name. Those not in safetensors are written to the folder first."""
+    found = StoredWeights()
+    to_write: dict[str, torch.Tensor] = {}
+    for weight in weights:
+        assert weight.source is not None
+        name = weight.names[0]
+        span = stored.locate(weight.source)
+        if span is None:
+            to_write[name] = stored[weight.source]
+        else:
+            found.add(name, stored[weight.source], span)
+    if to_write:
+        written = _write_once(to_write, folder, checkpoint)
+        for name in to_write:
+            found.add(name, *written.on_disk(name))
+    return found
+
+
+def _write_once(
+    tensors: Mapping[str, torch.Tensor], folder: PathLike | None, checkpoint: PathLike
+) -> OffloadedWeightsLoader:
+    """Write tensors to the folder, unless it already contains them from the same checkpoint."""
+    if folder is None:
+        raise ConfigurationError(
+            f"the device map puts parts of the model on the disk, and {checkpoint} is not safetensors, which would be "
+            "used directly. Pass offload_folder, a folder to write these parts to."
+        )
+    origin = _origin(Path(checkpoint))
+    index = read_offload_index(folder)
+    if any(index.get(name, {}).get("origin") != origin for name in tensors):
+        offload_state_dict(folder, tensors, origin=origin)
+        index = read_offload_index(folder)
+    return OffloadedWeightsLoader(save_folder=folder, index=index)
+
+
+def _origin(checkpoint: Path) -> str:
+    """Identify the content of a checkpoint by the names, sizes and times of its files."""
+    files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.iterdir() if path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    facts = " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+    return f"{checkpoint.resolve()} {facts}"
+
+
+def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights: StoredWeights) -> None:
+    """Write tensors into the folder, and add them to `weights`. Tensors that share memory are written once."""
+    if folder is None:
+        raise ConfigurationError(
+            f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, but they "
+            "are only in memory. Pass offload_dir, a folder to write them to."
+        )
+    first: dict[tuple[Any, ...], str] = {}
+    written: dict[str, str] = {}  # by name, the name that the memory is written under
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
+        written[name] = first.setdefault(key, name)
+    offload_state_dict(folder, {name: tensors[name] for name in first.values()})
+    stored = OffloadedWeightsLoader(save_folder=folder)
+    for name, same in written.items():
+        weights.add(name, *stored.on_disk(same))
