@@ -75,19 +75,16 @@ class EngineConfig:
 
     Args:
         config: The user's configuration: a dict, the path of a JSON file, or None.
-        options: All ZeRO arguments of the strategy, with default values.
-        given: The ZeRO arguments that were passed.
+        given: The ZeRO arguments of the strategy.
 
     Raises:
         ConfigurationError: An argument differs from `config`, or options contradict each other.
     """
 
-    def __init__(
-        self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, config: str | FilePath | Mapping[str, Any] | None, given: ZeroOptions) -> None:
         self.origin = origin_of(config)
         self.content = read_config(config)
-        self.options = options
+        self.options = options = given.with_defaults()
         if config is None:
             for path, value in defaults(options).items():
                 set_value(self.content, path, value)
@@ -95,8 +92,9 @@ class EngineConfig:
                     set_value(self.content, path, 0)
         else:
             _fill_switches(self.content, options, self.origin)
-        for path, (name, value) in statements(options, given).items():
-            self.state(path, value, f"DeepSpeedStrategy({name}={given.get(name, value)!r})", overrides=config is None)
+        passed = given.passed()
+        for path, (name, value) in statements(given).items():
+            self.state(path, value, f"DeepSpeedStrategy({name}={passed.get(name, value)!r})", overrides=config is None)
         for part in OFFLOADS:
             if config is None and self.offload(part) != "none":
                 for path, (_, value) in buffers(part, options).items():
