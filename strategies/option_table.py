@@ -77,6 +77,23 @@ class OptionTable:
         return found
 
     @property
+    def names(self) -> list[str]:
+        """Names of the options, and of their flags where they differ."""
+        found = []
+        for option in self.options.values():
+            found.append(option.name)
+            if option.flag not in (None, option.name):
+                found.append(str(option.flag))
+        return found
+
+    def find(self, name: str) -> EngineOption | None:
+        """Return the option with this name or this flag, or None."""
+        for option in self.options.values():
+            if name in (option.name, option.flag):
+                return option
+        return None
+
+    @property
     def switch_variable(self) -> str:
         """Environment variable that selects the engine."""
         return f"ACCELERATE_{self.switch.upper()}"
