@@ -22,6 +22,8 @@ from trainwright.strategies.deepspeed.options import (
     buffers,
     defaults,
     look_up,
+    passed_options,
+    read_options,
     set_value,
     statements,
 )
@@ -85,7 +87,7 @@ class EngineConfig:
     def __init__(self, config: str | FilePath | Mapping[str, Any] | None, given: ZeroOptions) -> None:
         self.origin = origin_of(config)
         self.content = read_config(config)
-        self.options = options = given.with_defaults()
+        self.options = options = read_options(given)
         if config is None:
             for path, value in defaults(options).items():
                 set_value(self.content, path, value)
@@ -93,7 +95,7 @@ class EngineConfig:
                     set_value(self.content, path, 0)
         else:
             _fill_switches(self.content, options, self.origin)
-        passed = given.passed()
+        passed = passed_options(given)
         for path, (name, value) in statements(given).items():
             self.state(path, value, f"DeepSpeedStrategy({name}={passed.get(name, value)!r})", overrides=config is None)
         for part in OFFLOADS:

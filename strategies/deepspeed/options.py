@@ -40,7 +40,9 @@ def _option(default: object, *path: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ZeroOptions:
-    """The ZeRO arguments of `DeepSpeedStrategy`, with Lightning's names and defaults. None: not passed.
+    """The ZeRO arguments of `DeepSpeedStrategy`, with Lightning's names and defaults.
+
+    A field is None if the argument is not passed. `DEFAULTS` contains the defaults.
 
     Attributes:
         zero_optimization: False means stage 0.
@@ -114,39 +116,40 @@ class ZeroOptions:
     moe_leaf_modules: tuple[str, ...] | None = _option(())
     frozen_modules: tuple[str, ...] | None = _option(())
 
-    def passed(self) -> dict[str, Any]:
-        """Return the arguments that were passed, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(ZeroOptions)}
-        return {name: value for name, value in values.items() if value is not None}
 
-    def with_defaults(self) -> ZeroOptions:
-        """Return all options. Those that were not passed have their default values.
+DEFAULTS = {each.name: each.metadata["default"] for each in fields(ZeroOptions)}
+"""Values of options that neither an argument nor the user's configuration sets."""
 
-        Raises:
-            ConfigurationError: A value is unknown, or options contradict each other.
-        """
-        passed = self.passed()
-        defaults = {each.name: each.metadata["default"] for each in fields(ZeroOptions)}
-        options = ZeroOptions(**(defaults | passed))
-        if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
-            raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")
-        if not options.zero_optimization and passed.get("stage", 0) != 0:
+
+def passed_options(given: ZeroOptions) -> dict[str, Any]:
+    """Return the arguments that were passed, by name."""
+    values = {each.name: getattr(given, each.name) for each in fields(ZeroOptions)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_options(given: ZeroOptions) -> ZeroOptions:
+    """Check the arguments that were passed, and return all options. The others have their default values."""
+    passed = passed_options(given)
+    options = ZeroOptions(**(DEFAULTS | passed))
+    if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
+        raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")
+    if not options.zero_optimization and passed.get("stage", 0) != 0:
+        raise ConfigurationError(
+            f"zero_optimization=False and stage={options.stage} contradict each other. Remove one of them."
+        )
+    for _, name in OFFLOADS.values():
+        value = getattr(options, name)
+        if value not in DEVICES:
             raise ConfigurationError(
-                f"zero_optimization=False and stage={options.stage} contradict each other. Remove one of them."
+                f"{name}={value!r} is unknown.{nearest(str(value), DEVICES)} Write 'cpu' or 'nvme'."
             )
-        for _, name in OFFLOADS.values():
-            value = getattr(options, name)
-            if value not in DEVICES:
-                raise ConfigurationError(
-                    f"{name}={value!r} is unknown.{nearest(str(value), DEVICES)} Write 'cpu' or 'nvme'."
-                )
-        return options
+    return options
 
 
 def statements(given: ZeroOptions) -> dict[Path, tuple[str, Any]]:
     """Return the passed arguments as {path in DeepSpeed's configuration: (argument name, value)}."""
-    passed = given.passed()
-    options = given.with_defaults()
+    passed = passed_options(given)
+    options = read_options(given)
     found: dict[Path, tuple[str, Any]] = {
         each.metadata["path"]: (each.name, passed[each.name])
         for each in fields(ZeroOptions)

@@ -72,7 +72,7 @@ class DeepSpeedStrategy(ZeroOptions, DataParallel):
         timeout, hang_timeout, process_group_backend: See `DataParallel`.
         zero_optimization, stage, …, frozen_modules: See the attributes of the same names of `ZeroOptions` in
             `trainwright.strategies.deepspeed.options`. Default: None, which is the value in `config`, or else the
-            default of `ZeroOptions`.
+            value in `DEFAULTS` of that module.
 
     Raises:
         ConfigurationError: An option is unknown or impossible, or differs from `config`.
