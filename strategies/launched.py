@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.names.foreign_names import check_class
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, read_variable
 from trainwright.core.process import variable, variables
-from trainwright.strategies.select import ENGINE_VARIABLES, PLUGINS
+from trainwright.strategies.engine_tables import ENGINE_TABLES
+from trainwright.strategies.steps.option_table import DYNAMO, FP8
 
 _PREFIX = "ACCELERATE_"
 _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
@@ -27,18 +28,10 @@ _INSTEAD = {
     "SAGEMAKER_DISTRIBUTED_TYPE": "submit the job with `trainwright launch`, which starts one process for each GPU",
 }
 # Variables that other modules read, or that only affect the launcher's output.
-_READ_ELSEWHERE = (
-    *("CPU_AFFINITY", "DEBUG_MODE", "ENABLE_RICH", "DISABLE_RICH", "LOG_LEVEL", "CONFIG_DS_FIELDS"),
-    *(name.removeprefix(_PREFIX) for name in ENGINE_VARIABLES),
-)
-_DETAILS = ("DYNAMO_", "FP8_", "SAGEMAKER_", "USE_SAGEMAKER")
-# Variable that selects an engine → prefixes of the variables with its options.
-_OPTIONS = {
-    "ACCELERATE_USE_FSDP": ("FSDP_",),
-    "ACCELERATE_USE_DEEPSPEED": ("ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_CLIPPING"),
-    "ACCELERATE_USE_MEGATRON_LM": ("MEGATRON_LM_",),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("PARALLELISM_CONFIG_",),
-}
+_READ_ELSEWHERE = ("CPU_AFFINITY", "DEBUG_MODE", "ENABLE_RICH", "DISABLE_RICH", "LOG_LEVEL", "CONFIG_DS_FIELDS")
+_SWITCHES = tuple(table.switch_variable for table in ENGINE_TABLES)
+_DETAILS = (*DYNAMO.prefixes, *FP8.prefixes, f"{_PREFIX}SAGEMAKER_", f"{_PREFIX}USE_SAGEMAKER")
+_ENGINES = tuple(prefix for table in ENGINE_TABLES for prefix in table.prefixes)
 _ALWAYS_READ = ("FSDP_CPU_RAM_EFFICIENT_LOADING",)
 
 
@@ -105,12 +98,13 @@ def read_launched(argument: str | None) -> Launched:
 def _not_read(name: str, value: str) -> str | None:
     """Return the warning for a variable that is never read, or None if the variable is read or empty."""
     short = name.removeprefix(_PREFIX)
-    engines = tuple(prefix for prefixes in _OPTIONS.values() for prefix in prefixes)
-    if value.lower() in _EMPTY or short in _READ_ELSEWHERE or name.startswith(engines):
+    if value.lower() in _EMPTY or short in _READ_ELSEWHERE:
+        return None
+    if name in _SWITCHES or name.startswith(_ENGINES):
         return None
     if short in _INSTEAD:
         return f"{name}={value} is not supported: {_INSTEAD[short]}."
-    if short.startswith(_DETAILS):
+    if name.startswith(_DETAILS):
         return None
     return f"{name}={value} is not read by Trainwright. Unset it, or pass the setting as an argument."
 
@@ -118,16 +112,17 @@ def _not_read(name: str, value: str) -> str | None:
 def _engine_options_not_read(argument: str | None) -> list[str]:
     """Return warnings for variables that set options of unused engines, and for variables with unknown options."""
     found = []
-    for switch, prefixes in _OPTIONS.items():
-        names = [name for prefix in prefixes for name, value in sorted(variables(prefix).items()) if value.strip()]
+    for table in ENGINE_TABLES:
+        names = []
+        for prefix in table.prefixes:
+            names += [name for name, value in sorted(variables(prefix).items()) if value.strip()]
         names = [name for name in names if name not in _ALWAYS_READ]
-        if ENGINE_VARIABLES[switch] != argument and names and not read_variable(switch, as_flag):
+        switch = table.switch_variable
+        if table.argument != argument and names and not read_variable(switch, as_flag):
             found.append(f"{', '.join(names)}: not used, because {switch} is not set.")
         elif names:
-            plugin: Any = PLUGINS.get(ENGINE_VARIABLES[switch])
-            known = {one.metadata.get("variable", "").format(one.name.upper()) for one in fields(plugin)} - {""}
-            unknown = sorted(set(names) - known)
-            found += [f"{name} is not known, and not used.{nearest(name, known)}" for name in unknown]
+            unknown = sorted(set(names) - set(table.variables))
+            found += [f"{name} is not known, and not used.{nearest(name, table.variables)}" for name in unknown]
     return found
 
 
@@ -165,13 +160,13 @@ class TorchDynamoPlugin(KwargsHandler):
             model. The units of sharded models are always compiled separately. Default: False.
     """
 
-    backend: DynamoBackend | str | Callable[..., Any] | None = from_variable("ACCELERATE_DYNAMO_BACKEND")
-    mode: str | None = from_variable("ACCELERATE_DYNAMO_MODE")
-    fullgraph: bool | None = from_variable("ACCELERATE_DYNAMO_USE_FULLGRAPH", as_flag)
-    dynamic: bool | None = from_variable("ACCELERATE_DYNAMO_USE_DYNAMIC", as_flag)
+    backend: DynamoBackend | str | Callable[..., Any] | None = DYNAMO.field("backend")
+    mode: str | None = DYNAMO.field("mode")
+    fullgraph: bool | None = DYNAMO.field("use_fullgraph")
+    dynamic: bool | None = DYNAMO.field("use_dynamic")
     options: dict[str, Any] | None = None
     disable: bool = False
-    use_regional_compilation: bool | None = from_variable("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", as_flag)
+    use_regional_compilation: bool | None = DYNAMO.field("use_regional_compilation")
 
     def compile_options(self) -> dict[str, Any] | None:
         """Return the arguments of `torch.compile`, plus `regional=True` for regional compilation. None: do not compile.

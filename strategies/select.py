@@ -15,6 +15,7 @@ from trainwright.core.registry import Registry
 from trainwright.processes.devices import device_indices, device_type
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.registry import STRATEGIES, make_strategy
 from trainwright.strategies.steps.gradients import GradientClip
@@ -36,14 +37,6 @@ PLUGINS: Registry[Any] = Registry(
 """Arguments of an Accelerator that configure an engine → their classes."""
 
 _ONLY = "default"  # Accelerate's name of a single plugin
-
-ENGINE_VARIABLES = {
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
-}
-"""Environment variables that select an engine → the argument that they replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +222,10 @@ def choose_for_loop(
     options = [] if ddp is None else ["kwargs_handlers=[DistributedDataParallelKwargs(…)]"]
     if len(origins) > 1 or (options and origins and not given):
         raise ConfigurationError(f"{' and '.join(origins + options)} both select the engine. Pass one of them.")
-    said = {argument: name for name, argument in ENGINE_VARIABLES.items() if read_variable(name, as_flag)}
+    said = {}
+    for table in ENGINE_TABLES:
+        if read_variable(table.switch_variable, as_flag):
+            said[table.argument] = table.switch_variable
     overridden = [f"{said[name]}=true is overridden by {origin}." for origin in origins for name in said.keys() - given]
     if not origins and not options and shared:
         given = {"deepspeed_plugin": dict(shared)}

@@ -20,7 +20,6 @@ from trainwright.core.registry import Registry
 from trainwright.loggers import LOGGERS
 from trainwright.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from trainwright.strategies import STRATEGIES
-from trainwright.strategies.deepspeed.options import ZeroOptions
 from trainwright.utils import ProfileKwargs
 
 FOLDER = Path(__file__).parents[2] / "docs"
@@ -89,8 +88,6 @@ On the command line, `--trainer.strategy=fsdp` chooses one, and `trainwright fit
 lists its arguments. [Strategies](strategies.md) says which one to choose.
 """
 _ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*):(?P<text>.*(?:\n {8,}.*)*)", re.MULTILINE)
-# Classes that document arguments of others which are not their sub-classes.
-_DOCUMENTED_BY: dict[str, list[type]] = {"DeepSpeedStrategy": [ZeroOptions]}
 
 
 def _entries(function: Callable[..., Any]) -> dict[str, tuple[list[str], str]]:
@@ -110,9 +107,7 @@ def _documented(function: Callable[..., Any]) -> dict[str, tuple[list[str], str]
     An entry such as "See `VersionedLogger`. Event files are in `sub_dir`." becomes the entry of the base class, and its
     second sentence is added to the arguments that it names, or to all if it names none.
     """
-    bases: list[Any] = []
-    if inspect.isclass(function):
-        bases = [*function.__mro__[1:-1], *_DOCUMENTED_BY.get(function.__name__, [])]
+    bases: list[Any] = list(function.__mro__[1:-1]) if inspect.isclass(function) else []
     reference = re.compile(rf"[Ss]ee `(?:{'|'.join(each.__name__ for each in bases)})`[.;]? ?")
     found: dict[str, tuple[list[str], str]] = {}
     for source in [*reversed(bases), function]:

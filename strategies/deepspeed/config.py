@@ -14,6 +14,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.deepspeed.option_table import DEEPSPEED
 from trainwright.strategies.deepspeed.options import (
     OFFLOADS,
     Path,
@@ -21,6 +22,8 @@ from trainwright.strategies.deepspeed.options import (
     buffers,
     defaults,
     look_up,
+    passed_options,
+    read_options,
     set_value,
     statements,
 )
@@ -75,19 +78,16 @@ class EngineConfig:
 
     Args:
         config: The user's configuration: a dict, the path of a JSON file, or None.
-        options: All ZeRO arguments of the strategy, with default values.
-        given: The ZeRO arguments that were passed.
+        given: The ZeRO arguments of the strategy.
 
     Raises:
         ConfigurationError: An argument differs from `config`, or options contradict each other.
     """
 
-    def __init__(
-        self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, config: str | FilePath | Mapping[str, Any] | None, given: ZeroOptions) -> None:
         self.origin = origin_of(config)
         self.content = read_config(config)
-        self.options = options
+        self.options = options = read_options(given)
         if config is None:
             for path, value in defaults(options).items():
                 set_value(self.content, path, value)
@@ -95,8 +95,9 @@ class EngineConfig:
                     set_value(self.content, path, 0)
         else:
             _fill_switches(self.content, options, self.origin)
-        for path, (name, value) in statements(options, given).items():
-            self.state(path, value, f"DeepSpeedStrategy({name}={given.get(name, value)!r})", overrides=config is None)
+        passed = passed_options(given)
+        for path, (name, value) in statements(given).items():
+            self.state(path, value, f"DeepSpeedStrategy({name}={passed.get(name, value)!r})", overrides=config is None)
         for part in OFFLOADS:
             if config is None and self.offload(part) != "none":
                 for path, (_, value) in buffers(part, options).items():
@@ -407,11 +408,9 @@ _ELSEWHERE = {
 # The plugin reads zero3_init_flag, and checkpoints hold full weights at every stage.
 _HARMLESS = ("zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min")
 _DEVICES = {f"{part}_device": arguments for part, arguments in OFFLOADS.items()}
-_FILES = ("hf_ds_config", "deepspeed_config_file")
-_CLASSES = ("deepspeed_moe_layer_cls_names", "transformer_moe_cls_names")
 _PATHS = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
 _VALUES = ("gradient_accumulation_steps", "gradient_clipping")
-KNOWN = ("zero_stage", *_DEVICES, *_PATHS, *_VALUES, *_FILES, *_CLASSES, *_HARMLESS)
+_KNOWN = [*(name for name in DEEPSPEED.names if name not in _ELSEWHERE), "is_train_batch_min"]
 
 
 def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -426,11 +425,14 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     values: dict[str, Any] = {}
-    for name, value in config.items():
-        if name in _ELSEWHERE:
-            raise ConfigurationError(f"{name}={value!r}: {_ELSEWHERE[name]}. Remove it here.")
-        if name not in KNOWN:
-            raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(name, KNOWN)} Known: {', '.join(KNOWN)}.")
+    for written, value in config.items():
+        if written in _ELSEWHERE:
+            raise ConfigurationError(f"{written}={value!r}: {_ELSEWHERE[written]}. Remove it here.")
+        if written not in _KNOWN:
+            hint = nearest(written, _KNOWN)
+            raise ConfigurationError(f"{written}={value!r} is unknown.{hint} Known: {', '.join(_KNOWN)}.")
+        option = DEEPSPEED.find(written)
+        name = written if option is None else option.name
         if value is None or name in _HARMLESS:
             continue
         if name == "zero_stage":
@@ -444,10 +446,10 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
             if found.get("nvme_path", str(value)) != str(value):
                 raise ConfigurationError(f"{' and '.join(_PATHS)} differ. Use one folder for both.")
             found["nvme_path"] = str(value)
-        elif name in _CLASSES:
+        elif name == "transformer_moe_cls_names":
             names = value.split(",") if isinstance(value, str) else value
             found["moe_leaf_modules"] = tuple(part.strip() for part in names)
-        elif name in _FILES:
+        elif name == "hf_ds_config":
             content = value
         elif name in _VALUES:
             values[name] = value

@@ -28,14 +28,21 @@ REMOVED = {
 }
 
 
-def _at(*path: str, default: object) -> Any:
-    """Return a field with its path in DeepSpeed's configuration."""
-    return field(default=default, metadata={"path": path})
+def _option(default: object, *path: str) -> Any:
+    """Return a field that is None if it is not passed.
+
+    Args:
+        default: Value of the option if neither the argument nor the user's configuration sets it.
+        path: Keys of the option in DeepSpeed's configuration. Empty: the option has no keys of its own.
+    """
+    return field(default=None, metadata={"default": default, "path": path})
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ZeroOptions:
     """The ZeRO arguments of `DeepSpeedStrategy`, with Lightning's names and defaults.
+
+    A field is None if the argument is not passed. `DEFAULTS` contains the defaults.
 
     Attributes:
         zero_optimization: False means stage 0.
@@ -68,57 +75,65 @@ class ZeroOptions:
             the rest of the model is at stage 1 or 2.
     """
 
-    zero_optimization: bool = True
-    stage: int = _at("zero_optimization", "stage", default=2)
-    offload_optimizer: bool = False
-    offload_parameters: bool = False
-    offload_params_device: str = "cpu"
-    nvme_path: str = "/local_nvme"
-    params_buffer_count: int = 5
-    params_buffer_size: int = 100_000_000
-    max_in_cpu: int = 1_000_000_000
-    offload_optimizer_device: str = "cpu"
-    optimizer_buffer_count: int = 4
-    block_size: int = _at("aio", "block_size", default=1048576)
-    queue_depth: int = _at("aio", "queue_depth", default=8)
-    single_submit: bool = _at("aio", "single_submit", default=False)
-    overlap_events: bool = _at("aio", "overlap_events", default=True)
-    thread_count: int = _at("aio", "intra_op_parallelism", default=1)
-    pin_memory: bool = False
-    sub_group_size: int = _at("zero_optimization", "sub_group_size", default=1_000_000_000_000)
-    contiguous_gradients: bool = _at("zero_optimization", "contiguous_gradients", default=True)
-    overlap_comm: bool = _at("zero_optimization", "overlap_comm", default=True)
-    allgather_partitions: bool = _at("zero_optimization", "allgather_partitions", default=True)
-    reduce_scatter: bool = _at("zero_optimization", "reduce_scatter", default=True)
-    allgather_bucket_size: int = _at("zero_optimization", "allgather_bucket_size", default=200_000_000)
-    reduce_bucket_size: int = _at("zero_optimization", "reduce_bucket_size", default=200_000_000)
-    zero_allow_untested_optimizer: bool = _at("zero_allow_untested_optimizer", default=True)
-    partition_activations: bool = _at("activation_checkpointing", "partition_activations", default=False)
-    cpu_checkpointing: bool = _at("activation_checkpointing", "cpu_checkpointing", default=False)
-    contiguous_memory_optimization: bool = _at(
-        "activation_checkpointing", "contiguous_memory_optimization", default=False
+    zero_optimization: bool | None = _option(True)
+    stage: int | None = _option(2, "zero_optimization", "stage")
+    offload_optimizer: bool | None = _option(False)
+    offload_parameters: bool | None = _option(False)
+    offload_params_device: str | None = _option("cpu")
+    nvme_path: str | None = _option("/local_nvme")
+    params_buffer_count: int | None = _option(5)
+    params_buffer_size: int | None = _option(100_000_000)
+    max_in_cpu: int | None = _option(1_000_000_000)
+    offload_optimizer_device: str | None = _option("cpu")
+    optimizer_buffer_count: int | None = _option(4)
+    block_size: int | None = _option(1048576, "aio", "block_size")
+    queue_depth: int | None = _option(8, "aio", "queue_depth")
+    single_submit: bool | None = _option(False, "aio", "single_submit")
+    overlap_events: bool | None = _option(True, "aio", "overlap_events")
+    thread_count: int | None = _option(1, "aio", "intra_op_parallelism")
+    pin_memory: bool | None = _option(False)
+    sub_group_size: int | None = _option(1_000_000_000_000, "zero_optimization", "sub_group_size")
+    contiguous_gradients: bool | None = _option(True, "zero_optimization", "contiguous_gradients")
+    overlap_comm: bool | None = _option(True, "zero_optimization", "overlap_comm")
+    allgather_partitions: bool | None = _option(True, "zero_optimization", "allgather_partitions")
+    reduce_scatter: bool | None = _option(True, "zero_optimization", "reduce_scatter")
+    allgather_bucket_size: int | None = _option(200_000_000, "zero_optimization", "allgather_bucket_size")
+    reduce_bucket_size: int | None = _option(200_000_000, "zero_optimization", "reduce_bucket_size")
+    zero_allow_untested_optimizer: bool | None = _option(True, "zero_allow_untested_optimizer")
+    partition_activations: bool | None = _option(False, "activation_checkpointing", "partition_activations")
+    cpu_checkpointing: bool | None = _option(False, "activation_checkpointing", "cpu_checkpointing")
+    contiguous_memory_optimization: bool | None = _option(
+        False, "activation_checkpointing", "contiguous_memory_optimization"
     )
-    synchronize_checkpoint_boundary: bool = _at(
-        "activation_checkpointing", "synchronize_checkpoint_boundary", default=False
+    synchronize_checkpoint_boundary: bool | None = _option(
+        False, "activation_checkpointing", "synchronize_checkpoint_boundary"
     )
-    loss_scale: float = _at("fp16", "loss_scale", default=0)
-    initial_scale_power: int = _at("fp16", "initial_scale_power", default=16)
-    loss_scale_window: int = _at("fp16", "loss_scale_window", default=1000)
-    hysteresis: int = _at("fp16", "hysteresis", default=2)
-    min_loss_scale: int = _at("fp16", "min_loss_scale", default=1)
-    moe_leaf_modules: tuple[str, ...] = ()
-    frozen_modules: tuple[str, ...] = ()
+    loss_scale: float | None = _option(0, "fp16", "loss_scale")
+    initial_scale_power: int | None = _option(16, "fp16", "initial_scale_power")
+    loss_scale_window: int | None = _option(1000, "fp16", "loss_scale_window")
+    hysteresis: int | None = _option(2, "fp16", "hysteresis")
+    min_loss_scale: int | None = _option(1, "fp16", "min_loss_scale")
+    moe_leaf_modules: tuple[str, ...] | None = _option(())
+    frozen_modules: tuple[str, ...] | None = _option(())
 
 
-NAMES = tuple(each.name for each in fields(ZeroOptions))
+DEFAULTS = {each.name: each.metadata["default"] for each in fields(ZeroOptions)}
+"""Values of options that neither an argument nor the user's configuration sets."""
 
 
-def read_options(given: Mapping[str, Any]) -> ZeroOptions:
+def passed_options(given: ZeroOptions) -> dict[str, Any]:
+    """Return the arguments that were passed, by name."""
+    values = {each.name: getattr(given, each.name) for each in fields(ZeroOptions)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def read_options(given: ZeroOptions) -> ZeroOptions:
     """Check the arguments that were passed, and return all options. The others have their default values."""
-    options = ZeroOptions(**given)
+    passed = passed_options(given)
+    options = ZeroOptions(**(DEFAULTS | passed))
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")
-    if not options.zero_optimization and given.get("stage", 0) != 0:
+    if not options.zero_optimization and passed.get("stage", 0) != 0:
         raise ConfigurationError(
             f"zero_optimization=False and stage={options.stage} contradict each other. Remove one of them."
         )
@@ -131,22 +146,24 @@ def read_options(given: Mapping[str, Any]) -> ZeroOptions:
     return options
 
 
-def statements(options: ZeroOptions, given: Mapping[str, Any]) -> dict[Path, tuple[str, Any]]:
+def statements(given: ZeroOptions) -> dict[Path, tuple[str, Any]]:
     """Return the passed arguments as {path in DeepSpeed's configuration: (argument name, value)}."""
+    passed = passed_options(given)
+    options = read_options(given)
     found: dict[Path, tuple[str, Any]] = {
-        each.metadata["path"]: (each.name, given[each.name])
-        for each in fields(options)
-        if each.name in given and "path" in each.metadata
+        each.metadata["path"]: (each.name, passed[each.name])
+        for each in fields(ZeroOptions)
+        if each.name in passed and each.metadata["path"]
     }
-    if given.get("zero_optimization") is False:
+    if passed.get("zero_optimization") is False:
         found["zero_optimization", "stage"] = ("zero_optimization", 0)
     for part, (switch, device) in OFFLOADS.items():
-        if switch in given or device in given:
-            on = getattr(options, switch) if switch in given else True
-            name = device if device in given and on else switch
+        if switch in passed or device in passed:
+            on = getattr(options, switch) if switch in passed else True
+            name = device if device in passed and on else switch
             found["zero_optimization", part, "device"] = (name, getattr(options, device) if on else "none")
             if on:
-                found |= {path: entry for path, entry in buffers(part, options).items() if entry[0] in given}
+                found |= {path: entry for path, entry in buffers(part, options).items() if entry[0] in passed}
     return found
 
 
@@ -169,7 +186,7 @@ def defaults(options: ZeroOptions) -> dict[Path, Any]:
     return {
         each.metadata["path"]: getattr(options, each.name)
         for each in fields(options)
-        if "path" in each.metadata and each.metadata["path"][0] not in _ONLY_IF_GIVEN
+        if each.metadata["path"] and each.metadata["path"][0] not in _ONLY_IF_GIVEN
     }
 
 

@@ -10,27 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.core.names.packages import is_transformers_available, load_transformers
 from trainwright.strategies.deepspeed.config import AUTO, NamedConfig, autos, for_building, origin_of, read_config
 from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
+from trainwright.strategies.deepspeed.option_table import DEEPSPEED
 from trainwright.strategies.deepspeed.options import Path as KeyPath
 from trainwright.strategies.deepspeed.options import look_up, set_value
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-# The path of each field in DeepSpeed's own configuration.
-_PATHS = {
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("gradient_clipping",),
-    "zero_stage": ("zero_optimization", "stage"),
-    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
-    "offload_param_device": ("zero_optimization", "offload_param", "device"),
-    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
-    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
-    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
-}
-
-
+_PATHS = DEEPSPEED.paths()
 _WRITTEN_BEFORE = 'Write the values to deepspeed_config before prepare(), which replaces "auto".'
 
 
@@ -69,20 +58,18 @@ class DeepSpeedPlugin(KwargsHandler):
         "set_moe_leaf_modules": "Pass transformer_moe_cls_names. prepare() marks the modules.",
     }
 
-    hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = from_variable(
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-    )
+    hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = DEEPSPEED.field("hf_ds_config")
     gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = from_variable("ACCELERATE_GRADIENT_CLIPPING", float)
-    zero_stage: int | None = from_variable("ACCELERATE_DEEPSPEED_ZERO_STAGE", int)
+    gradient_clipping: float | None = DEEPSPEED.field("gradient_clipping")
+    zero_stage: int | None = DEEPSPEED.field("zero_stage")
     is_train_batch_min: bool = True
-    offload_optimizer_device: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
-    offload_param_device: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
-    offload_optimizer_nvme_path: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH")
-    offload_param_nvme_path: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH")
-    zero3_init_flag: bool | None = from_variable("ACCELERATE_DEEPSPEED_ZERO3_INIT", as_flag)
-    zero3_save_16bit_model: bool | None = from_variable("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", as_flag)
-    transformer_moe_cls_names: str | list[str] | None = from_variable("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+    offload_optimizer_device: str | None = DEEPSPEED.field("offload_optimizer_device")
+    offload_param_device: str | None = DEEPSPEED.field("offload_param_device")
+    offload_optimizer_nvme_path: str | None = DEEPSPEED.field("offload_optimizer_nvme_path")
+    offload_param_nvme_path: str | None = DEEPSPEED.field("offload_param_nvme_path")
+    zero3_init_flag: bool | None = DEEPSPEED.field("zero3_init_flag")
+    zero3_save_16bit_model: bool | None = DEEPSPEED.field("zero3_save_16bit_model")
+    transformer_moe_cls_names: str | list[str] | None = DEEPSPEED.field("transformer_moe_cls_names")
     enable_msamp: bool = False
     msamp_opt_level: str = "O1"
 

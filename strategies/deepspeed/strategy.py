@@ -34,7 +34,7 @@ from trainwright.strategies.deepspeed.checks import (
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, read_accelerate_config
 from trainwright.strategies.deepspeed.library import connect, disconnect, load_library
-from trainwright.strategies.deepspeed.options import NAMES, REMOVED, look_up, read_options
+from trainwright.strategies.deepspeed.options import REMOVED, ZeroOptions, look_up
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroGradients, ZeroOptimizer
@@ -60,7 +60,7 @@ from trainwright.strategies.units import replace_parameters
 
 @known_options(refuse_removed("DeepSpeedStrategy", REMOVED))
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DeepSpeedStrategy(DataParallel):
+class DeepSpeedStrategy(ZeroOptions, DataParallel):
     """Strategy that trains a task with DeepSpeed's ZeRO.
 
     Args:
@@ -72,7 +72,7 @@ class DeepSpeedStrategy(DataParallel):
         timeout, hang_timeout, process_group_backend: See `DataParallel`.
         zero_optimization, stage, …, frozen_modules: See the attributes of the same names of `ZeroOptions` in
             `trainwright.strategies.deepspeed.options`. Default: None, which is the value in `config`, or else the
-            default of `ZeroOptions`.
+            value in `DEFAULTS` of that module.
 
     Raises:
         ConfigurationError: An option is unknown or impossible, or differs from `config`.
@@ -83,42 +83,6 @@ class DeepSpeedStrategy(DataParallel):
     config: str | Path | Mapping[str, Any] | None = field(default=None, kw_only=False)
     state_dict_type: str = "sharded"
     logging_level: int = logging.WARNING
-    zero_optimization: bool | None = None
-    stage: int | None = None
-    offload_optimizer: bool | None = None
-    offload_parameters: bool | None = None
-    offload_params_device: str | None = None
-    nvme_path: str | None = None
-    params_buffer_count: int | None = None
-    params_buffer_size: int | None = None
-    max_in_cpu: int | None = None
-    offload_optimizer_device: str | None = None
-    optimizer_buffer_count: int | None = None
-    block_size: int | None = None
-    queue_depth: int | None = None
-    single_submit: bool | None = None
-    overlap_events: bool | None = None
-    thread_count: int | None = None
-    pin_memory: bool | None = None
-    sub_group_size: int | None = None
-    contiguous_gradients: bool | None = None
-    overlap_comm: bool | None = None
-    allgather_partitions: bool | None = None
-    reduce_scatter: bool | None = None
-    allgather_bucket_size: int | None = None
-    reduce_bucket_size: int | None = None
-    zero_allow_untested_optimizer: bool | None = None
-    partition_activations: bool | None = None
-    cpu_checkpointing: bool | None = None
-    contiguous_memory_optimization: bool | None = None
-    synchronize_checkpoint_boundary: bool | None = None
-    loss_scale: float | None = None
-    initial_scale_power: int | None = None
-    loss_scale_window: int | None = None
-    hysteresis: int | None = None
-    min_loss_scale: int | None = None
-    moe_leaf_modules: tuple[str, ...] | None = None
-    frozen_modules: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,8 +135,7 @@ class DeepSpeedStrategy(DataParallel):
     @property
     def engine_config(self) -> EngineConfig:
         """A new `EngineConfig` from the options of the strategy. Reads the file if there is one."""
-        given = {name: getattr(self, name) for name in NAMES if getattr(self, name) is not None}
-        return EngineConfig(self.config, read_options(given), given)
+        return EngineConfig(self.config, self)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
         """Return DeepSpeed's configuration for the settings of a run.

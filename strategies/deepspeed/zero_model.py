@@ -154,7 +154,7 @@ class ZeroModel:
             library.utils.set_z3_leaf_module(module, True)
         engine_config = for_engine(self.resolved_config)
         is_own = optimizer is not None and not isinstance(optimizer, DummyOptim)
-        self._frozen = FrozenEngines(model, options.frozen_modules)
+        self._frozen = FrozenEngines(model, options.frozen_modules or ())
         with quiet_imports():
             self._frozen.start(library, engine_config)
         with quiet_imports(), self._frozen.detached():

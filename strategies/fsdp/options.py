@@ -13,6 +13,7 @@ from trainwright.checkpoint.format.quantized_state import is_even
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.tree import is_sharded
 from trainwright.strategies.capabilities import OF_LIGHTNING, REFUSALS
+from trainwright.strategies.fsdp.option_table import FSDP
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import state_dict_type_name
@@ -52,10 +53,11 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing_offload": ("false",),
     "version": ("2",),
 }
+_CLASSES = "transformer_cls_names_to_wrap"
+_OF_UNITS = ("auto_wrap_policy", "min_num_params", _CLASSES)
 _NUMBERED = {
     "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"
 }  # fmt: skip
-_CLASSES_TO_WRAP = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
 
 
 def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,18 +67,16 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
         config: Options by name, with or without the prefix `fsdp_`, or fields of `FullyShardedDataParallelPlugin`. An
             option of None has its default value.
     """
-    given = {name.removeprefix("fsdp_"): (name, value) for name, value in config.items() if value is not None}
+    given = {_field_of(name): (name, value) for name, value in config.items() if value is not None}
     found: dict[str, Any] = {}
     for name, (written, value) in given.items():
         text = str(getattr(value, "name", value)).lower()  # torch's enumerations have names
-        if text in _HARMLESS.get(name, ()) or name in ("auto_wrap_policy", "min_num_params"):
-            continue
-        if name in _CLASSES_TO_WRAP:
+        if text in _HARMLESS.get(name, ()) or name in _OF_UNITS:
             continue
         if name == "sharding_strategy":
             found[name] = _NUMBERED.get(text, value)
-        elif name in ("offload_params", "cpu_offload"):
-            found["cpu_offload"] = _flag(written, value) if isinstance(value, (str, int)) else value
+        elif name == "cpu_offload":
+            found[name] = _flag(written, value) if isinstance(value, (str, int)) else value
         elif name in ("activation_checkpointing", "cpu_ram_efficient_loading"):
             found[name] = _flag(written, value)
         elif name == "reshard_after_forward":
@@ -92,6 +92,12 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return found | _units(given)
 
 
+def _field_of(name: str) -> str:
+    """Return the plugin's field for the name of a field or flag, without the prefix `fsdp_`."""
+    option = FSDP.find(name) or FSDP.find(f"fsdp_{name}")
+    return (name if option is None else option.name).removeprefix("fsdp_")
+
+
 def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Return the arguments that select the units."""
     if "auto_wrap_policy" not in given:
@@ -99,21 +105,24 @@ def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     written, policy = given["auto_wrap_policy"]
     if callable(policy):
         return {"auto_wrap_policy": policy}
-    needs = {"TRANSFORMER_BASED_WRAP": _CLASSES_TO_WRAP, "SIZE_BASED_WRAP": ("min_num_params",), "NO_WRAP": ()}
+    needs = {"TRANSFORMER_BASED_WRAP": _CLASSES, "SIZE_BASED_WRAP": "min_num_params", "NO_WRAP": ""}
     needed = needs.get(str(policy).upper())
     if needed is None:
         raise ConfigurationError(
             f"{written}={policy!r} is unknown.{nearest(str(policy).upper(), needs)} Known: {', '.join(needs)}."
         )
-    value = next((given[name][1] for name in needed if name in given), None)
-    if needed and value is None:
+    if needed == "":
+        return {}
+    if needed not in given:
+        flag = FSDP.options[needed].flag
         raise ConfigurationError(
-            f"{written}={policy!r} needs fsdp_{needed[0]}. Add it, or remove both and define the task's shard_units."
+            f"{written}={policy!r} needs {flag}. Add it, or remove both and define the task's shard_units."
         )
-    if needed is _CLASSES_TO_WRAP:
-        names = value.split(",") if isinstance(value, str) else value
-        return {"auto_wrap_policy": [part.strip() if isinstance(part, str) else part for part in names or ()]}
-    return {"min_num_params": int(str(value))} if needed else {}
+    _, value = given[needed]
+    if needed == "min_num_params":
+        return {needed: int(str(value))}
+    names = value.split(",") if isinstance(value, str) else value
+    return {"auto_wrap_policy": [part.strip() if isinstance(part, str) else part for part in names or ()]}
 
 
 def _reshard(given: str, value: object) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler, from_variable
+from trainwright.strategies.fsdp.option_table import FSDP
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.state import state_dict_type_name
@@ -72,27 +73,27 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         "validate_mixed_precision_policy": _CHECKED,
     }
 
-    fsdp_version: int | None = from_variable("FSDP_VERSION", int)
-    sharding_strategy: str | int | ShardingStrategy | None = from_variable("FSDP_SHARDING_STRATEGY")
-    reshard_after_forward: str | bool | ShardingStrategy | None = from_variable("FSDP_RESHARD_AFTER_FORWARD")
-    backward_prefetch: Any = from_variable("FSDP_BACKWARD_PREFETCH")
+    fsdp_version: int | None = FSDP.field("fsdp_version")
+    sharding_strategy: str | int | ShardingStrategy | None = FSDP.field("sharding_strategy")
+    reshard_after_forward: str | bool | ShardingStrategy | None = FSDP.field("reshard_after_forward")
+    backward_prefetch: Any = FSDP.field("backward_prefetch")
     mixed_precision_policy: MixedPrecision | MixedPrecisionPolicy | dict[str, Any] | str | None = None
-    auto_wrap_policy: WrapPolicy | None = from_variable("FSDP_AUTO_WRAP_POLICY")
-    cpu_offload: Any = from_variable("FSDP_OFFLOAD_PARAMS", as_flag)
+    auto_wrap_policy: WrapPolicy | None = FSDP.field("auto_wrap_policy")
+    cpu_offload: Any = FSDP.field("cpu_offload")
     ignored_modules: list[nn.Module] | None = None
-    state_dict_type: Any = from_variable("FSDP_STATE_DICT_TYPE")
+    state_dict_type: Any = FSDP.field("state_dict_type")
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
-    use_orig_params: bool | None = from_variable("FSDP_USE_ORIG_PARAMS", as_flag)
+    use_orig_params: bool | None = FSDP.field("use_orig_params")
     param_init_fn: Any = None
-    sync_module_states: bool | None = from_variable("FSDP_SYNC_MODULE_STATES", as_flag)
-    forward_prefetch: bool | None = from_variable("FSDP_FORWARD_PREFETCH", as_flag)
-    activation_checkpointing: bool | None = from_variable("FSDP_ACTIVATION_CHECKPOINTING", as_flag)
-    activation_checkpointing_offload: bool | None = from_variable("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD", as_flag)
-    cpu_ram_efficient_loading: bool | None = from_variable("FSDP_CPU_RAM_EFFICIENT_LOADING", as_flag)
-    transformer_cls_names_to_wrap: str | list[str] | None = from_variable("FSDP_TRANSFORMER_CLS_TO_WRAP")
-    min_num_params: int | None = from_variable("FSDP_MIN_NUM_PARAMS", int)
+    sync_module_states: bool | None = FSDP.field("sync_module_states")
+    forward_prefetch: bool | None = FSDP.field("forward_prefetch")
+    activation_checkpointing: bool | None = FSDP.field("activation_checkpointing")
+    activation_checkpointing_offload: bool | None = FSDP.field("activation_checkpointing_offload")
+    cpu_ram_efficient_loading: bool | None = FSDP.field("cpu_ram_efficient_loading")
+    transformer_cls_names_to_wrap: str | list[str] | None = FSDP.field("transformer_cls_names_to_wrap")
+    min_num_params: int | None = FSDP.field("min_num_params")
 
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False

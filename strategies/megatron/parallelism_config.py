@@ -9,17 +9,17 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import KwargsHandler, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.strategies.ddp.strategy import DDPStrategy
 from trainwright.strategies.experts.layers import check_ep_size
 from trainwright.strategies.fsdp.options import check_sequence_ranks
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.megatron.option_table import PARALLELISM
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.strategy import Strategy
 
-_VARIABLE = "PARALLELISM_CONFIG_"
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")  # outermost first
 
 
@@ -48,18 +48,18 @@ class ParallelismConfig(KwargsHandler):
         tp_handler, cp_handler, sp_handler: Not supported. Must be None.
     """
 
-    dp_replicate_size: int | None = from_variable(f"{_VARIABLE}DP_REPLICATE_SIZE", int)
-    dp_shard_size: int | None = from_variable(f"{_VARIABLE}DP_SHARD_SIZE", int)
-    tp_size: int | None = from_variable(f"{_VARIABLE}TP_SIZE", int)
-    cp_size: int | None = from_variable(f"{_VARIABLE}CP_SIZE", int)
+    dp_replicate_size: int | None = PARALLELISM.field("dp_replicate_size")
+    dp_shard_size: int | None = PARALLELISM.field("dp_shard_size")
+    tp_size: int | None = PARALLELISM.field("tp_size")
+    cp_size: int | None = PARALLELISM.field("cp_size")
     cp_backend: str | None = "torch"
-    sp_size: int | None = from_variable(f"{_VARIABLE}SP_SIZE", int)
+    sp_size: int | None = PARALLELISM.field("sp_size")
     sp_backend: str | None = "deepspeed"
     tp_handler: object = None
     cp_handler: object = None
     sp_handler: object = None
-    pp_size: int | None = from_variable(f"{_VARIABLE}PP_SIZE", int)
-    ep_size: int | None = from_variable(f"{_VARIABLE}EP_SIZE", int)
+    pp_size: int | None = PARALLELISM.field("pp_size")
+    ep_size: int | None = PARALLELISM.field("ep_size")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,35 +9,21 @@ from typing import Any
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.strategies.fsdp.options import one_of
+from trainwright.strategies.megatron.option_table import MEGATRON_LM
 from trainwright.strategies.megatron.stages import layers_of
 from trainwright.strategies.megatron.strategy import MegatronStrategy
 
 # Replacements of options of Megatron-LM.
-_SEQUENCES = "Accelerator(parallelism_config=ParallelismConfig(cp_size=…)) splits sequences; remove it"
-_EXPERTS = "Accelerator(fsdp_plugin=…, parallelism_config=ParallelismConfig(ep_size=…)) divides experts; remove it"
-_DROPOUT = "the model's own configuration sets it, such as GPT2Config(attn_pdrop=…, resid_pdrop=…); remove it"
-_STAGES = "use Accelerator(strategy=MegatronStrategy(split_points=…)), which names the first layer of each stage"
 _SAMPLES = "schedules count optimizer steps; use train_iters, lr_decay_iters or lr_warmup_iters"
 _GROUPS = "pass the optimizer parameter groups with lr and weight_decay, and remove it"
 _MODEL = "prepare() trains the model that it receives; build it in the script, and remove it"
 _DATA = "prepare a DataLoader or a MegatronLMDummyDataLoader, and remove it"
 _TRACKERS = "pass Accelerator(log_with='tensorboard', project_dir=…), and remove it"
-_LATER = "save_state and load_state always include the optimizer; remove it"
-_HOST = "the optimizer stays on the device; use Accelerator(fsdp_plugin=…) with cpu_offload=True for one on the host"
 _ENCODER = "encoder-decoder models cannot be divided into pipeline stages; use tp_degree"
 _CONSUMED = "load_state restores the position in the data; remove it"
 _ITSELF = "Megatron-LM itself does not run; configure position embeddings and attention in the model"
-
-
-def _variable(read: Callable[[str], Any] = str, refusal: str = "", *harmless: object) -> Any:
-    """Return a field whose default is its environment variable.
-
-    Args:
-        refusal: Error message for values that are not in `harmless`, with a remedy. Empty: all values are accepted.
-    """
-    return from_variable("MEGATRON_LM_{}", read, **_refused(refusal, *harmless))
 
 
 def _refused(refusal: str, *harmless: object) -> dict[str, object]:
@@ -83,33 +69,33 @@ class MegatronLMPlugin(KwargsHandler):
     a remedy.
     """
 
-    tp_degree: int | None = _variable(int)
-    pp_degree: int | None = _variable(int)
-    use_custom_fsdp: bool | None = _variable(as_flag, "use use_distributed_optimizer=True", False)
-    overlap_cpu_optimizer_d2h_h2d: bool | None = _variable(as_flag, _HOST, False)
-    no_load_optim: bool | None = _variable(as_flag, _LATER, False)
-    eod_mask_loss: bool | None = _variable(as_flag, "set labels to -100 where the loss does not count", False)
-    no_save_optim: bool | None = _variable(as_flag, _LATER, False)
-    optimizer_cpu_offload: bool | None = _variable(as_flag, _HOST, False)
-    use_precision_aware_optimizer: bool | None = _variable(as_flag, "choose an optimizer with narrow states", False)
-    decoder_last_pipeline_num_layers: int | None = _variable(int, _STAGES)
-    recompute_granularity: str | None = _variable()
-    recompute_method: str | None = _variable(str, "all layers are recomputed; use 'uniform'", "uniform")
-    recompute_num_layers: int | None = _variable(int, "each layer is recomputed separately; use 1", 1)
-    attention_backend: bool | str | None = _variable()
-    expert_model_parallel_size: int | None = _variable(int, _EXPERTS, 1)
-    context_parallel_size: int | None = _variable(int, _SEQUENCES, 1)
-    attention_dropout: float | None = _variable(float, _DROPOUT, 0.0)
-    hidden_dropout: float | None = _variable(float, _DROPOUT, 0.0)
-    attention_softmax_in_fp32: bool | None = _variable(as_flag)
-    expert_tensor_parallel_size: int | None = _variable(int, _EXPERTS, 1)
-    calculate_per_token_loss: bool | None = _variable(as_flag, "each micro-batch counts by its rows", False)
-    use_rotary_position_embeddings: bool | None = _variable(as_flag, "the model determines its positions", False)
-    num_micro_batches: int | None = _variable(int)
-    gradient_clipping: float | None = _variable(float)
-    sequence_parallelism: bool | None = _variable(as_flag)
-    recompute_activations: bool | None = _variable(as_flag)
-    use_distributed_optimizer: bool | None = _variable(as_flag)
+    tp_degree: int | None = MEGATRON_LM.field("tp_degree")
+    pp_degree: int | None = MEGATRON_LM.field("pp_degree")
+    use_custom_fsdp: bool | None = MEGATRON_LM.field("use_custom_fsdp")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = MEGATRON_LM.field("overlap_cpu_optimizer_d2h_h2d")
+    no_load_optim: bool | None = MEGATRON_LM.field("no_load_optim")
+    eod_mask_loss: bool | None = MEGATRON_LM.field("eod_mask_loss")
+    no_save_optim: bool | None = MEGATRON_LM.field("no_save_optim")
+    optimizer_cpu_offload: bool | None = MEGATRON_LM.field("optimizer_cpu_offload")
+    use_precision_aware_optimizer: bool | None = MEGATRON_LM.field("use_precision_aware_optimizer")
+    decoder_last_pipeline_num_layers: int | None = MEGATRON_LM.field("decoder_last_pipeline_num_layers")
+    recompute_granularity: str | None = MEGATRON_LM.field("recompute_granularity")
+    recompute_method: str | None = MEGATRON_LM.field("recompute_method")
+    recompute_num_layers: int | None = MEGATRON_LM.field("recompute_num_layers")
+    attention_backend: bool | str | None = MEGATRON_LM.field("attention_backend")
+    expert_model_parallel_size: int | None = MEGATRON_LM.field("expert_model_parallel_size")
+    context_parallel_size: int | None = MEGATRON_LM.field("context_parallel_size")
+    attention_dropout: float | None = MEGATRON_LM.field("attention_dropout")
+    hidden_dropout: float | None = MEGATRON_LM.field("hidden_dropout")
+    attention_softmax_in_fp32: bool | None = MEGATRON_LM.field("attention_softmax_in_fp32")
+    expert_tensor_parallel_size: int | None = MEGATRON_LM.field("expert_tensor_parallel_size")
+    calculate_per_token_loss: bool | None = MEGATRON_LM.field("calculate_per_token_loss")
+    use_rotary_position_embeddings: bool | None = MEGATRON_LM.field("use_rotary_position_embeddings")
+    num_micro_batches: int | None = MEGATRON_LM.field("num_micro_batches")
+    gradient_clipping: float | None = MEGATRON_LM.field("gradient_clipping")
+    sequence_parallelism: bool | None = MEGATRON_LM.field("sequence_parallelism")
+    recompute_activations: bool | None = MEGATRON_LM.field("recompute_activations")
+    use_distributed_optimizer: bool | None = MEGATRON_LM.field("use_distributed_optimizer")
     pipeline_model_parallel_split_rank: int | None = field(default=None, metadata=_refused(_ENCODER))
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool | str = True

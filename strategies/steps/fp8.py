@@ -12,9 +12,10 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, load_torchao, nearest
 from trainwright.core.host.rank_zero import rank_zero_info, rank_zero_warn
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler
 from trainwright.core.names.packages import is_torchao_available
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.option_table import FP8
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 
@@ -169,8 +170,8 @@ class AORecipeKwargs(KwargsHandler):
 
     config: Any = None
     module_filter_func: ModuleFilter | None = None
-    pad_inner_dim: bool | None = from_variable("ACCELERATE_FP8_{}", as_flag)
-    enable_fsdp_float8_all_gather: bool | None = from_variable("ACCELERATE_FP8_{}", as_flag)
+    pad_inner_dim: bool | None = FP8.field("pad_inner_dim")
+    enable_fsdp_float8_all_gather: bool | None = FP8.field("enable_fsdp_float8_all_gather")
 
     def precision(self) -> Fp8:
         """Return the precision with these options.

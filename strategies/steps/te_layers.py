@@ -15,16 +15,16 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from trainwright.core.errors import ConfigurationError, require_package
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, read_variable
 from trainwright.core.names.packages import is_transformer_engine_available
 from trainwright.strategies.precision import Contexts, Precision
 from trainwright.strategies.steps.fp8 import MULTIPLE, AORecipeKwargs
+from trainwright.strategies.steps.option_table import FP8
 
 _INSTALL = "--no-build-isolation 'transformer_engine[pytorch]'"
 _DEVICES = ("cuda",)
 _STATE = "_extra_state"
 _NOT_OF_RECIPES = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend")
-_VARIABLE = "ACCELERATE_FP8_{}"
 
 
 def _three_flags(text: str) -> tuple[bool, bool, bool]:
@@ -49,13 +49,13 @@ class TERecipeKwargs(KwargsHandler):
         use_mxfp8_block_scaling: Use `MXFP8BlockScaling` instead of `DelayedScaling`. Default: None, which is False.
     """
 
-    use_autocast_during_eval: bool | None = from_variable(_VARIABLE, as_flag)
-    margin: int | None = from_variable(_VARIABLE, int)
-    interval: int | None = from_variable(_VARIABLE, int)
-    fp8_format: str | None = from_variable("ACCELERATE_FP8_FORMAT")
-    amax_history_len: int | None = from_variable(_VARIABLE, int)
-    amax_compute_algo: str | None = from_variable(_VARIABLE)
-    override_linear_precision: tuple[bool, bool, bool] | None = from_variable(_VARIABLE, _three_flags)
+    use_autocast_during_eval: bool | None = FP8.field("use_autocast_during_eval")
+    margin: int | None = FP8.field("margin")
+    interval: int | None = FP8.field("interval")
+    fp8_format: str | None = FP8.field("fp8_format")
+    amax_history_len: int | None = FP8.field("amax_history_len")
+    amax_compute_algo: str | None = FP8.field("amax_compute_algo")
+    override_linear_precision: tuple[bool, bool, bool] | None = FP8.field("override_linear_precision", _three_flags)
     use_mxfp8_block_scaling: bool | None = None
 
     def precision(self) -> Precision:
@@ -96,7 +96,7 @@ class FP8RecipeKwargs(TERecipeKwargs):
         ConfigurationError: The backend is not `"TE"`, or an option of MS-AMP is set.
     """
 
-    backend: str | None = from_variable("ACCELERATE_FP8_BACKEND")
+    backend: str | None = FP8.field("backend")
     opt_level: str | None = None
     optimization_level: str | None = None
 

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.kwargs_handler import as_flag
 from trainwright.launch.config_file import content_of, to_fsdp2, write_file
-from trainwright.launch.launch_config import LaunchConfig, Option, as_bool, as_mapping, options
+from trainwright.launch.launch_config import LaunchConfig, Option, as_mapping, options
 from trainwright.launch.reading import options_of, read_file
 from trainwright.utils import write_basic_config
 
@@ -20,7 +21,7 @@ from trainwright.utils import write_basic_config
 def _values(option: Option) -> st.SearchStrategy[Any]:
     if option.choices:
         return st.sampled_from([option.parse(choice, "choice") for choice in option.choices])
-    if option.read is as_bool:
+    if option.read is as_flag:
         return st.booleans()
     if option.read is int:
         return st.integers()

@@ -68,7 +68,7 @@ def test_a_config_and_the_trainer_that_differ_fail_naming_both(
     ],
 )
 def test_a_batch_size_that_is_not_the_loaders_fails_naming_both(config: dict[str, Any], said: tuple[str, str]) -> None:
-    source = EngineConfig({**ZERO2, **config}, ZeroOptions(), {})
+    source = EngineConfig({**ZERO2, **config}, ZeroOptions())
     with pytest.raises(ConfigurationError) as raised:
         source.resolved(facts())
     assert all(text in str(raised.value) for text in said)
@@ -126,4 +126,4 @@ def test_auto_takes_what_arguments_model_and_data_say() -> None:
 )
 def test_auto_without_anything_to_take_says_what_is_missing(config: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
-        EngineConfig(config, ZeroOptions(), {}).resolved(facts(hidden_size=None, total_steps=float("inf")))
+        EngineConfig(config, ZeroOptions()).resolved(facts(hidden_size=None, total_steps=float("inf")))

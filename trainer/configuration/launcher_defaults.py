@@ -9,9 +9,15 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import ALL_PROCESSES, detect, variable
 from trainwright.processes.devices import kernel_problem
+from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
 from trainwright.strategies.precision import Precision
+<<<<<<< HEAD
 from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
+=======
+from trainwright.strategies.select import choose_for_loop
+from trainwright.strategies.steps.te_layers import recipe_of_variables
+>>>>>>> options
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
@@ -26,7 +32,8 @@ _VARIABLES = {
 
 def variable_of(name: str) -> str | None:
     """Return the environment variable that sets the default of an argument, or None if there is none."""
-    engine = next((each for each in ENGINE_VARIABLES if read_variable(each, as_flag)), None)
+    switches = [table.switch_variable for table in ENGINE_TABLES]
+    engine = next((each for each in switches if read_variable(each, as_flag)), None)
     own = _VARIABLES.get(name)
     if own is not None and variable(own):
         return own

@@ -10,10 +10,12 @@ from functools import partial
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.names.kwargs_handler import FLAG_WORDS, as_flag
 from trainwright.core.process import ALL_PROCESSES, JOB
 from trainwright.core.process import variable as read
-
-_TRUE, _FALSE = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
+from trainwright.strategies.deepspeed.option_table import DEEPSPEED
+from trainwright.strategies.engine_tables import ENGINE_TABLES
+from trainwright.strategies.steps.option_table import DYNAMO, FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Option:
     @property
     def is_flag(self) -> bool:
         """True if the flag has no value on the command line."""
-        return self.read is as_bool and self.section == ""
+        return self.read is as_flag and self.section == ""
 
     def takes_none_of(self, words: Sequence[str]) -> bool:
         """Return whether the flag stands for true, and the words after it on the command line are not its value.
@@ -58,8 +60,8 @@ class Option:
         """
         if self.is_flag:
             return True
-        may_lack_value = self.read is as_bool and self.section in ("dynamo_config", "fp8_config")
-        return may_lack_value and (not words or words[0].lower() not in (*_TRUE, *_FALSE))
+        may_lack_value = self.read is as_flag and self.section in (DYNAMO.section, FP8.section)
+        return may_lack_value and (not words or words[0].lower() not in FLAG_WORDS)
 
     @property
     def is_refused(self) -> bool:
@@ -68,7 +70,9 @@ class Option:
 
     def refusal(self, value: object) -> str:
         """Return the reason why a value is not supported. Empty if the value is supported."""
-        return "" if str(value).lower() in ("", "none", *_FALSE, self.harmless) else self.later
+        text = str(value).lower()
+        requests_nothing = text in ("", "none", self.harmless) or FLAG_WORDS.get(text) is False
+        return "" if requests_nothing else self.later
 
     def parse(self, value: object, origin: str) -> Any:
         """Return a value in the option's type.
@@ -93,7 +97,7 @@ class Option:
         try:
             found = self.read(text)
         except ValueError:
-            kinds = {as_bool: "true or false", int: "a whole number", as_mapping: "a mapping of JSON"}
+            kinds = {as_flag: "true or false", int: "a whole number", as_mapping: "a mapping of JSON"}
             expected = kinds.get(self.read, "a number")
             raise ConfigurationError(f"{origin}: {self.name}={text!r}, expected {expected}.") from None
         if isinstance(found, dict):
@@ -111,17 +115,6 @@ class Option:
             return self.parse(text, f"--{self.name}")
         except ConfigurationError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def as_bool(text: str) -> bool:
-    """Return the truth value of a text.
-
-    Raises:
-        ValueError: The text is not a known word for true or false.
-    """
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise ValueError(text)
-    return text.lower() in _TRUE
 
 
 def as_mapping(text: str) -> dict[str, Any]:
@@ -151,33 +144,23 @@ def _option(group: str, help: str, read: Callable[[str], Any] = str, variable: s
 
 
 _LATER = "not supported yet"
-_MEGATRON = "Megatron-LM itself does not run; remove the option, or pass it to MegatronLMPlugin for what to write"
 _TPU = "start the script on each machine of a pod with --tpu; trainwright tpu-config runs commands there"
 _SECRET = "a secret does not belong in a command or a file; delete it, and name a profile of AWS by --profile"
 _IPEX = "Intel ended intel_extension_for_pytorch with torch 2.8; its work is in torch, where bf16 uses AMX"
-_OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
-_MSAMP = "MS-AMP needs a patched build of an old torch; use --fp8_backend ao or te"
 
 
 # Options of `accelerate launch` that have no effect, by the reason for which values are refused; without one they are
-# accepted. Their names, with `!` for a flag without a value, and after `=` a value that requests nothing.
+# accepted. Their names, with `!` for a flag without a value, and after `=` a value that requests nothing. The tables of
+# engines contain others.
 _REFUSED = {
     "": "use_xpu! no_tpu_cluster! same_network! parallelism_config_cp_backend parallelism_config_cp_comm_strategy "
     "parallelism_config_sp_backend parallelism_config_sp_seq_length parallelism_config_sp_seq_length_is_variable "
-    "parallelism_config_sp_attn_implementation megatron_lm_attention_backend megatron_lm_attention_softmax_in_fp32",
+    "parallelism_config_sp_attn_implementation",
     _IPEX: "ipex!",
     _TPU: "tpu_cluster! tpu_use_cluster! tpu_use_sudo! vm env main_training_function=main",
     _SECRET: "aws_access_key_id aws_secret_access_key",
-    _OFFLOAD: "fsdp_activation_checkpointing_offload",
-    _MSAMP: "fp8_opt_level=o2",
-    _MEGATRON: "megatron_lm_use_custom_fsdp megatron_lm_no_load_optim megatron_lm_no_save_optim "
-    "megatron_lm_optimizer_cpu_offload megatron_lm_overlap_cpu_optimizer_d2h_h2d megatron_lm_eod_mask_loss "
-    "megatron_lm_use_precision_aware_optimizer megatron_lm_decoder_last_pipeline_num_layers "
-    "megatron_lm_recompute_method=uniform megatron_lm_recompute_num_layers=1 megatron_lm_context_parallel_size=1 "
-    "megatron_lm_expert_model_parallel_size=1 megatron_lm_expert_tensor_parallel_size=1 "
-    "megatron_lm_attention_dropout=0.0 megatron_lm_hidden_dropout=0.0 megatron_lm_calculate_per_token_loss "
-    "megatron_lm_use_rotary_position_embeddings",
 }
+_TABLES = (*ENGINE_TABLES, FP8, DYNAMO)
 
 
 _hardware = partial(_option, "hardware")
@@ -190,28 +173,20 @@ _kubernetes = partial(_option, "Kubernetes")
 _sagemaker = partial(_option, "Amazon SageMaker")
 _results = partial(_option, "output and restarts")
 _training = partial(_option, "training", variable="ACCELERATE_{}")
-_fp8 = partial(_option, "fp8", variable="ACCELERATE_{}", section="fp8_config")
-_dynamo = partial(_option, "compilation", variable="ACCELERATE_{}", section="dynamo_config")
-_fsdp = partial(_option, "FSDP", variable="{}", section="fsdp_config")
-_deepspeed = partial(_option, "DeepSpeed", variable="ACCELERATE_DEEPSPEED_{}", section="deepspeed_config")
-_hostfile = partial(_deepspeed, variable=None)
-_plugin = partial(_deepspeed, variable="ACCELERATE_{}")
-_megatron = partial(_option, "Megatron-LM", variable="{}", section="megatron_lm_config")
-_mesh = partial(_option, "parallelism", read=int, variable="{}", section="parallelism_config", harmless="1")
 
 
 @dataclass(frozen=True)
 class LaunchConfig:
     """Options of `trainwright launch`, under the names of `accelerate launch`. A field that is None is not set."""
 
-    cpu: bool | None = _hardware("Train on the CPU.", as_bool, "ACCELERATE_USE_CPU")
-    multi_gpu: bool | None = _hardware("Use all GPUs of the machine, which is the default.", as_bool)
-    tpu: bool | None = _hardware("Train on a TPU, or another device of torch_xla that PJRT_DEVICE names.", as_bool)
-    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 on a TPU.", as_bool, "XLA_DOWNCAST_BF16")
+    cpu: bool | None = _hardware("Train on the CPU.", as_flag, "ACCELERATE_USE_CPU")
+    multi_gpu: bool | None = _hardware("Use all GPUs of the machine, which is the default.", as_flag)
+    tpu: bool | None = _hardware("Train on a TPU, or another device of torch_xla that PJRT_DEVICE names.", as_flag)
+    downcast_bf16: bool | None = _hardware("Store float32 as bfloat16 on a TPU.", as_flag, "XLA_DOWNCAST_BF16")
     gpu_ids: str | None = _hardware("Numbers of the GPUs to use, separated by commas, or 'all'.")
     num_processes: int | None = _processes("Number on all machines. Default: one for each GPU; with --cpu 1.", int)
     num_cpu_threads_per_process: int | None = _processes("Threads of torch in each process.", int, "OMP_NUM_THREADS")
-    enable_cpu_affinity: bool | None = _processes("Bind to the cores of GPUs.", as_bool, "ACCELERATE_CPU_AFFINITY")
+    enable_cpu_affinity: bool | None = _processes("Bind to the cores of GPUs.", as_flag, "ACCELERATE_CPU_AFFINITY")
     num_machines: int | None = _nodes("Number of machines. Default: 1.", int)
     machine_rank: int | None = _nodes("Rank of this machine, from 0.", int)
     main_process_ip: str | None = _nodes("Address of the machine with rank 0.")
@@ -222,19 +197,19 @@ class LaunchConfig:
     rdzv_conf: str | None = _nodes("Further options of the rendezvous: key=value, separated by commas.")
     rdzv_id: str | None = _nodes("Name of the job, the same on all machines.")
     min_nodes: int | None = _nodes("Continue with as few machines if others leave. Needs --rdzv_id.", int)
-    slurm: bool | None = _slurm("Submit a job to Slurm by sbatch.", as_bool)
+    slurm: bool | None = _slurm("Submit a job to Slurm by sbatch.", as_flag)
     slurm_partition: str | None = _slurm("Partition. Default: the cluster's.")
     slurm_account: str | None = _slurm("Account that is charged. Default: the user's.")
     slurm_time: str | None = _slurm("Time limit, such as 01:00:00. Default: the partition's.")
     slurm_output: str | None = _slurm("File for the output. Default: %x-%j.out, name and number of the job.")
     slurm_option: str | None = _slurm("Further option of sbatch: --constraint=a100. May be repeated.", repeats=True)
-    mpi: bool | None = _mpi("Start the processes by mpirun. --mpirun_hostfile does it too.", as_bool)
+    mpi: bool | None = _mpi("Start the processes by mpirun. --mpirun_hostfile does it too.", as_flag)
     mpirun_hostfile: str | None = _mpi("File with the machines.", section="mpirun_config")
     mpirun_ccl: int | None = _mpi("Worker threads of oneCCL. Default: 1.", int, section="mpirun_config")
-    print: bool | None = _nodes("Print the script or command of a cluster, and start nothing.", as_bool)
-    ray: bool | None = _ray("Start the processes as actors of Ray.", as_bool)
+    print: bool | None = _nodes("Print the script or command of a cluster, and start nothing.", as_flag)
+    ray: bool | None = _ray("Start the processes as actors of Ray.", as_flag)
     ray_address: str | None = _ray("Address of the cluster. Default: a running one, or else a local one.")
-    kubernetes: bool | None = _kubernetes("Write a manifest for kubectl.", as_bool)
+    kubernetes: bool | None = _kubernetes("Write a manifest for kubectl.", as_flag)
     kubernetes_kind: str | None = _kubernetes(
         "Kind of the job. Default: pytorchjob.", str.lower, choices=("pytorchjob", "trainjob", "jobset")
     )
@@ -243,7 +218,7 @@ class LaunchConfig:
     kubernetes_namespace: str | None = _kubernetes("Namespace of the job. Default: kubectl's.")
     kubernetes_claim: str | None = _kubernetes("Volume claim to mount, and where: runs:/runs.")
     kubernetes_output: str | None = _kubernetes("File for the manifest. Default: standard output.")
-    sagemaker: bool | None = _sagemaker("Train on Amazon SageMaker.", as_bool)
+    sagemaker: bool | None = _sagemaker("Train on Amazon SageMaker.", as_flag)
     sagemaker_distributed_type: str | None = _sagemaker(
         "DATA_PARALLEL: a process for each GPU of all instances. Default: NO, one process.",
         str.upper,
@@ -266,78 +241,77 @@ class LaunchConfig:
     log_dir: str | None = _results("Folder with a file for the output of each process but the first.")
     tee: str | None = _results("Which output is written to files and shown: 0 none, 1 stdout, 2 stderr, 3 both.")
     role: str | None = _results("Name of the processes in the output. Default: 'default'.")
-    debug: bool | None = _results("Compare tensors of all processes in collectives.", as_bool, "ACCELERATE_DEBUG_MODE")
-    quiet: bool | None = _results("Accepted; the launcher prints no traceback.", as_bool)
+    debug: bool | None = _results("Compare tensors of all processes in collectives.", as_flag, "ACCELERATE_DEBUG_MODE")
+    quiet: bool | None = _results("Accepted; the launcher prints no traceback.", as_flag)
     mixed_precision: str | None = _training("Precision of models.", str.lower, choices=("no", "fp16", "bf16", "fp8"))
-    gradient_accumulation_steps: int | None = _plugin("Micro-batches of one optimizer step.", int)
-    use_fsdp: bool | None = _training("Shard models by FSDP.", as_bool)
-    use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_bool)
-    use_megatron_lm: bool | None = _training("Train by MegatronStrategy.", as_bool)
-    use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_bool)
-    fp8_backend: str | None = _fp8("AO for torchao, or TE.", str.upper, choices=("AO", "TE"), other=f" {_MSAMP}.")
-    fp8_enable_fsdp_float8_all_gather: bool | None = _fp8("AO: FSDP gathers weights in float8.", as_bool)
-    fp8_pad_inner_dim: bool | None = _fp8("AO: pad micro-batches to a multiple of 16 rows.", as_bool)
-    fp8_format: str | None = _fp8("TE: HYBRID, E4M3 or E5M2.", str.upper, choices=("HYBRID", "E4M3", "E5M2"))
-    fp8_margin: int | None = _fp8("TE: margin of the scale.", int)
-    fp8_interval: int | None = _fp8("TE: steps between updates of the scale.", int)
-    fp8_amax_history_len: int | None = _fp8("TE: steps whose largest values set the scale.", int)
-    fp8_amax_compute_algo: str | None = _fp8("TE: max or most_recent.", choices=("max", "most_recent"))
-    fp8_override_linear_precision: str | None = _fp8(
-        "TE: forward and both products of backward in bf16: true,false,true."
+    gradient_accumulation_steps: int | None = _option(
+        DEEPSPEED.title,
+        "Micro-batches of one optimizer step.",
+        int,
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        section=DEEPSPEED.section,
     )
-    fp8_use_autocast_during_eval: bool | None = _fp8("TE: compute evaluations in fp8, too.", as_bool)
-    dynamo_backend: str | None = _dynamo("Compile models by this backend of torch.compile.")
-    dynamo_mode: str | None = _dynamo("Mode of torch.compile.")
-    dynamo_use_fullgraph: bool | None = _dynamo("Compile a model as one graph.", as_bool)
-    dynamo_use_dynamic: bool | None = _dynamo("Compile for dynamic shapes.", as_bool)
-    dynamo_use_regional_compilation: bool | None = _dynamo("Compile repeated blocks.", as_bool)
-    fsdp_version: int | None = _fsdp("Version whose options are given.", int, choices=("1", "2"))
-    fsdp_sharding_strategy: str | None = _fsdp("Sharding strategy of version 1.")
-    fsdp_reshard_after_forward: str | None = _fsdp("Free gathered parameters after the forward.")
-    fsdp_offload_params: bool | None = _fsdp("Keep shards on the host.", as_bool)
-    fsdp_min_num_params: int | None = _fsdp("Smallest unit of SIZE_BASED_WRAP.", int)
-    fsdp_auto_wrap_policy: str | None = _fsdp("TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP.")
-    fsdp_transformer_layer_cls_to_wrap: str | None = _fsdp(
-        "Classes of units, separated by commas.", variable="FSDP_TRANSFORMER_CLS_TO_WRAP"
-    )
-    fsdp_backward_prefetch: str | None = _fsdp("When the next unit is gathered in backward.")
-    fsdp_state_dict_type: str | None = _fsdp("FULL_STATE_DICT or SHARDED_STATE_DICT.")
-    fsdp_forward_prefetch: bool | None = _fsdp("Gather the next unit during a forward.", as_bool)
-    fsdp_use_orig_params: bool | None = _fsdp("Only true.", as_bool)
-    fsdp_cpu_ram_efficient_loading: bool | None = _fsdp("Only rank 0 reads pretrained weights.", as_bool)
-    fsdp_sync_module_states: bool | None = _fsdp("Only true.", as_bool)
-    fsdp_activation_checkpointing: bool | None = _fsdp("Recompute activations in backward.", as_bool)
-    deepspeed_config_file: str | None = _plugin("DeepSpeed's own configuration.")
-    zero_stage: int | None = _deepspeed("Stage of ZeRO, 0 to 3.", int, choices=("0", "1", "2", "3"))
-    offload_optimizer_device: str | None = _deepspeed("none, cpu or nvme.")
-    offload_param_device: str | None = _deepspeed("none, cpu or nvme.")
-    offload_optimizer_nvme_path: str | None = _deepspeed("Folder of offloaded optimizer states.")
-    offload_param_nvme_path: str | None = _deepspeed("Folder of offloaded parameters.")
-    gradient_clipping: float | None = _plugin("Largest norm of gradients.", float)
-    zero3_init_flag: bool | None = _deepspeed(
-        "Build models of transformers in shards, at stage 3.", as_bool, variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"
-    )
-    zero3_save_16bit_model: bool | None = _deepspeed("Accepted.", as_bool)
-    deepspeed_moe_layer_cls_names: str | None = _plugin("Classes of expert layers.")
-    deepspeed_hostfile: str | None = _hostfile("File with the machines: lines of 'NAME slots=NUMBER'.")
-    deepspeed_exclusion_filter: str | None = _hostfile("Machines and slots to leave out: 'a@b:0,2'.")
-    deepspeed_inclusion_filter: str | None = _hostfile("Machines and slots to use: 'a@b:0,2'.")
-    deepspeed_multinode_launcher: str | None = _hostfile("standard: start the command on each machine. pdsh: once.")
-    parallelism_config_dp_replicate_size: int | None = _mesh("Replicas of the model.")
-    parallelism_config_dp_shard_size: int | None = _mesh("Ranks that shard a replica.")
-    parallelism_config_tp_size: int | None = _mesh("Ranks that split layers.")
-    parallelism_config_cp_size: int | None = _mesh("Ranks that split sequences, in a ring.")
-    parallelism_config_sp_size: int | None = _mesh("Ranks that split sequences, by heads.")
-    megatron_lm_tp_degree: int | None = _megatron("Ranks that split layers.", int)
-    megatron_lm_sequence_parallelism: bool | None = _megatron("Accepted.", as_bool)
-    megatron_lm_pp_degree: int | None = _megatron("Stages of the pipeline.", int)
-    megatron_lm_num_micro_batches: int | None = _megatron("Micro-batches of one optimizer step.", int)
-    megatron_lm_recompute_activations: bool | None = _megatron("Recompute all but matrix products.", as_bool)
-    megatron_lm_use_distributed_optimizer: bool | None = _megatron(
-        "Shard optimizer states over data-parallel ranks.", as_bool
-    )
-    megatron_lm_gradient_clipping: float | None = _megatron("Largest norm of gradients; 0: any.", float)
-    megatron_lm_recompute_granularity: str | None = _megatron("full or selective.", choices=("full", "selective"))
+    use_fsdp: bool | None = _training("Shard models by FSDP.", as_flag)
+    use_deepspeed: bool | None = _training("Train by DeepSpeed.", as_flag)
+    use_megatron_lm: bool | None = _training("Train by MegatronStrategy.", as_flag)
+    use_parallelism_config: bool | None = _training("Arrange processes along several axes.", as_flag)
+    # Rows of the tables of engines.
+    fp8_backend: str | None = None
+    fp8_enable_fsdp_float8_all_gather: bool | None = None
+    fp8_pad_inner_dim: bool | None = None
+    fp8_format: str | None = None
+    fp8_margin: int | None = None
+    fp8_interval: int | None = None
+    fp8_amax_history_len: int | None = None
+    fp8_amax_compute_algo: str | None = None
+    fp8_override_linear_precision: str | None = None
+    fp8_use_autocast_during_eval: bool | None = None
+    dynamo_backend: str | None = None
+    dynamo_mode: str | None = None
+    dynamo_use_fullgraph: bool | None = None
+    dynamo_use_dynamic: bool | None = None
+    dynamo_use_regional_compilation: bool | None = None
+    fsdp_version: int | None = None
+    fsdp_sharding_strategy: str | None = None
+    fsdp_reshard_after_forward: str | None = None
+    fsdp_offload_params: bool | None = None
+    fsdp_min_num_params: int | None = None
+    fsdp_auto_wrap_policy: str | None = None
+    fsdp_transformer_layer_cls_to_wrap: str | None = None
+    fsdp_backward_prefetch: str | None = None
+    fsdp_state_dict_type: str | None = None
+    fsdp_forward_prefetch: bool | None = None
+    fsdp_use_orig_params: bool | None = None
+    fsdp_cpu_ram_efficient_loading: bool | None = None
+    fsdp_sync_module_states: bool | None = None
+    fsdp_activation_checkpointing: bool | None = None
+    deepspeed_config_file: str | None = None
+    zero_stage: int | None = None
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    gradient_clipping: float | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    deepspeed_moe_layer_cls_names: str | None = None
+    deepspeed_hostfile: str | None = None
+    deepspeed_exclusion_filter: str | None = None
+    deepspeed_inclusion_filter: str | None = None
+    deepspeed_multinode_launcher: str | None = None
+    parallelism_config_dp_replicate_size: int | None = None
+    parallelism_config_dp_shard_size: int | None = None
+    parallelism_config_tp_size: int | None = None
+    parallelism_config_cp_size: int | None = None
+    parallelism_config_sp_size: int | None = None
+    megatron_lm_tp_degree: int | None = None
+    megatron_lm_sequence_parallelism: bool | None = None
+    megatron_lm_pp_degree: int | None = None
+    megatron_lm_num_micro_batches: int | None = None
+    megatron_lm_recompute_activations: bool | None = None
+    megatron_lm_use_distributed_optimizer: bool | None = None
+    megatron_lm_gradient_clipping: float | None = None
+    megatron_lm_recompute_granularity: str | None = None
 
     @property
     def engine(self) -> str | None:
@@ -367,8 +341,12 @@ class LaunchConfig:
 
 def options() -> Iterator[Option]:
     """Yield all options, in the order of the fields."""
+    rows = {option.name: option for option in _options_of_engines()}
     for one in fields(LaunchConfig):
-        option: Option = one.metadata["option"]
+        option: Option | None = one.metadata.get("option")
+        if option is None:
+            yield rows[one.name]
+            continue
         variable = option.variable and option.variable.format(one.name.upper())
         yield replace(option, name=one.name, variable=variable)
 
@@ -378,5 +356,30 @@ def refused_options() -> Iterator[Option]:
     for reason, names in _REFUSED.items():
         for text in names.split():
             name, _, harmless = text.partition("=")
-            read = as_bool if name.endswith("!") else str
+            read = as_flag if name.endswith("!") else str
             yield Option(name.rstrip("!"), _LATER, "Not supported yet.", read, later=reason, harmless=harmless)
+    for option in _options_of_engines():
+        if option.is_refused:
+            yield option
+
+
+def _options_of_engines() -> Iterator[Option]:
+    """Yield the options that the tables of engines declare."""
+    for table in _TABLES:
+        for row in table.options.values():
+            if row.flag is None:
+                continue
+            if row.not_launched is not None:
+                harmless = str(row.harmless[0]).lower() if row.harmless else ""
+                yield Option(row.flag, _LATER, "Not supported yet.", later=row.not_launched, harmless=harmless)
+                continue
+            yield Option(
+                row.flag,
+                table.title,
+                row.help,
+                row.read,
+                row.variable,
+                section=table.section,
+                choices=row.choices,
+                other=row.other,
+            )

@@ -18,6 +18,10 @@ from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import variable
 from trainwright.core.yaml_text import parse_yaml
 from trainwright.launch.launch_config import LaunchConfig, Option, options, refused_options
+from trainwright.strategies.deepspeed.option_table import DEEPSPEED
+from trainwright.strategies.engine_tables import ENGINE_TABLES
+from trainwright.strategies.fsdp.option_table import FSDP
+from trainwright.strategies.megatron.option_table import MEGATRON_LM
 
 _FURTHER = {"config_file": True, "module": False, "no_python": False, "help": False}  # flags; True: with a value
 SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
@@ -31,22 +35,23 @@ ALIASES = {
 }
 ALIASES |= {"fp8_amax_history_length": "fp8_amax_history_len", "fp8_amax_compute_algorithm": "fp8_amax_compute_algo"}
 ALIASES |= {"fp8_optimization_level": "fp8_opt_level"}
-_SECTIONS = (
-    *("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config", "parallelism_config"),
-    *("mpirun_config", "ipex_config", "fp8_config"),
-)
-_SWITCHES = {"fsdp_config": "use_fsdp", "deepspeed_config": "use_deepspeed"}
-_SWITCHES |= {"megatron_lm_config": "use_megatron_lm", "parallelism_config": "use_parallelism_config"}
+_SECTIONS = (*dict.fromkeys(option.section for option in options() if option.section), "ipex_config")
+_SWITCHES = {table.section: table.switch for table in ENGINE_TABLES}
 # Of DeepSpeed's section, but of use without it.
 _ALONE = (
-    *("gradient_accumulation_steps", "gradient_clipping", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
-    *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher"),
+    "gradient_accumulation_steps",
+    *(option.flag for option in DEEPSPEED.options.values() if not option.needs_switch),
 )
 # Keys of `tpu-config`, which request nothing of `trainwright launch`.
 SILENT = ("tpu_name", "tpu_zone", "commands", "command_file")
-_SWITCH_OF = {"FSDP": "use_fsdp", "DEEPSPEED": "use_deepspeed", "XLA": "tpu", "TPU": "tpu"}
-_SWITCH_OF["MEGATRON_LM"] = "use_megatron_lm"
-TYPES: dict[str, dict[str, bool]] = {"NO": {}, **{kind: {name: True} for kind, name in _SWITCH_OF.items()}}
+TYPES: dict[str, dict[str, bool]] = {
+    "NO": {},
+    "FSDP": {FSDP.switch: True},
+    "DEEPSPEED": {DEEPSPEED.switch: True},
+    "XLA": {"tpu": True},
+    "TPU": {"tpu": True},
+    "MEGATRON_LM": {MEGATRON_LM.switch: True},
+}
 _FP8_OF_AO = ("fp8_enable_fsdp_float8_all_gather", "fp8_pad_inner_dim")
 DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
 

@@ -11,7 +11,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import variable
 
 _SAYS_NOTHING = ("", "none", "default")
-_FLAGS = {
+FLAG_WORDS = {
     **dict.fromkeys(("true", "1", "yes", "y", "t", "on"), True),
     **dict.fromkeys(("false", "0", "no", "n", "f", "off"), False),
 }
@@ -19,9 +19,9 @@ _FLAGS = {
 
 def as_flag(text: str) -> bool:
     """Return the truth value of a text, or raise a ValueError."""
-    if text.lower() not in _FLAGS:
+    if text.lower() not in FLAG_WORDS:
         raise ValueError("expected true or false")
-    return _FLAGS[text.lower()]
+    return FLAG_WORDS[text.lower()]
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
@@ -54,7 +54,7 @@ def from_variable(name: str, read: Callable[[str], Any] = str, **more: object) -
     """Return a dataclass field whose default is the value of an environment variable; see `read_variable`.
 
     Args:
-        name: name of the variable. `{}` in the name is replaced by the field's name in capitals.
+        name: name of the variable.
         read: Converts the variable's text. Raises ValueError for an invalid text.
         more: Further metadata of the field.
     """
@@ -79,7 +79,7 @@ class KwargsHandler:
     def __post_init__(self) -> None:
         for one in _fields(self):
             if "variable" in one.metadata and getattr(self, one.name) is None:
-                setattr(self, one.name, read_variable(_variable_of(one), one.metadata["read"]))
+                setattr(self, one.name, read_variable(one.metadata["variable"], one.metadata["read"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
@@ -100,7 +100,7 @@ class KwargsHandler:
         for one in _fields(self):
             if "variable" not in one.metadata:
                 continue
-            name = _variable_of(one)
+            name = one.metadata["variable"]
             said = read_variable(name, one.metadata["read"])
             own = getattr(self, one.name)
             if said is not None and own is not None and _text(said) != _text(own):
@@ -120,10 +120,6 @@ def read_variable(name: str, read: Callable[[str], Any]) -> Any:
 
 def _fields(handler: Any) -> tuple[Field[Any], ...]:
     return fields(handler)
-
-
-def _variable_of(one: Field[Any]) -> str:
-    return str(one.metadata["variable"]).format(one.name.upper())
 
 
 def _text(value: object) -> str:
