@@ -12,12 +12,7 @@ from trainwright.processes.devices import kernel_problem
 from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
 from trainwright.strategies.precision import Precision
-<<<<<<< HEAD
-from trainwright.strategies.select import ENGINE_VARIABLES, choose_for_loop
-=======
 from trainwright.strategies.select import choose_for_loop
-from trainwright.strategies.steps.te_layers import recipe_of_variables
->>>>>>> options
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 _PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
