@@ -14,7 +14,7 @@ SOURCES = package_sources()
 # Backends that trainer/ or callbacks/ may name.
 NAMED_BACKENDS = {
     # says where the argument tpu_cores= of another trainer has gone
-    ("trainer.configuration.settings", "the string names the backend 'tpu'")
+    ("trainer.configuration.argument_checks", "the string names the backend 'tpu'")
 }
 
 

@@ -9,7 +9,7 @@ from math import isfinite
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.state import TrainState
 from trainwright.strategies.engine import Engine
-from trainwright.trainer.configuration.settings import Limits
+from trainwright.trainer.configuration.lengths import Limits
 
 _ENOUGH_BATCHES = 50  # batches without a loss after which to warn before the end of an epoch
 

@@ -38,7 +38,8 @@ from trainwright.trainer.checkpoints.places import CheckpointPlaces
 from trainwright.trainer.checkpoints.saves import Saves
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_needs
-from trainwright.trainer.configuration.settings import DEFAULT_MAX_EPOCHS, Settings
+from trainwright.trainer.configuration.lengths import DEFAULT_MAX_EPOCHS
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import Sources, StageData, incomplete_validation
 from trainwright.trainer.evaluation_state import EvaluationState
 from trainwright.trainer.hooks import StageHooks

@@ -13,7 +13,7 @@ from trainwright.core.run import Run
 from trainwright.core.state import TrainState
 
 if TYPE_CHECKING:
-    from trainwright.trainer.configuration.settings import Limits
+    from trainwright.trainer.configuration.lengths import Limits
 
 
 class ValidationSchedule:

@@ -7,7 +7,6 @@ evaluates. lightning_names.py defines further attributes of a Trainer, and plann
 from __future__ import annotations
 
 import datetime
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,10 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.phase import Phase
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
+from trainwright.trainer.configuration.argument_checks import refuse_of_verb, refuse_unknown
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import one_task
-from trainwright.trainer.configuration.settings import configure, refuse_of_verb, refuse_unknown
+from trainwright.trainer.configuration.settings import configure
 from trainwright.trainer.data import Sources
 from trainwright.trainer.evaluation import Evaluation, Prediction
 from trainwright.trainer.fit_loop_view import FitLoopView
@@ -198,11 +198,65 @@ class Trainer(Planner, LightningNames):
         auto_requeue: bool = True,
         on_interrupt: Literal["return", "raise"] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        # Not those of `type(self).__init__`: a subclass may have other arguments.
-        parameters = inspect.signature(Trainer.__init__).parameters
-        defaults = {name: each.default for name, each in parameters.items() if name != "self"}
-        self.settings = settings = configure(TrainerArguments(**given), defaults)
+        arguments = TrainerArguments(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            logger=logger,
+            callbacks=callbacks,
+            fast_dev_run=fast_dev_run,
+            max_epochs=max_epochs,
+            min_epochs=min_epochs,
+            max_steps=max_steps,
+            min_steps=min_steps,
+            max_time=max_time,
+            max_samples=max_samples,
+            max_tokens=max_tokens,
+            limit_train_batches=limit_train_batches,
+            limit_val_batches=limit_val_batches,
+            limit_test_batches=limit_test_batches,
+            limit_predict_batches=limit_predict_batches,
+            overfit_batches=overfit_batches,
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=num_sanity_val_steps,
+            log_every_n_steps=log_every_n_steps,
+            enable_checkpointing=enable_checkpointing,
+            enable_progress_bar=enable_progress_bar,
+            enable_model_summary=enable_model_summary,
+            accumulate_grad_batches=accumulate_grad_batches,
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
+            deterministic=deterministic,
+            benchmark=benchmark,
+            inference_mode=inference_mode,
+            use_distributed_sampler=use_distributed_sampler,
+            per_sample_rng=per_sample_rng,
+            profiler=profiler,
+            detect_anomaly=detect_anomaly,
+            barebones=barebones,
+            plugins=plugins,
+            sync_batchnorm=sync_batchnorm,
+            reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs,
+            default_root_dir=default_root_dir,
+            enable_autolog_hparams=enable_autolog_hparams,
+            model_registry=model_registry,
+            compile=compile,
+            launcher=launcher,
+            uneven_batches=uneven_batches,
+            on_nonfinite=on_nonfinite,
+            max_rollbacks=max_rollbacks,
+            max_skipped=max_skipped,
+            seed=seed,
+            async_save=async_save,
+            on_save_error=on_save_error,
+            preemption_grace=preemption_grace,
+            auto_requeue=auto_requeue,
+            on_interrupt=on_interrupt,
+        )
+        self.settings = settings = configure(arguments)
         self.history = History(RunState(self), settings.arguments.seed)
         self.verb: Stage | None = None
         self.status = "initializing"

@@ -164,7 +164,8 @@ class DividedExperts:
             shard = parameter.to_local()
             dtype = self._dtype if self._dtype is not None and shard.is_floating_point() else shard.dtype
             gathered[name] = GatherExperts.apply(shard, self._share, dtype, self._divisor)  # type: ignore[no-untyped-call]  # torch has no types here
-        # The same module with the experts of this rank. copy.copy would call the constructor of an FSDP unit.
+        # The same module with the experts of this rank. copy.copy would call FSDPModule.__new__, which may call the
+        # constructor, and functional_call cannot replace `num_experts` and `forward`.
         view: Any = object.__new__(type(module))
         members = {name: value for name, value in vars(module).items() if name != "forward"}
         count = module.num_experts // self._exchange.size()

@@ -106,6 +106,7 @@ def test_other_imports_are_unchanged(text: str) -> None:
         ("from lightning.fabric.plugins import X\n", 1, "lightning.fabric.plugins.X has no counterpart here"),
         ("from lightning import *\n", 1, "from lightning import *: name what you use."),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
+        ("import lightning as L\nL.Trainer(plugins=[3])\n", 2, "trainwright.Trainer takes only plugins=None"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         (
@@ -120,6 +121,11 @@ def test_a_manual_change_is_reported_with_its_line(text: str, line: int, says: s
     ((found, told),) = left(text)
     assert found == line
     assert says in told
+
+
+def test_arguments_that_the_trainer_accepts_are_not_reported() -> None:
+    text = "import lightning as L\nL.Trainer(plugins=None, model_registry=None, enable_autolog_hparams=False)\n"
+    assert left(text) == []
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,12 @@ def test_what_is_not_used_is_told(
     assert seen[0].filename == __file__
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-mixed"])
+def test_an_argument_equal_to_its_variable_overrides_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert _settings(precision=precision).selection.settings.precision.name == "bf16-mixed"  # warnings are errors
+
+
 def test_a_value_that_cannot_be_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp61")
     with pytest.raises(ConfigurationError, match="expected 'no', 'fp16', 'bf16' or 'fp8'"):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from trainwright.callbacks.lambda_callback import LambdaCallback
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.loggers import CSVLogger
 from trainwright.strategies import DDPStrategy, FSDPStrategy
+from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.lightning_names import INTERNALS
 from trainwright.trainer.trainer import Trainer
 
@@ -27,6 +30,12 @@ BEFORE_A_FIT: dict[str, Any] = {  # as Lightning 2.6.6 answers
     "reload_dataloaders_every_n_epochs": 0, "scaler": None, "test_dataloaders": None, "train_dataloader": None,
     "val_check_batch": None, "val_check_interval": 1.0, "val_dataloaders": None,
 }  # fmt: skip
+
+
+def test_the_dataclass_of_arguments_has_the_types_and_defaults_of_the_trainer() -> None:
+    parameters = inspect.signature(Trainer).parameters.values()
+    of_trainer = [(each.name, each.annotation, each.default) for each in parameters]
+    assert [(each.name, each.type, each.default) for each in fields(TrainerArguments)] == of_trainer
 
 
 def test_arguments_and_the_run_can_be_read_before_a_fit() -> None:

@@ -25,9 +25,20 @@ _KNOWN_TASK_NAMES = tuple(
 _KNOWN_DATA_NAMES = tuple(name for cls in (DataModule, DataHooks) for name in vars(cls) if not name.startswith("_"))
 _KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
 _TASK_HOOKS = (
-    *(*vars(TaskHooks), *vars(DataHooks), *_STEPS),
-    *("configure_callbacks", "configure_model", "shard_units", "tensor_parallel_plan", "num_items", "num_tokens"),
-    *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+    *vars(TaskHooks),
+    *vars(DataHooks),
+    *_STEPS,
+    "configure_callbacks",
+    "configure_model",
+    "shard_units",
+    "tensor_parallel_plan",
+    "num_items",
+    "num_tokens",
+    "backward",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
 )
 # Words in the names of hooks that only this stage calls.
 _WORDS: dict[str, frozenset[str]] = {
@@ -90,33 +101,39 @@ def check_task(
             "counts the tokens of a batch. Rename the attribute, and define num_tokens(self, batch)."
         )
     if stage == "fit":
-        if not overrides(task, "training_step", TaskModule):
-            raise ConfigurationError(f"{name} has no training_step. Define training_step(self, batch, batch_idx).")
-        if not overrides(task, "configure_optimizers", TaskModule):
-            raise ConfigurationError(
-                f"{name} has no configure_optimizers. Define it, for example: "
-                "return torch.optim.AdamW(self.parameters(), lr=1e-3)"
-            )
-        if not task.automatic_optimization and accumulate > 1:
-            raise ConfigurationError(
-                f"accumulate_grad_batches={accumulate}, but {name} uses manual optimization (automatic_optimization is "
-                "False). Accumulate in training_step and set accumulate_grad_batches=1."
-            )
-        if not task.automatic_optimization and clips:
-            raise ConfigurationError(
-                f"gradient_clip_val is set, but {name} uses manual optimization (automatic_optimization is False). "
-                "Call self.clip_gradients(optimizer, …) in training_step instead."
-            )
-        if not task.automatic_optimization and on_nonfinite is not None:
-            raise ConfigurationError(
-                f"on_nonfinite={on_nonfinite!r}, but {name} uses manual optimization (automatic_optimization is "
-                "False), so its optimizers step before the Trainer can check the loss. Check it in training_step, on "
-                "every rank, and set on_nonfinite=None."
-            )
+        _check_training(task, accumulate, clips=clips, on_nonfinite=on_nonfinite)
     elif stage in ("validate", "test"):
         wanted = "validation_step" if stage == "validate" else "test_step"
         if not overrides(task, wanted, TaskModule):
             raise ConfigurationError(f"{name} has no {wanted}. Define {wanted}(self, batch, batch_idx).")
+
+
+def _check_training(task: TaskModule, accumulate: int, *, clips: bool, on_nonfinite: str | None) -> None:
+    name = type(task).__name__
+    if not overrides(task, "training_step", TaskModule):
+        raise ConfigurationError(f"{name} has no training_step. Define training_step(self, batch, batch_idx).")
+    if not overrides(task, "configure_optimizers", TaskModule):
+        raise ConfigurationError(
+            f"{name} has no configure_optimizers. Define it, for example: "
+            "return torch.optim.AdamW(self.parameters(), lr=1e-3)"
+        )
+    if task.automatic_optimization:
+        return
+    manual = f"but {name} uses manual optimization (automatic_optimization is False)"
+    if accumulate > 1:
+        raise ConfigurationError(
+            f"accumulate_grad_batches={accumulate}, {manual}. Accumulate in training_step and set "
+            "accumulate_grad_batches=1."
+        )
+    if clips:
+        raise ConfigurationError(
+            f"gradient_clip_val is set, {manual}. Call self.clip_gradients(optimizer, …) in training_step instead."
+        )
+    if on_nonfinite is not None:
+        raise ConfigurationError(
+            f"on_nonfinite={on_nonfinite!r}, {manual}, so its optimizers step before the Trainer can check the loss. "
+            "Check it in training_step, on every rank, and set on_nonfinite=None."
+        )
 
 
 @overload

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import ALL_PROCESSES, detect, variable
-from trainwright.processes.devices import kernel_problem
 from trainwright.strategies.engine_tables import ENGINE_TABLES
-from trainwright.strategies.launched import TorchDynamoPlugin, read_launched
-from trainwright.strategies.precision import Precision
-from trainwright.strategies.select import choose_for_loop
+from trainwright.strategies.launch_defaults import Passed, precision_of, read_defaults, warn_on_main
+from trainwright.strategies.launched import TorchDynamoPlugin
+from trainwright.strategies.precision_names import parse_precision
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
-_PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
+_NAMES_OF_LAUNCHER = {"16-mixed": "fp16", "bf16-mixed": "bf16"}  # precision → its name in the variable
 
 _VARIABLES = {
     "precision": "ACCELERATE_MIXED_PRECISION",
@@ -44,44 +42,61 @@ def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     Raises:
         ConfigurationError: a variable has an invalid value, or two variables select an engine.
     """
-    choice = choose_for_loop(arguments.strategy, {}, {}, None)
-    launched = read_launched(choice.argument)
-    dynamo = TorchDynamoPlugin()
-    precision, steps = arguments.precision, arguments.accumulate_grad_batches
-    different = precision is not None and precision != _PRECISIONS.get(launched.mixed_precision or "")
-    texts = choice.overridden + launched.unused(
-        f"precision={precision!r}" if different else None,
-        f"accumulate_grad_batches={steps}" if steps not in (1, launched.accumulation) else None,
+    defaults = read_defaults(
+        arguments.strategy,
+        precision=_passed_precision(arguments),
+        steps=_passed_steps(arguments),
     )
-    if launched.cpu and arguments.accelerator not in ("auto", "cpu"):
-        texts.append(f"ACCELERATE_USE_CPU=true is overridden by accelerator={arguments.accelerator!r}.")
-    texts += kernel_problem()
-    options = dynamo.compile_options()
-    if options is not None and arguments.compile is not False:
-        texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={arguments.compile!r}.")
-    for text in texts if detect(arguments.launcher).rank == 0 else ():
-        warnings.warn(text, TrainwrightWarning, stacklevel=5)
+    choice = defaults.choice
+    launched = defaults.launched
+    texts = list(defaults.warnings)
     (strategy,) = choice.strategies
-    said, stated = launched.mixed_precision, None
-    if choice.argument is not None:  # the variables select the engine, whose configuration may set these
-        said, stated = said or choice.mixed_precision, choice.accumulation
-    accumulate = _with_machines_that_left(steps if steps != 1 else stated or launched.accumulation)
+    precision = arguments.precision
+    accumulate = arguments.accumulate_grad_batches
+    if choice.argument is None:
+        # The configuration of a passed strategy sets no arguments: the strategy compares it with them.
+        default_precision = launched.mixed_precision
+        default_accumulate = launched.accumulation
+    else:
+        default_precision = defaults.mixed_precision
+        default_accumulate = choice.accumulation or launched.accumulation
+    if precision is None and default_precision is not None:
+        precision = precision_of(default_precision)
+    if accumulate == 1:
+        accumulate = default_accumulate
+    accelerator = arguments.accelerator
+    if launched.cpu and accelerator == "auto":
+        accelerator = "cpu"
+    elif launched.cpu and accelerator != "cpu":
+        texts.append(f"ACCELERATE_USE_CPU=true is overridden by accelerator={accelerator!r}.")
+    compile = arguments.compile
+    dynamo = TorchDynamoPlugin()
+    options = dynamo.compile_options()
+    if options is not None and compile is False:
+        compile = options
+    elif options is not None:
+        texts.append(f"ACCELERATE_DYNAMO_BACKEND={dynamo.backend} is overridden by compile={compile!r}.")
+    warn_on_main(texts, stacklevel=5)
     return replace(
         arguments,
         strategy=strategy,
-        precision=precision if precision is not None or not said else _precision_of(said),
-        accumulate_grad_batches=accumulate,
-        accelerator="cpu" if launched.cpu and arguments.accelerator == "auto" else arguments.accelerator,
-        compile=options if options is not None and arguments.compile is False else arguments.compile,
+        precision=precision,
+        accumulate_grad_batches=_with_machines_that_left(accumulate),
+        accelerator=accelerator,
+        compile=compile,
     )
 
 
-def _precision_of(said: str) -> str | Precision:
-    if said != "fp8":
-        return _PRECISIONS[said]
-    from trainwright.strategies.steps.te_layers import recipe_of_variables  # few runs use it
+def _passed_precision(arguments: TrainerArguments) -> Passed:
+    if arguments.precision is None:
+        return Passed("", None)
+    name = parse_precision(arguments.precision).name
+    return Passed(f"precision={arguments.precision!r}", _NAMES_OF_LAUNCHER.get(name, name))
 
-    return recipe_of_variables().precision()
+
+def _passed_steps(arguments: TrainerArguments) -> Passed:
+    steps = arguments.accumulate_grad_batches
+    return Passed(f"accumulate_grad_batches={steps}", None if steps == 1 else steps)
 
 
 def _with_machines_that_left(accumulate: int) -> int:

@@ -18,9 +18,10 @@ from trainwright.data.datamodule import DataModule
 from trainwright.processes.devices import peak_memory
 from trainwright.strategies.strategy import StrategyOutline
 from trainwright.trainer.checkpoints.load_request import LoadRequest
+from trainwright.trainer.configuration.argument_checks import refuse_of_verb
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_needs, one_task
-from trainwright.trainer.configuration.settings import Settings, refuse_of_verb
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import Sources
 from trainwright.trainer.planning.forecast import (
     batch_counts,

@@ -10,7 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from trainwright.trainer.configuration.launcher_defaults import variable_of
-from trainwright.trainer.configuration.settings import Settings, limits_of
+from trainwright.trainer.configuration.lengths import limits_of
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.planning.run_plan import PlannedSetting
 
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]*@")
@@ -35,14 +36,16 @@ def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
     limits = limits_of(arguments)
     initial = {"max_epochs": limits.max_epochs, "max_steps": limits.max_steps}
     found = {}
-    for name in (field.name for field in fields(arguments)):
-        value, passed = getattr(arguments, name), getattr(given, name)
+    for field in fields(arguments):
+        name = field.name
+        value = getattr(arguments, name)
+        passed = getattr(given, name)
         if name in initial and initial[name] != resolved[name]:
             source = "attribute"
         elif not _is_same(value, passed):
             source = variable_of(name) or ("fast_dev_run" if arguments.fast_dev_run else "barebones")
         else:
-            source = "default" if _is_same(passed, settings.defaults[name]) else "argument"
+            source = "default" if _is_same(passed, field.default) else "argument"
         found[name] = PlannedSetting(as_data(resolved.get(name, value)), source)
     return found
 

@@ -29,7 +29,8 @@ from trainwright.loggers.metric_values import without_ranks
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.phase import Phase
 from trainwright.trainer import evaluation
-from trainwright.trainer.configuration.settings import Limits, Settings
+from trainwright.trainer.configuration.lengths import Limits
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import TrainData
 from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun

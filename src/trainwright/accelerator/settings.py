@@ -24,27 +24,25 @@ from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
-from trainwright.core.process import detect
-from trainwright.processes.devices import kernel_problem
-from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo, read_launched
+from trainwright.strategies.launch_defaults import Passed, precision_of, read_defaults, warn_on_main
+from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import (
     EnginePlugin,
     Selection,
-    choose_for_loop,
     select_for_loop,
 )
 from trainwright.strategies.steps.fp8 import AORecipeKwargs
 from trainwright.strategies.steps.gradients import Gradients
-from trainwright.strategies.steps.te_layers import TERecipeKwargs, recipe_of_variables
+from trainwright.strategies.steps.te_layers import TERecipeKwargs
 from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
-_PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 # Of FSDPStrategy: what a plugin may still set when a model is prepared, as transformers does for peft.
 _SET_LATE = (
     "auto_wrap_policy",
@@ -158,24 +156,27 @@ def read_settings(
     Raises:
         ConfigurationError: An argument is not valid. The first error is raised.
     """
-    topology = detect()
     handlers = sort_handlers(kwargs_handlers or ())
-    choice = choose_for_loop(strategy, plugins, shared, handlers.ddp)
-    launched = read_launched(choice.argument)
-    texts = launched.unused(
-        f"mixed_precision={mixed_precision!r}" if mixed_precision not in (None, launched.mixed_precision) else None,
-        _stated_steps(steps, accumulation, launched.accumulation),
+    defaults = read_defaults(
+        strategy,
+        precision=Passed(f"mixed_precision={mixed_precision!r}", mixed_precision),
+        steps=_passed_steps(steps, accumulation),
+        plugins=plugins,
+        shared=shared,
+        ddp=handlers.ddp,
     )
-    mixed_precision = mixed_precision or launched.mixed_precision or choice.mixed_precision
-    accumulation = accumulation_of(
-        launched.accumulation if steps == 1 and accumulation is None else steps, accumulation
-    )
-    cpu = cpu or launched.cpu
-    accumulation = _stated(accumulation, choice.accumulation, texts)
+    choice = defaults.choice
+    texts = list(defaults.warnings)
+    if steps == 1 and accumulation is None:
+        steps = defaults.launched.accumulation
+    accumulation = accumulation_of(steps, accumulation)
+    if choice.accumulation not in (None, accumulation.num_steps):
+        texts += _overridden_steps(accumulation, choice.accumulation)
+        accumulation = replace(accumulation, num_steps=choice.accumulation)
+    cpu = cpu or defaults.launched.cpu
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
-    origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
-    texts += [*choice.overridden, *dynamo.overridden(origin), *kernel_problem()]
-    precision = _precision(mixed_precision, handlers.float8, handlers.engine)
+    texts += dynamo.overridden("dynamo_backend" if dynamo_plugin is None else "dynamo_plugin")
+    precision = _precision(mixed_precision or defaults.mixed_precision, handlers.float8, handlers.engine)
     casts = handlers.autocast is None or handlers.autocast.enabled
     select = partial(
         select_for_loop,
@@ -186,41 +187,35 @@ def read_settings(
     )
     selections = [select(one) for one in choice.strategies]
     selection = replace(selections[0], strategy=_with_group_options(selections[0].strategy, handlers))
-    for text in texts if topology.rank == 0 else ():
-        warnings.warn(text, TrainwrightWarning, stacklevel=4)
+    warn_on_main(texts, stacklevel=4)
     return LoopSettings(
-        selection,
-        precision,
-        accumulation,
-        cpu,
-        handlers,
-        choice.argument,
-        choice.plugins,
-        choice.arrangement,
-        dynamo,
+        selection=selection,
+        precision=precision,
+        accumulation=accumulation,
+        cpu=cpu,
+        handlers=handlers,
+        argument=choice.argument,
+        plugins=choice.plugins,
+        arrangement=choice.arrangement,
+        dynamo=dynamo,
     )
 
 
-def _stated_steps(steps: int, plugin: object, launched: int) -> str | None:
-    """Return a text with the argument that overrides the launcher's number of micro-batches, or None."""
-    if plugin is not None:
-        own = getattr(plugin, "num_steps", None) or 1
-        return f"gradient_accumulation_plugin: {own} steps" if own != launched else None
-    return f"gradient_accumulation_steps={steps}" if steps not in (1, launched) else None
+def _passed_steps(steps: int, plugin: object) -> Passed:
+    if plugin is None:
+        return Passed(f"gradient_accumulation_steps={steps}", None if steps == 1 else steps)
+    steps = getattr(plugin, "num_steps", None) or 1
+    return Passed(f"gradient_accumulation_plugin: {steps} steps", steps)
 
 
-def _stated(
-    accumulation: GradientAccumulationPlugin, stated: int | None, texts: list[str]
-) -> GradientAccumulationPlugin:
-    """Return the accumulation with `stated` micro-batches (None: unchanged). Append a warning text to `texts`."""
-    if stated not in (None, accumulation.num_steps):
-        if accumulation.num_steps not in (None, 1):
-            texts.append(
-                f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
-                f'DeepSpeed, which has {stated}. Write "auto" there to use the Accelerator\'s.'
-            )
-        accumulation = replace(accumulation, num_steps=stated)
-    return accumulation
+def _overridden_steps(accumulation: GradientAccumulationPlugin, stated: int | None) -> list[str]:
+    """Return a warning if the engine's configuration overrides a number of micro-batches that was set."""
+    if accumulation.num_steps in (None, 1):
+        return []
+    return [
+        f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
+        f'DeepSpeed, which has {stated}. Write "auto" there to use the Accelerator\'s.'
+    ]
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
@@ -341,18 +336,20 @@ def _precision(name: str | None, float8: AORecipeKwargs | None, engine: TERecipe
     if float8 is not None and engine is not None:
         raise ConfigurationError("kwargs_handlers holds AORecipeKwargs and TERecipeKwargs, two backends. Pass one.")
     given = float8 or engine
-    if name == "fp8":
-        return (given or recipe_of_variables()).precision()
+    if name == "fp8" and given is not None:
+        return given.precision()
     if given is not None:
         raise ConfigurationError(
             f"kwargs_handlers holds {type(given).__name__}, but mixed_precision={name!r}. Use 'fp8', or leave it out."
         )
-    if name in (None, *_PRECISIONS):
-        return parse_precision(_PRECISIONS[name or "no"])
-    raise ConfigurationError(
-        f"mixed_precision={name!r} is unknown.{nearest(str(name), (*_PRECISIONS, 'fp8'))} Write 'no', 'fp16', 'bf16' "
-        "or 'fp8'."
-    )
+    if name is None:
+        name = "no"
+    if name not in _PRECISIONS:
+        raise ConfigurationError(
+            f"mixed_precision={name!r} is unknown.{nearest(str(name), _PRECISIONS)} Write 'no', 'fp16', 'bf16' or "
+            "'fp8'."
+        )
+    return precision_of(name)
 
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:

@@ -351,9 +351,22 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
         rank_zero_only: bool = False,
     ) -> None:
         """Log several values, or a MetricCollection, with the options of `log`."""
-        options = {name: value for name, value in locals().items() if name not in ("self", "dictionary")}
         for name, value in dictionary.items():
-            self.log(name, value, **options)
+            self.log(
+                name,
+                value,
+                prog_bar=prog_bar,
+                logger=logger,
+                on_step=on_step,
+                on_epoch=on_epoch,
+                reduce_fx=reduce_fx,
+                enable_graph=enable_graph,
+                sync_dist=sync_dist,
+                sync_dist_group=sync_dist_group,
+                add_dataloader_idx=add_dataloader_idx,
+                batch_size=batch_size,
+                rank_zero_only=rank_zero_only,
+            )
 
     def print(self, *values: object, **options: object) -> None:
         """Print on the main process only. `options` are those of Python's print."""

@@ -18,6 +18,11 @@ from trainwright.data.loader import copy_loader
 from trainwright.data.loader_options import check_divisible
 from trainwright.data.rounds import completed, rounds_of_batches
 
+_FETCH_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+
 
 class SeedableRandomSampler(RandomSampler):
     """Random sampler whose order depends on a seed and the epoch alone. A complete pass increments the epoch.
@@ -283,10 +288,19 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
             f"{type(dataloader).__name__} has its own __iter__, which skip_first_batches cannot change. Restore its "
             "position with its own load_state_dict, or read the batches to skip with next()."
         )
-    found = SkipDataLoader.__new__(SkipDataLoader)
-    vars(found).update(vars(dataloader), _iterator=None)
-    found.skip_batches = num_batches + (dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0)
-    return found
+    num_skipped = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
+    return SkipDataLoader(
+        dataloader.dataset,
+        num_skipped + num_batches,
+        batch_size=dataloader.batch_size,
+        drop_last=dataloader.drop_last,
+        **fetch_options(dataloader),
+    )
+
+
+def fetch_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments of a loader's constructor that say how batches are fetched, but not which samples."""
+    return {name: getattr(loader, name) for name in _FETCH_OPTIONS if hasattr(loader, name)}
 
 
 def _skipping(loader: DataLoader[Any], num_batches: int) -> dict[str, SkipBatchSampler]:

@@ -116,8 +116,14 @@ class PartialState:
             raise AttributeError(f"PartialState has no {name} since its state was reset. Call PartialState() again.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (type(self), self._cpu, self._options)
+    def __getstate__(self) -> tuple[bool, _GroupOptions]:
+        return self._cpu, self._options
+
+    def __setstate__(self, state: tuple[bool, _GroupOptions]) -> None:
+        """Take the state of the process that unpickles. It connects to other processes when needed."""
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self.__dict__.update(_place(*state))
 
     def __repr__(self) -> str:
         kind = f"{self.distributed_type}" + (f"  Backend: {self.backend}" if self.backend else "")
@@ -445,15 +451,6 @@ def _default_group() -> Any:
 
 def _flag(name: str) -> bool:
     return (variable(name) or "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
-
-
-def _unpickled(kind: type[PartialState], cpu: bool, options: _GroupOptions) -> PartialState:
-    """Return the state of the process that unpickles. It connects to other processes when needed."""
-    state = object.__new__(kind)
-    state.__dict__ = PartialState._shared_state
-    if not state.initialized:
-        state.__dict__.update(_place(cpu, options))
-    return state
 
 
 def _leave() -> None:

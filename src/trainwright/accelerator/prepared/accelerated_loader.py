@@ -395,6 +395,8 @@ def stateful_loader_class() -> type[AcceleratedLoader]:
 
 
 def _new_stateful_loader() -> AcceleratedLoader:
+    # Pickle finds no class by name that a function has created, and the constructor needs parts that may contain the
+    # loader. The loader must exist before they are unpickled.
     return object.__new__(stateful_loader_class())
 
 

@@ -21,17 +21,13 @@ from trainwright.data.batch_shards import (
     IterableDatasetShard,
     RoundLoader,
     SeedableRandomSampler,
+    fetch_options,
 )
 from trainwright.data.iterable import sets_epoch
 from trainwright.data.loader_options import check_divisible
 from trainwright.processes.collectives import concatenate, send_to_device, slice_tensors
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.random_states import synchronize_rng_states
-
-_KEPT = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
-)
 
 
 class _Loader(RoundLoader):
@@ -363,7 +359,7 @@ def prepare_data_loader(
             batches = BatchSamplerShard(batches, world, index, split_batches, even_batches)
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
-    options: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
+    options = fetch_options(dataloader)
     options |= _batching(dataloader, batches, size)
     options["_drop_last"], options["_non_blocking"] = dataloader.drop_last, non_blocking
     options["use_stateful_dataloader"] = use_stateful_dataloader

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Sequence
 from importlib import import_module
@@ -11,8 +10,6 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import LIBRARIES, answer, own_name
 
-# Arguments of Lightning's Trainer that a saved configuration holds, with the default that means "not used".
-UNUSED = {"plugins": None, "model_registry": None, "enable_autolog_hparams": True}
 # Key of `trainer:` → the package of its classes, and the name of that package's registry. The Trainer itself reads
 # registered names of strategies and profilers, so their registries are not used here.
 _PACKAGES: dict[str, tuple[str, str | None]] = {
@@ -23,27 +20,10 @@ _PACKAGES: dict[str, tuple[str, str | None]] = {
 }
 
 
-def is_unused(name: str, text: str) -> bool:
-    """Return whether the argument `name` of Lightning's Trainer has no effect if its source text is `text`."""
-    return name in UNUSED and str(UNUSED[name]) == text
-
-
-def translate_config(config: dict[str, Any]) -> None:
-    """Replace class paths of Lightning and Accelerate, and remove unused arguments of Lightning's Trainer, in place."""
-    from trainwright import Trainer
-
-    _translate(config, "")
-    settings = config.get("trainer")
-    if isinstance(settings, dict):
-        ours = inspect.signature(Trainer).parameters
-        for name, value in UNUSED.items():
-            if name not in ours and settings.get(name, ...) == value:
-                del settings[name]
-
-
-def _translate(node: object, place: str) -> None:
+def translate_config(node: object, place: str = "") -> None:
+    """Replace class paths of Lightning and Accelerate in place. `place` is the node's key in the full configuration."""
     for index, item in enumerate(node if isinstance(node, list) else ()):
-        _translate(item, f"{place}[{index}]")
+        translate_config(item, f"{place}[{index}]")
     if not isinstance(node, dict):
         return
     path = node.get("class_path")
@@ -54,7 +34,7 @@ def _translate(node: object, place: str) -> None:
             raise ConfigurationError(f"{place}.class_path={path}: {told or 'Trainwright has no such class.'}")
         node["class_path"] = own
     for key, item in node.items():
-        _translate(item, f"{place}.{key}" if place else str(key))
+        translate_config(item, f"{place}.{key}" if place else str(key))
 
 
 def expand_config(config: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from trainwright.cli.configs.class_names import UNUSED, is_unused
 from trainwright.core.hooks import REMOVED_HOOKS
 from trainwright.core.names.foreign_names import LIBRARIES, answer, canonical, own_module, own_name
 
@@ -40,6 +39,7 @@ _SAVE_ON_MAIN = (
     "save_state on the main process alone writes replicated weights only, without the generators of the other "
     "processes. Call it on every process."
 )
+_ONLY_NONE = ("plugins", "model_registry")  # arguments of Lightning's Trainer that are accepted only as None
 _TOP = ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils")
 
 
@@ -304,9 +304,9 @@ class _Program:
             name = keyword.arg
             if name is None:
                 continue
-            if own == "trainwright.Trainer" and name in UNUSED:
-                if not is_unused(name, ast.unparse(keyword.value)):
-                    self._report(keyword, f"{own} takes only {name}={UNUSED[name]}{instead(own, name)}")
+            if own == "trainwright.Trainer" and name in _ONLY_NONE:
+                if ast.unparse(keyword.value) != "None":
+                    self._report(keyword, f"{own} takes only {name}=None{instead(own, name)}")
             elif not takes_all and name not in parameters:
                 self._report(keyword, f"{own} has no argument {name!r}{instead(own, name)}")
         if own == "trainwright.Accelerator":

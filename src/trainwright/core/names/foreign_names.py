@@ -293,6 +293,8 @@ def missing(module: str, name: str, public: Iterable[str]) -> Exception:
 
 def _importing() -> bool:
     """Return whether the code three calls above runs `from … import …`: its current instruction is IMPORT_FROM."""
+    # Only the instruction tells the two apart. `hasattr` needs an AttributeError, whose text the import statement
+    # drops, and no class can be both errors, because their layouts conflict.
     import dis
 
     frame = sys._getframe(3)
