@@ -44,7 +44,7 @@ class LaunchDefaults:
     Attributes:
         choice: The strategy, from the arguments or the variables.
         launched: The variables.
-        warnings: A text for each variable that is overridden or not used.
+        warnings: Texts to warn about: variables that are overridden or not used, and problems of the machine.
     """
 
     choice: LoopChoice

@@ -24,7 +24,7 @@ class EngineOption:
         other: Advice for values that are not in `choices`.
         path: Keys of the option in the engine's own configuration, if it has one.
         refusal: Advice for values that the plugin does not support. Empty: all values are supported.
-        harmless: Values that the plugin supports in spite of `refusal`.
+        harmless: Values that are accepted in spite of `refusal` or `not_launched`.
         not_launched: Reason for which the launcher does not support the option. Empty: the flag is accepted without
             effect. None: the launcher supports it.
         needs_switch: False if the flag may be passed without the flag that selects the engine.

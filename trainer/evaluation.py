@@ -36,7 +36,7 @@ def evaluate(
     max_batches: int | None = None,
     keep: bool = False,
     abandon: Callable[[int, int], bool] | None = None,
-    taken: Callable[[], None] = lambda: None,
+    when_metrics_known: Callable[[], None] = lambda: None,
 ) -> tuple[Flushed, list[list[Any]]]:
     """Run the task's step of this kind over the data. Collective: metrics are exchanged at the end.
 
@@ -49,7 +49,7 @@ def evaluate(
         keep: return the outputs of the step.
         abandon: called before each batch with the loader's index and the batch's index. True stops the evaluation. It
             must return the same value on every rank.
-        taken: called when the metrics are known, before `on_*_end`.
+        when_metrics_known: called when the metrics are known, before `on_*_end`.
 
     Raises:
         Abandoned: `abandon` returned True. Raised on every rank.
@@ -58,7 +58,7 @@ def evaluate(
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty without `keep`).
     """
     loop = _EvaluationLoop(run, kind, max_batches, keep, abandon)
-    return loop.run(taken), loop.outputs
+    return loop.run(when_metrics_known), loop.outputs
 
 
 class _EvaluationLoop:
@@ -86,7 +86,7 @@ class _EvaluationLoop:
         self._metrics = run.logs.metrics
         self._steps = _StepLog(run, kind)
 
-    def run(self, taken: Callable[[], None]) -> Flushed:
+    def run(self, when_metrics_known: Callable[[], None]) -> Flushed:
         """Run the evaluation and return the metrics of the epoch."""
         run = self._run
         run.data.evaluation(self._kind).begin(run.state.epoch)
@@ -102,7 +102,7 @@ class _EvaluationLoop:
             self._metrics.begin(self._kind, num_dataloaders=len(data.loaders))
             self._metrics.in_step = False
             try:
-                return self._run_epoch(taken)
+                return self._run_epoch(when_metrics_known)
             finally:
                 run.evaluation.kind = None
                 self._metrics.batch = None
@@ -118,7 +118,7 @@ class _EvaluationLoop:
         self._run.evaluation.num_batches = [float("inf") if limit is None else limit for limit in limits]
         return data, limits
 
-    def _run_epoch(self, taken: Callable[[], None]) -> Flushed:
+    def _run_epoch(self, when_metrics_known: Callable[[], None]) -> Flushed:
         run, metrics, name = self._run, self._metrics, self._name
         if self._kind == "predict":
             metrics.close("a prediction")
@@ -133,7 +133,7 @@ class _EvaluationLoop:
         self._steps.end()
         flushed = metrics.flush_epoch(run.logs.exchange, owner=run.task)
         run.logs.take(flushed, self._kind)
-        taken()
+        when_metrics_known()
         metrics.close(f"on_{name}_end")
         run.hooks.fire(f"on_{name}_end")
         return flushed
@@ -175,12 +175,12 @@ class _EvaluationLoop:
         run, metrics, step = self._run, self._metrics, f"{self._name}_step"
         task, table, dataloader_idx = run.task, run.hooks.table, metrics.dataloader_idx
         # With a single loader, hooks and steps do not receive its index.
-        loader = () if dataloader_idx is None else (dataloader_idx,)
+        index_args = () if dataloader_idx is None else (dataloader_idx,)
         batch = run.engine.step.to_device(batch, dataloader_idx or 0)
         metrics.batch = batch
         metrics.in_step = True
         for hook in getattr(table, f"on_{self._name}_batch_start"):
-            hook(run.trainer, task, batch, idx, *loader)
+            hook(run.trainer, task, batch, idx, *index_args)
         try:
             with recorded:
                 output = run.engine.step.evaluate(step, batch, idx, dataloader_idx)
@@ -190,14 +190,14 @@ class _EvaluationLoop:
         ends = getattr(table, f"on_{self._name}_batch_end")
         if ends or self._keep:
             try:
-                # Usually no copy is needed. A callback can then change the batch in place through the output, which may
-                # be the same object. A step can require gradients only if it enables them itself.
+                # Detach only if necessary, which is if the step enables gradients itself. The output may be the batch
+                # itself, and a callback may change it in place.
                 if any(tensor.requires_grad for tensor in iterate_tensors(output)):
                     output = map_tensors(torch.Tensor.detach, output)
             except RecursionError as error:
                 raise too_deep(f"the result of {step}") from error
         for hook in ends:
-            hook(run.trainer, task, output, batch, idx, *loader)
+            hook(run.trainer, task, output, batch, idx, *index_args)
         metrics.batch = None
         metrics.in_step = False
         run.evaluation.batches_done += 1
@@ -240,9 +240,13 @@ class _StepLog:
         self._num_steps += 1
 
     def end(self) -> None:
-        """Log the remaining rows. An evaluation that is stopped before is repeated with the same steps. Collective."""
+        """Log the remaining rows. Collective.
+
+        An abandoned evaluation does not reach this, so that its repetition uses the same step numbers.
+        """
         last = self._run.logs.metrics.flush_step(self._run.logs.exchange)
-        last.logged.clear()  # the rows contain these values
+        if self._run.settings.loggers:
+            last.logged.clear()  # the rows contain these values
         self._run.logs.log_evaluation_steps(last.rows, self._kind)
         self._run.logs.take(last, self._kind)
         if self._counts:
@@ -291,12 +295,12 @@ class Prediction:
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
-        self._warn_of_nothing(outputs)
+        self._warn_of_missing_predictions(outputs)
         ranks = self._run.engine.data_ranks
         merged = in_dataset_order(ranks.gather(outputs)[:: ranks.parts])
         return merged if self._run.data.evaluation("predict").is_list else merged[0]
 
-    def _warn_of_nothing(self, outputs: list[list[Any]]) -> None:
+    def _warn_of_missing_predictions(self, outputs: list[list[Any]]) -> None:
         flat = list(itertools.chain.from_iterable(outputs))
         missing = sum(output is None for output in flat)
         if missing and self._run.engine.is_main:

@@ -301,7 +301,8 @@ class FitLoop:
         began = time.perf_counter()
         try:
             watch = EvaluationWatch(run.recovery.preemption, run.engine.processes, data)
-            evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
+            done = partial(run.loop.note_validation, run.state)
+            evaluation.evaluate(run, "validate", abandon=watch, when_metrics_known=done)
         except evaluation.Abandoned:
             set_rng_state(generators, device)  # a resume runs the complete validation with the same random numbers
             self._forget_validation()

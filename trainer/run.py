@@ -176,11 +176,11 @@ class StageRun:
         if not self.is_trial:
             self._choose_default_folder(stage, request)
         self.is_set_up = True
-        self._prepare_data(stage, is_trained=is_trained)
+        self._prepare_data_and_set_up(stage, is_trained=is_trained)
         _check_depth(task)
         opened = self.loads.open(request, is_trial=self.is_trial)
         if opened is not None:
-            engine.when_configured = None  # trained weights are loaded
+            engine.when_configured = None  # the checkpoint replaces the trained weights: nothing to warn of
             engine.when_built = partial(opened.show, hooks)
             if stage != "fit":
                 warn_of_other_hyperparameters(hooks, stage, opened)
@@ -208,7 +208,7 @@ class StageRun:
             folder = default_folder(self.settings.root, self.settings.loggers, stage, request, self.contents.attempt)
         self.places.default_folder = self.engine.processes.broadcast_object(folder)
 
-    def _prepare_data(self, stage: Stage, *, is_trained: bool) -> None:
+    def _prepare_data_and_set_up(self, stage: Stage, *, is_trained: bool) -> None:
         task, datamodule, processes = self.task, self.data.datamodule, self.engine.processes
         profile = self.profiler.profiler.profile
         owners: list[Any] = [task]
@@ -370,15 +370,17 @@ class StageRun:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Total number of optimizer steps of `fit`; infinite without a limit.
+        """Total number of optimizer steps of `fit`; infinite without a limit, and for a loader without a length.
 
         Learning-rate schedules in `configure_optimizers` may need it. Creates the training loader if necessary.
         """
         limits = self.settings.limits
         if limits.max_epochs is None:
             return math.inf if limits.max_steps == -1 else limits.max_steps
-        per_epoch = math.ceil(self.num_training_batches / self.settings.accumulate_grad_batches)
-        total = per_epoch * limits.max_epochs
+        total: int | float = math.inf
+        batches = self.num_training_batches
+        if math.isfinite(batches):
+            total = math.ceil(batches / self.settings.accumulate_grad_batches) * limits.max_epochs
         return total if limits.max_steps == -1 else min(total, limits.max_steps)
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:

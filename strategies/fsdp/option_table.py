@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainwright.core.names.kwargs_handler import as_flag
 from trainwright.strategies.option_table import EngineOption, OptionTable
 
-_OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
+_NO_INPUT_OFFLOAD = "inputs of recomputed layers stay on the device; use --fsdp_activation_checkpointing true alone"
 
 FSDP = OptionTable(
     title="FSDP",
@@ -30,7 +30,7 @@ FSDP = OptionTable(
             "Keep shards on the host.",
             read=as_flag,
             flag="fsdp_offload_params",
-            variable="FSDP_OFFLOAD_PARAMS",
+            variable="FSDP_NO_INPUT_OFFLOAD_PARAMS",
         ),
         EngineOption("min_num_params", "Smallest unit of SIZE_BASED_WRAP.", read=int),
         EngineOption("auto_wrap_policy", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP."),
@@ -47,6 +47,6 @@ FSDP = OptionTable(
         EngineOption("cpu_ram_efficient_loading", "Only rank 0 reads pretrained weights.", read=as_flag),
         EngineOption("sync_module_states", "Only true.", read=as_flag),
         EngineOption("activation_checkpointing", "Recompute activations in backward.", read=as_flag),
-        EngineOption("activation_checkpointing_offload", read=as_flag, not_launched=_OFFLOAD),
+        EngineOption("activation_checkpointing_offload", read=as_flag, not_launched=_NO_INPUT_OFFLOAD),
     ),
 )

@@ -151,3 +151,23 @@ def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_ear
     gate.opened.set()
     assert took_s < 5
     assert _steps_in(tmp_path)[:1] == [1]
+
+
+def test_a_preempted_run_that_was_about_to_roll_back_ends_without_the_rollback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Signalled(RegressionTask):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 3:
+                self.trainer.request_rollback("the loss rises", before_step=2)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 3:
+                signal.raise_signal(signal.SIGTERM)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=6, callbacks=[saver], val_check_interval=1)
+    with pytest.raises(Preempted):
+        trainer.fit(Signalled(), regression_loader(12, 2), regression_loader(4, 2))
+    assert "the run was about to roll back: the loss rises" in capsys.readouterr().out
+    assert trainer.num_rollbacks == 0

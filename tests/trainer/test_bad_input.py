@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.tasks import RegressionTask, StepTask, regression_loader
 from tests.trainer.runs import Untouched, quiet_trainer
@@ -259,3 +260,22 @@ def test_an_unknown_or_missing_argument_is_a_type_error_too(call: Callable[[], A
     with pytest.raises(ArgumentTypeError):
         call()
     assert issubclass(ArgumentTypeError, TypeError)
+
+
+def test_the_number_of_steps_is_infinite_for_data_without_a_length() -> None:
+    class Endless(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield torch.ones(4), torch.ones(1)
+
+    seen: list[float] = []
+
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            seen.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    loader = DataLoader(Endless(), batch_size=2)
+    quiet_trainer(max_epochs=1, max_samples=4).fit(Task(), loader)
+    quiet_trainer(max_epochs=1, max_steps=2).fit(Task(), loader)
+    assert seen == [math.inf, 2]

@@ -161,3 +161,13 @@ def test_logged_metrics_are_known_in_the_hooks_at_the_end_of_an_epoch() -> None:
     quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2), regression_loader(2))
     assert "b" in seen["validate"]
     assert {"a_epoch", "a_step", "b"} <= {*seen["train"]}
+
+
+def test_step_values_of_a_validation_are_known_without_a_logger() -> None:
+    class Task(RegressionTask):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("b", float(batch_idx), on_step=True, on_epoch=False)
+
+    trainer = quiet_trainer(max_epochs=1, logger=False)
+    trainer.fit(Task(), regression_loader(2), regression_loader(4))
+    assert "b" in trainer.logged_metrics

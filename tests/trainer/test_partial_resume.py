@@ -304,3 +304,20 @@ def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: A
     with pytest.warns(TrainwrightWarning, match="a different order, so some samples are repeated"):
         quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
     quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
+
+
+@pytest.mark.parametrize("entry", ["data", "seed", "run_id", "strategy"])
+def test_an_entry_that_every_run_needs_is_not_offered_to_allow_missing(run: Path, entry: str) -> None:
+    checkpoint = run / "checkpoints" / "2"
+    edit_trainer(checkpoint, lambda entries: entries.pop(entry))
+    with pytest.raises(CheckpointError, match=f"has no entry '{entry}' in its trainer part. Use another") as error:
+        resume(run, checkpoint)
+    assert "allow_missing" not in str(error.value)
+
+
+def test_missing_schedules_that_may_be_missing_are_warned_of_once(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "2"
+    edit_trainer(checkpoint, lambda entries: entries.pop("schedulers"))
+    with pytest.warns(TrainwrightWarning, match="starts from scratch") as caught:
+        resume(run, checkpoint, allow_missing=["schedulers"])
+    assert len([each for each in caught if "schedulers" in str(each.message)]) == 1

@@ -96,12 +96,12 @@ class Loads:
         stage, processes, attempt = self._stage, self._engine.processes, self._contents.attempt
         assert stage is not None
         folder = self._places.run_folder
-        left: FoundCheckpoint | None = None
+        of_earlier_attempt: FoundCheckpoint | None = None
         if self._engine.is_main:
             if stage == "fit" and not is_trial and self._places.folder.is_dir():
                 folder.prepare()
-            left = left_by_earlier(attempt, folder)
-        found = processes.broadcast_object(left)
+            of_earlier_attempt = left_by_earlier(attempt, folder)
+        found = processes.broadcast_object(of_earlier_attempt)
         if found is not None:
             self._hooks.print(f"trainwright: start {attempt.number + 1} of this job resumes {found.path}.")
             request = replace(request, ckpt_path=found.path, weights_only=False)
@@ -199,13 +199,13 @@ class Loads:
         saved.restore_callbacks(self._hooks.callbacks)
         self._restore_optimizers_and_schedules(opened, saved)
         saved.restore_engine(self._engine)
-        data = saved.take("data", {})
-        seed = saved.take("seed", None)
+        data = saved.required("data")
+        seed = saved.required("seed")
         if data:  # a converted checkpoint is at the start of an epoch and has no data state
             self._history.seed = seed
             self._data.load_state_dict(data)
         self._history.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
-        self._history.run_id = saved.take("run_id", "")
+        self._history.run_id = saved.required("run_id")
         saved.restore_loggers(self._logs.group)
         saved.restore_datamodule(self._data.datamodule)
         self._restore_last(opened, order_is_known=bool(data))
@@ -250,7 +250,9 @@ class Loads:
             return
         task = self._hooks.task
         names = {plain_name(name) for name, _ in task.named_parameters()}
-        differ = sorted(({*before} & names) ^ {*frozen_names(task)})
+        was_frozen = names.intersection(before)
+        is_frozen = set(frozen_names(task))
+        differ = sorted(was_frozen ^ is_frozen)
         if differ:
             kind = "was frozen" if differ[0] in before else "was trained"
             warnings.warn(
@@ -335,10 +337,12 @@ class Loads:
 
     def _restore_schedules(self, saved: Entries, not_restored: Sequence[Optimizer]) -> None:
         """Restore the learning-rate schedules. Set their rates on the optimizers that were not restored."""
-        states = saved.take("schedulers", [])
+        states = saved.take("schedulers", None)
+        if states is None:  # which `allow_missing` permits
+            return
         configs = self._loop.schedules.configs
         if len(states) != len(configs):
-            saved.lacks(
+            saved.refuse_missing(
                 "schedulers",
                 f"holds {len(states)} learning-rate schedule(s), but configure_optimizers returned {len(configs)}",
                 "return as many, in the same order",
@@ -381,9 +385,9 @@ def _first_names(names: Sequence[str]) -> str:
 class Entries:
     """The entries of a checkpoint's trainer part, with the rules for missing entries.
 
-    An entry that the checkpoint should have is an error if missing, unless `allowed` names it. State of something that
-    the user has added since (a callback, a logger, another precision) starts from scratch with a warning. State of
-    something that the user has removed is ignored with a warning.
+    An entry that the checkpoint should have is an error if missing, unless `allowed` names it. So is the state of a
+    data module that the user has added since. Other state of something that was added (a callback, a logger, another
+    precision) starts from scratch with a warning. State of something that was removed is ignored with a warning.
 
     Args:
         saved: the entries by name.
@@ -396,6 +400,16 @@ class Entries:
         self.path = path
         self._allowed = allowed
 
+    def required(self, name: str) -> Any:
+        """Return an entry without which no run can be resumed.
+
+        Raises:
+            CheckpointError: the entry is missing.
+        """
+        if name not in self._saved:
+            raise CheckpointError(f"{self.path} has no entry {name!r} in its trainer part. Use another checkpoint.")
+        return self._saved[name]
+
     def take(self, name: str, otherwise: object) -> Any:
         """Return an entry, or `otherwise` if it may be missing.
 
@@ -403,7 +417,7 @@ class Entries:
             CheckpointError: the entry is missing and not in `allowed`.
         """
         if name not in self._saved:
-            self.lacks(name, f"has no entry {name!r} in its trainer part", "use another checkpoint")
+            self.refuse_missing(name, f"has no entry {name!r} in its trainer part", "use another checkpoint")
             return otherwise
         return self._saved[name]
 
@@ -411,7 +425,7 @@ class Entries:
         """Return an entry that checkpoints of early versions lack, or None."""
         return self._saved.get(name)
 
-    def lacks(self, name: str, what: str, advice: str) -> None:
+    def refuse_missing(self, name: str, what: str, advice: str) -> None:
         """Raise an error because the checkpoint lacks `name`, or warn if `allowed` contains `name`.
 
         Raises:
@@ -427,7 +441,7 @@ class Entries:
     def _warn(self, text: str) -> None:
         warnings.warn(f"{self.path} {text}", TrainwrightWarning, stacklevel=4)
 
-    def _is_new(self, kind: str, name: str) -> None:
+    def _warn_new(self, kind: str, name: str) -> None:
         """Warn about state that the checkpoint lacks because the user has added something, unless allowed."""
         if kind not in self._allowed:
             self._warn(f"holds no state of {name}, which this run has: it starts from scratch.")
@@ -435,18 +449,18 @@ class Entries:
     def restore_engine(self, engine: Engine) -> None:
         """Restore the engine's own state (the loss scale)."""
         # The key in the file is "strategy". Users name its parts in allow_missing, such as "scaler".
-        saved: Mapping[str, Any] = self.take("strategy", {})
+        saved: Mapping[str, Any] = self.required("strategy")
         precision = engine.precision.name
         before = self._saved.get("precision")
         for key in engine.state_dict():
             if key in saved:
                 continue
             if before == precision:
-                self.lacks(
+                self.refuse_missing(
                     key, f"was written with precision={precision!r} and lacks its {key}", "use another checkpoint"
                 )
             else:
-                self._is_new(key, f"the {key} of precision={precision!r}")
+                self._warn_new(key, f"the {key} of precision={precision!r}")
         engine.load_state_dict(saved)
 
     def restore_callbacks(self, callbacks: Sequence[Callback]) -> None:
@@ -462,19 +476,19 @@ class Entries:
             if key in saved:
                 callback.load_state_dict(saved[key])
             elif callback.state_dict():
-                self._is_new("callbacks", f"the callback {key!r}")
+                self._warn_new("callbacks", f"the callback {key!r}")
 
     def restore_loggers(self, loggers: LoggerGroup | None) -> None:
         """Restore the loggers, which continue their logs."""
         saved: Sequence[Mapping[str, Any]] = self.take("loggers", [])
         if loggers is None:
             return
-        left = [state.get("logger") for state in saved]
+        unmatched = [state.get("logger") for state in saved]
         for own in loggers.state_dict():
-            if own["logger"] in left:
-                left.remove(own["logger"])
+            if own["logger"] in unmatched:
+                unmatched.remove(own["logger"])
             elif len(own) > 1:  # it has state besides its class name
-                self._is_new("loggers", f"the {own['logger']}")
+                self._warn_new("loggers", f"the {own['logger']}")
         loggers.load_state_dict(saved)
 
     def restore_datamodule(self, datamodule: DataModule | None) -> None:
@@ -487,4 +501,5 @@ class Entries:
             datamodule.load_state_dict(saved)
         elif datamodule.state_dict():
             name = type(datamodule).__name__
-            self.lacks("datamodule", f"holds no state of the data module, and {name} has one", "use another checkpoint")
+            what = f"holds no state of the data module, and {name} has one"
+            self.refuse_missing("datamodule", what, "use another checkpoint")

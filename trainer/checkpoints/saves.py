@@ -129,7 +129,7 @@ class Saves:
         self._report()
         if self._actions:
             with self._choosing_names():
-                self._act()
+                self._run_actions()
         requests, self._requests = self._requests, []
         for _, of_one_kind in groupby(requests, key=lambda request: request.weights_only):
             try:
@@ -138,7 +138,7 @@ class Saves:
                 self._tolerate(error)
                 self._report()
 
-    def _act(self) -> None:
+    def _run_actions(self) -> None:
         while self._actions:  # an action may add others
             actions, self._actions = self._actions, []
             for action in actions:
@@ -210,7 +210,8 @@ class Saves:
             targets = []
             for request in requests:
                 path = self._places.of_request(request)
-                publish = partial(self._enter, request=request, is_best=self._places.is_best(path), begun_s=begun_s)
+                is_best = self._places.is_best(path)
+                publish = partial(self._add_to_index, request=request, is_best=is_best, begun_s=begun_s)
                 targets.append(SaveTarget(path, request.metrics or snapshot.metrics, publish, request.fresh))
             # Waits for the previous save: loggers must be notified of it before this save may delete it.
             self._states.save(snapshot, targets, before=self._wait_and_report)
@@ -236,8 +237,9 @@ class Saves:
             weights_only = True
             if self._engine.is_main:
                 warnings.warn(
-                    f"{place} holds weights only, because another stage has run since the fit. To resume from it, save "
-                    "before that stage. To silence this warning, pass weights_only=True.",
+                    f"{place} holds weights only, because no fit is current: none has run, or another stage has run "
+                    "since. To resume from it, save in the fit or right after it. To silence this warning, pass "
+                    "weights_only=True.",
                     TrainwrightWarning,
                     stacklevel=3,
                 )
@@ -271,15 +273,15 @@ class Saves:
         try:
             begun_s = time.monotonic()
             write_checkpoint(path, self._contents.collect_alone(request.metrics), fresh=request.fresh)
-            self._enter(path, request=request, is_best=self._places.is_best(path), begun_s=begun_s)
+            self._add_to_index(path, request=request, is_best=self._places.is_best(path), begun_s=begun_s)
         except (OSError, CheckpointError) as error:
             warnings.warn(
                 f"no checkpoint {path} of the failed run was written: {error}", TrainwrightWarning, stacklevel=2
             )
         self._report()
 
-    def _enter(self, path: Path, *, request: SaveRequest, is_best: bool, begun_s: float) -> None:
-        """Add a checkpoint to the index, update its link and delete replaced ones. Runs on the writer's thread."""
+    def _add_to_index(self, path: Path, *, request: SaveRequest, is_best: bool, begun_s: float) -> None:
+        """Add a checkpoint to the index, update its link and delete replaced ones. On the writer's thread, if any."""
         self.longest_write_s = max(self.longest_write_s, time.monotonic() - begun_s)
         folder = self._places.in_folder(path.parent)
         index = folder.index
@@ -306,7 +308,8 @@ class Saves:
         """Wait until all checkpoints are published, and report them to the loggers. Collective.
 
         Raises:
-            CheckpointError: the last checkpoint could not be written. Raised on every rank.
+            CheckpointError: the last checkpoint could not be written. Raised on every rank, unless
+                `on_save_error="warn"`.
         """
         if self.writer is not None:
             self._engine.processes.on_main_rank(self._wait, "write its last checkpoint")
@@ -354,13 +357,13 @@ class Saves:
         while self._published:
             path, is_best = self._published.popleft()
             if self._logs.group is not None:
-                self._note(path, is_best=is_best)
+                self._record(path, is_best=is_best)
                 aliases = ("best",) if is_best else ()
                 self._logs.group.log_checkpoint(path, aliases=aliases, saver=self._hooks.saver)
         while self._complaints:
             warnings.warn(self._complaints.popleft(), TrainwrightWarning, stacklevel=2)
 
-    def _note(self, path: Path, *, is_best: bool) -> None:
+    def _record(self, path: Path, *, is_best: bool) -> None:
         """Record a published checkpoint, unless it has been deleted since."""
         with contextlib.suppress(CheckpointError, OSError):
             found = open_checkpoint(path).manifest

@@ -37,7 +37,7 @@ def variable_of(name: str) -> str | None:
 def with_launched(arguments: TrainerArguments) -> TrainerArguments:
     """Return the arguments, with defaults from the launcher's environment variables.
 
-    Arguments that the user passed take precedence. Rank 0 warns about overridden and unused variables.
+    Arguments that differ from their defaults take precedence. Rank 0 warns about overridden and unused variables.
 
     Raises:
         ConfigurationError: a variable has an invalid value, or two variables select an engine.

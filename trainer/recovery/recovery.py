@@ -30,7 +30,7 @@ from trainwright.trainer.recovery.failure import note_batch, note_missing_weight
 from trainwright.trainer.recovery.preemption import MARGIN_S, Preemption, requeue_job
 from trainwright.trainer.run_state import History
 
-CHECKPOINT_NAME = "preempted"  # one folder per run, replaced by each later preemption
+PREEMPTED_NAME = "preempted"  # one folder per run, replaced by each later preemption
 _MAX_TEXT = 2000  # characters of an error in the run's record
 _UNITS = ("samples", "micro_batches", "batch")  # units of a position in the data, in order of preference
 
@@ -143,7 +143,7 @@ class Recovery:
             folder = self._places.run_folder
             # A checkpoint written before the validation of this step lacks the validation's results.
             written = None if state.validation_owed else folder.find(state.step)
-            name = folder.free_name(CHECKPOINT_NAME)
+            name = folder.free_name(PREEMPTED_NAME)
             plan = written, self._saves.longest_write_s, self.preemption.remaining_s(), name
         written, needed_s, left_s, name = self._engine.processes.broadcast_object(plan)
         if written is not None:
@@ -160,6 +160,11 @@ class Recovery:
             self._saves.finish()
         except (OSError, CheckpointError) as error:
             return f"the checkpoint could not be written: {error}. Earlier checkpoints are complete."
+        except (RollBack, RollbackError) as rollback:  # requested in this step
+            return (
+                f"no checkpoint was written, because the run was about to roll back: {rollback}. Earlier checkpoints "
+                "are complete. Resume with fit(ckpt_path='last')."
+            )
         return f"wrote {self._places.folder / name}. Resume with fit(ckpt_path='last')."
 
     # Rollbacks
