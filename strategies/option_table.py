@@ -10,6 +10,9 @@ from typing import Any
 from trainwright.core.names.kwargs_handler import from_variable
 
 
+BY_TABLE = ""  # the table determines the name
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOption:
     """One option of an engine.
@@ -18,8 +21,8 @@ class EngineOption:
         name: Field of the plugin. For options that only the launcher reads, the name of the flag.
         help: Help text of the flag, one sentence.
         read: Converts the text of the flag or variable. Raises ValueError for an invalid text.
-        flag: Name of the option of `trainwright launch`. Empty: according to the table. None: there is no flag.
-        variable: Environment variable. Empty: according to the table. None: there is no variable.
+        flag: Name of the option of `trainwright launch`. None: there is no flag.
+        variable: Environment variable. None: there is no variable.
         choices: The values that the launcher accepts. Empty: any.
         other: Advice for values that are not in `choices`.
         path: Keys of the option in the engine's own configuration, if it has one.
@@ -33,8 +36,8 @@ class EngineOption:
     name: str
     help: str = ""
     read: Callable[[str], Any] = str
-    flag: str | None = ""
-    variable: str | None = ""
+    flag: str | None = BY_TABLE
+    variable: str | None = BY_TABLE
     choices: tuple[str, ...] = ()
     other: str = ""
     path: tuple[str, ...] = ()
@@ -71,8 +74,8 @@ class OptionTable:
         """The options by name, each with its flag and its variable."""
         found = {}
         for row in self.rows:
-            flag = self.flag.format(row.name) if row.flag == "" else row.flag
-            variable = self.variable.format(row.name.upper()) if row.variable == "" else row.variable
+            flag = self.flag.format(row.name) if row.flag == BY_TABLE else row.flag
+            variable = self.variable.format(row.name.upper()) if row.variable == BY_TABLE else row.variable
             found[row.name] = replace(row, flag=flag, variable=variable)
         return found
 
@@ -117,8 +120,9 @@ class OptionTable:
             read: Converts the text of the variable. Default: None, as for the flag.
         """
         option = self.options[name]
+        assert option.variable is not None  # only the launcher reads an option without a variable
         further = {"refusal": option.refusal, "harmless": option.harmless}
-        return from_variable(str(option.variable), read or option.read, **further)
+        return from_variable(option.variable, read or option.read, **further)
 
     def paths(self) -> dict[str, tuple[str, ...]]:
         """Return the path in the engine's own configuration of each option that has one."""

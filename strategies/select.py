@@ -166,8 +166,8 @@ class EnginePlugin(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class LoopChoice:
-    """The strategy of a user-written loop, before it is checked against the hardware.
+class EngineChoice:
+    """The strategy of a Trainer or of a user-written loop, before it is checked against the hardware.
 
     Attributes:
         strategies: One strategy for each plugin. Without plugins, one strategy or its name. The engine starts with the
@@ -187,23 +187,27 @@ class LoopChoice:
     @property
     def accumulation(self) -> int | None:
         """Micro-batches per optimizer step in the first strategy whose own configuration sets them, or None."""
-        return next(
-            filter(None, (one.stated_accumulation for one in self.strategies if isinstance(one, Strategy))), None
-        )
+        for one in self.strategies:
+            if isinstance(one, Strategy) and one.stated_accumulation:
+                return one.stated_accumulation
+        return None
 
     @property
     def mixed_precision(self) -> str | None:
         """Mixed precision in the first strategy whose own configuration enables it, or None."""
-        return next(filter(None, (one.stated_precision for one in self.strategies if isinstance(one, Strategy))), None)
+        for one in self.strategies:
+            if isinstance(one, Strategy) and one.stated_precision:
+                return one.stated_precision
+        return None
 
 
-def choose_for_loop(
+def choose_engine(
     strategy: str | Strategy,
     plugins: Mapping[str, object],
     shared: Mapping[str, EnginePlugin],
     ddp: DistributedDataParallelKwargs | None,
-) -> LoopChoice:
-    """Choose the strategy of a user-written loop from its arguments, or else from environment variables.
+) -> EngineChoice:
+    """Choose the strategy of a Trainer or a user-written loop from its arguments, or else from environment variables.
 
     Args:
         strategy: A strategy, or `"auto"`.
@@ -248,7 +252,7 @@ def choose_for_loop(
     config = None if arrangement is None else arrangement[_ONLY]
     if config is not None:
         strategies = [config.arranged(one, num_processes) for one in strategies]
-    return LoopChoice(strategies or [strategy], argument, named, overridden, config)
+    return EngineChoice(strategies or [strategy], argument, named, overridden, config)
 
 
 def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:

@@ -98,8 +98,8 @@ from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
-from trainwright.strategies.launched import DynamoBackend as DynamoBackend
-from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.launcher_variables import DynamoBackend as DynamoBackend
+from trainwright.strategies.launcher_variables import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.strategies.megatron.parallelism_config import ParallelismConfig as ParallelismConfig
 from trainwright.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainwright.strategies.megatron.strategy import MegatronStrategy as MegatronStrategy

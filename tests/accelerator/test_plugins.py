@@ -36,7 +36,7 @@ from trainwright import (
 )
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.launched import DynamoBackend
+from trainwright.strategies.launcher_variables import DynamoBackend
 from trainwright.utils import HfDeepSpeedConfig
 
 _FSDP: dict[str, tuple[dict[str, Any], dict[str, str], FSDPStrategy]] = {

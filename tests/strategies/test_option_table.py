@@ -12,7 +12,7 @@ import pytest
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.strategies.engine_tables import ENGINE_TABLES
 from trainwright.strategies.fsdp.option_table import FSDP
-from trainwright.strategies.launched import TorchDynamoPlugin
+from trainwright.strategies.launcher_variables import TorchDynamoPlugin
 from trainwright.strategies.option_table import EngineOption, OptionTable
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.fp8 import AORecipeKwargs

@@ -17,11 +17,11 @@ from trainwright.profilers.profiler import Profiler, resolve_profiler
 from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import Selection, select
 from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.trainer.configuration.apply_defaults import with_launched
 from trainwright.trainer.configuration.argument_checks import check_plain_arguments
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.assembly import default_callbacks, given_callbacks, savers_last
 from trainwright.trainer.configuration.checks import check_callbacks, check_graphs, check_needs
-from trainwright.trainer.configuration.launcher_defaults import with_launched
 from trainwright.trainer.configuration.lengths import Limits, limits_of, parse_grace, validation_interval_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from trainwright.trainer.configuration.launcher_defaults import variable_of
+from trainwright.trainer.configuration.apply_defaults import variable_of
 from trainwright.trainer.configuration.lengths import limits_of
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.planning.run_plan import PlannedSetting

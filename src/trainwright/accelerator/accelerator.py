@@ -66,7 +66,7 @@ from trainwright.processes.process_group import Turn
 from trainwright.processes.signals import LoopSignal
 from trainwright.profilers.pytorch import ProfileKwargs, profiled
 from trainwright.strategies.group import LoopGradients, MicroBatchBlock
-from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin
+from trainwright.strategies.launcher_variables import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.loss_scale import LossScale

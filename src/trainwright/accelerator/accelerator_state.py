@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
     from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
-    from trainwright.strategies.launched import TorchDynamoPlugin
+    from trainwright.strategies.launcher_variables import TorchDynamoPlugin
     from trainwright.strategies.megatron.parallelism_config import ParallelismConfig
     from trainwright.strategies.megatron.plugin import MegatronLMPlugin
 

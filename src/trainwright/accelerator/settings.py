@@ -24,8 +24,8 @@ from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ArgumentTypeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.foreign_names import check_class
 from trainwright.core.names.stand_in import is_active
-from trainwright.strategies.launch_defaults import Passed, precision_of, read_defaults, warn_on_main
-from trainwright.strategies.launched import DynamoBackend, TorchDynamoPlugin, read_dynamo
+from trainwright.strategies.argument_defaults import Passed, precision_of, read_defaults, warn_on_main
+from trainwright.strategies.launcher_variables import DynamoBackend, TorchDynamoPlugin, read_dynamo
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.precision_names import parse_precision
 from trainwright.strategies.select import (

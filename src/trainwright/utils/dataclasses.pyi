@@ -20,8 +20,8 @@ from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs 
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
-from trainwright.strategies.launched import DynamoBackend as DynamoBackend
-from trainwright.strategies.launched import TorchDynamoPlugin as TorchDynamoPlugin
+from trainwright.strategies.launcher_variables import DynamoBackend as DynamoBackend
+from trainwright.strategies.launcher_variables import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.strategies.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from trainwright.strategies.steps.fp8 import AORecipeKwargs as AORecipeKwargs
 from trainwright.strategies.steps.te_layers import FP8RecipeKwargs as FP8RecipeKwargs

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.process import detect
 from trainwright.processes.devices import kernel_problem
-from trainwright.strategies.launched import Launched, read_launched
+from trainwright.strategies.launcher_variables import Launched, read_launched
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.precision_names import parse_precision
-from trainwright.strategies.select import EnginePlugin, LoopChoice, choose_for_loop
+from trainwright.strategies.select import EngineChoice, EnginePlugin, choose_engine
 from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class LaunchDefaults:
         warnings: Texts to warn about: variables that are overridden or not used, and problems of the machine.
     """
 
-    choice: LoopChoice
+    choice: EngineChoice
     launched: Launched
     warnings: list[str]
 
@@ -69,14 +69,14 @@ def read_defaults(
     """Read a launcher's variables, and choose the strategy.
 
     Args:
-        strategy, plugins, shared, ddp: See `choose_for_loop`.
+        strategy, plugins, shared, ddp: See `choose_engine`.
         precision: The argument for the precision.
         steps: The argument for the number of micro-batches of one optimizer step.
 
     Raises:
         ConfigurationError: A variable has an invalid value, or two arguments or two variables select an engine.
     """
-    choice = choose_for_loop(strategy, plugins or {}, shared or {}, ddp)
+    choice = choose_engine(strategy, plugins or {}, shared or {}, ddp)
     launched = read_launched(choice.argument)
     unused = launched.unused(
         precision.overriding(launched.mixed_precision),

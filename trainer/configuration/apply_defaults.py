@@ -7,9 +7,9 @@ from dataclasses import replace
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import ALL_PROCESSES, detect, variable
+from trainwright.strategies.argument_defaults import Passed, precision_of, read_defaults, warn_on_main
 from trainwright.strategies.engine_tables import ENGINE_TABLES
-from trainwright.strategies.launch_defaults import Passed, precision_of, read_defaults, warn_on_main
-from trainwright.strategies.launched import TorchDynamoPlugin
+from trainwright.strategies.launcher_variables import TorchDynamoPlugin
 from trainwright.strategies.precision_names import parse_precision
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
