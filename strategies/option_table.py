@@ -9,7 +9,6 @@ from typing import Any
 
 from trainwright.core.names.kwargs_handler import from_variable
 
-
 BY_TABLE = ""  # the table determines the name
 
 

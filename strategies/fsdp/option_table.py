@@ -30,7 +30,7 @@ FSDP = OptionTable(
             "Keep shards on the host.",
             read=as_flag,
             flag="fsdp_offload_params",
-            variable="FSDP_NO_INPUT_OFFLOAD_PARAMS",
+            variable="FSDP_OFFLOAD_PARAMS",
         ),
         EngineOption("min_num_params", "Smallest unit of SIZE_BASED_WRAP.", read=int),
         EngineOption("auto_wrap_policy", "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP."),
