@@ -95,7 +95,7 @@ def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weigh
     trainer.fit(task, regression_loader(2))
     assert read_checkpoint(trainer.save_checkpoint(tmp_path / "full")).kind == "full"
     trainer.validate(task, regression_loader(2), verbose=False)
-    with pytest.warns(TrainwrightWarning, match="holds weights only, because another stage has run"):
+    with pytest.warns(TrainwrightWarning, match="holds weights only, because no fit is current"):
         path = trainer.save_checkpoint(tmp_path / "late")
     assert read_checkpoint(path).kind == "weights"
     assert_equal_weights(weights_of(task), read_checkpoint(path).model or {})
