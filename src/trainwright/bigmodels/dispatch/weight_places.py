@@ -17,10 +17,10 @@ from trainwright.bigmodels.dispatch.model_weights import Weight, compare, find_w
 from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.weights.moving import Device, to_device
 from trainwright.bigmodels.weights.placeholders import (
-    Place,
+    ReplacedWeight,
     like,
-    place_of,
     placeholder,
+    replaced_weight,
     without_guard,
 )
 from trainwright.bigmodels.weights.slots import put, restored
@@ -191,8 +191,8 @@ class WeightPlaces:
                 to_write.append((disk_names, value))
             elif own is not None:
                 to_write.append((disk_names, own))
-            elif (place := place_of(weight.tensor)) is not None and place.value is not None:
-                found.add_all(disk_names, place.value, place.span)
+            elif (replaced := replaced_weight(weight.tensor)) is not None and replaced.value is not None:
+                found.add_all(disk_names, replaced.value, replaced.span)
             elif (stored_name := next((name for name in weight.names if name in self._on_disk), None)) is not None:
                 found.add_all(disk_names, *self._on_disk.on_disk(stored_name))
             else:
@@ -264,15 +264,15 @@ class WeightPlaces:
 
         `span` is the location of `value` in a file. None: the value is in memory.
         """
-        former = place_of(weight.tensor)
-        place = Place() if former is None else Place(former.device, former.original)
+        former = replaced_weight(weight.tensor)
+        replaced = ReplacedWeight() if former is None else ReplacedWeight(former.device, former.original)
         if weight.device is None:
-            place.value = value
-            place.span = span
-            place.label = repr(weight.names[0])
+            replaced.value = value
+            replaced.span = span
+            replaced.label = repr(weight.names[0])
         else:
-            place.device = value.device
-        self.assign(weight, placeholder(weight.tensor, place, weight.dtype))
+            replaced.device = value.device
+        self.assign(weight, placeholder(weight.tensor, replaced, weight.dtype))
         for each in weight.hooked:
             each.hook.replace(each.module, each.name, value, span)
 
