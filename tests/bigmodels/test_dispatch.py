@@ -84,8 +84,8 @@ def test_shared_weights_are_found_in_the_folder_of_an_earlier_call(
     offload(net, tmp_path)
     assert torch.equal(net(TOKENS), EXPECTED)
     again = change(empty_net())
-    for each, buffer in zip(again.blocks, make_net().blocks, strict=True):
-        each[1].load_state_dict(buffer[1].state_dict(), assign=True)
+    for block, filled in zip(again.blocks, make_net().blocks, strict=True):  # buffers are not offloaded
+        block[1].load_state_dict(filled[1].state_dict(), assign=True)
     offload(again, tmp_path)
     assert torch.equal(again(TOKENS), EXPECTED)
 
