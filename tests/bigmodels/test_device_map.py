@@ -1,4 +1,4 @@
-"""Device maps: the placement as a pure function, maps of models, and what is said about bad ones."""
+"""Device maps: the assignment as a pure function, maps of models, and what is said about bad ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,15 @@ from trainwright import (
     get_balanced_memory,
     infer_auto_device_map,
 )
+from trainwright.bigmodels.maps.device_assignment import (
+    DeviceAssignment,
+    Outline,
+    assign_devices,
+    is_accelerator,
+    is_fast,
+    outermost,
+)
 from trainwright.bigmodels.maps.device_map import resolve_device_map
-from trainwright.bigmodels.maps.placement import Outline, Placement, assign_devices, is_accelerator, is_fast, outermost
 from trainwright.core.errors import TrainwrightWarning
 
 Tree = int | list["Tree"]
@@ -54,7 +61,7 @@ _LAW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCh
 
 
 @st.composite
-def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], Placement]:
+def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], DeviceAssignment]:
     outline = _outline(draw(_TREES), draw(_TIES))
     accelerators, host = draw(_BUDGETS)
     budgets: dict[int | str, int | None] = dict(enumerate(accelerators))
@@ -67,9 +74,9 @@ def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], Plac
     return outline, budgets, assign_devices(outline, budgets, fallback=draw(st.booleans()))
 
 
-def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int | str]:
+def _device_of_layers(outline: Outline, assignment: DeviceAssignment) -> dict[int, int | str]:
     found = {}
-    for part, device in outermost(outline, placement.device_of).items():
+    for part, device in outermost(outline, assignment.device_of).items():
         found.update({i: device for i in range(part, outline.ends[part]) if outline.is_layer[i]})
     return found
 
@@ -78,21 +85,21 @@ def _device_of_layers(outline: Outline, placement: Placement) -> dict[int, int |
 @given(_placed())
 @_LAW
 def test_everything_is_placed_within_the_budgets_and_ties_lie_together(case: Any) -> None:
-    outline, budgets, placement = case
-    device_of = _device_of_layers(outline, placement)
+    outline, budgets, assignment = case
+    device_of = _device_of_layers(outline, assignment)
     assert set(device_of) == {index for index, is_layer in enumerate(outline.is_layer) if is_layer}
     used = dict.fromkeys(budgets, 0)
     for part, device in device_of.items():
         used[device] += outline.sizes_bytes[part]
-    assert used == placement.used_bytes
+    assert used == assignment.used_bytes
     assert all(budget is None or used[device] <= budget for device, budget in budgets.items())
     assert all(len({device_of[part] for part in group}) == 1 for group in outline.tied)
     # The device that computes has room for whatever lies elsewhere.
-    first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
-    if first is not None and not is_fast(placement):
-        assert first == placement.runs_on
+    first = next((d for d, used in assignment.used_bytes.items() if used and is_accelerator(d)), None)
+    if first is not None and not is_fast(assignment):
+        assert first == assignment.runs_on
         elsewhere = [outline.sizes_bytes[part] for part, device in device_of.items() if not is_accelerator(device)]
-        assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
+        assert budgets[first] - assignment.used_bytes[first] >= max(elsewhere)
 
 
 _WITHOUT_MEMORY = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
-from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, tree_of
+from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_net, tree_of
 from trainwright.bigmodels.dispatch.dispatch import disk_offload, dispatch_model
 from trainwright.bigmodels.dispatch.loading import load_offloaded_weights
 from trainwright.bigmodels.weights.weights_map import (
@@ -61,6 +63,51 @@ def test_a_folder_of_another_model_does_not_give_its_weights_to_this_one(tmp_pat
     net = make_net()
     disk_offload(net, tmp_path)
     assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def _with_copied_head(net: Net) -> Net:
+    """Give the head a parameter of its own in the memory of the embedding's weight."""
+    net.head.weight = nn.Parameter(net.embed.weight.detach())
+    return net
+
+
+@pytest.mark.parametrize("change", [lambda net: net, _with_copied_head], ids=["tied", "same memory"])
+@pytest.mark.parametrize(
+    "offload",
+    [disk_offload, lambda net, folder: dispatch_model(net, ALL_DISK, offload_dir=folder)],
+    ids=["disk_offload", "dispatch_model"],
+)
+def test_shared_weights_are_found_in_the_folder_of_an_earlier_call(
+    offload: Callable[[Net, Path], nn.Module], change: Callable[[Net], Net], tmp_path: Path
+) -> None:
+    net = change(make_net())
+    offload(net, tmp_path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+    again = change(empty_net())
+    for block, filled in zip(again.blocks, make_net().blocks, strict=True):  # buffers are not offloaded
+        block[1].load_state_dict(filled[1].state_dict(), assign=True)
+    offload(again, tmp_path)
+    assert torch.equal(again(TOKENS), EXPECTED)
+
+
+class _Bits(nn.Module):
+    """A parameter, and a buffer that views it as integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.register_buffer("bits", self.weight.detach().view(torch.int32))
+
+    def forward(self) -> torch.Tensor:
+        assert isinstance(self.bits, torch.Tensor)
+        return self.bits + 0
+
+
+def test_a_buffer_that_views_a_parameter_as_another_dtype_keeps_its_values(tmp_path: Path) -> None:
+    model = _Bits()
+    expected = model()
+    disk_offload(model, tmp_path, offload_buffers=True)
+    assert torch.equal(model(), expected)
 
 
 def test_buffers_stay_unless_they_are_offloaded_too(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.bigmodels.nets import of_transformers
 from trainwright import init_empty_weights, load_checkpoint_and_dispatch
-from trainwright.bigmodels.maps.placement import largest_layer
+from trainwright.bigmodels.maps.device_assignment import largest_layer
 from trainwright.bigmodels.maps.sizes import read_outline
 from trainwright.checkpoint.format.model import write_model
 

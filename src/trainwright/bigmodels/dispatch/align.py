@@ -235,12 +235,12 @@ class AlignDevicesHook(ModelHook):
                 slot.restore(module, self.weights_map[slot.name], copies=False)
             elif shown is not None and shown.is_meta:
                 has_files = True
-                slot.place.value = self.weights_map[slot.name]
-                slot.place.span = span
-                slot.place.is_hooked = False
+                slot.replaced_weight.value = self.weights_map[slot.name]
+                slot.replaced_weight.span = span
+                slot.replaced_weight.is_hooked = False
         return has_files
 
-    def places(self, module: nn.Module) -> set[tuple[int, str]]:
+    def offloaded_entries(self, module: nn.Module) -> set[tuple[int, str]]:
         """Return (id of the module's dict of parameters or buffers, name in this dict) of each offloaded tensor."""
         return {(id(slot.table(module)), slot.leaf) for slot in self._slots}
 

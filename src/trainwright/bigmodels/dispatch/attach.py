@@ -200,7 +200,7 @@ def _check_initialized(module: nn.Module) -> None:
         for hook in offloading_hooks(part):
             if hook.execution_device is not None and hook.execution_device.type == "meta":
                 return  # no tensor has values there
-            known |= hook.places(part)
+            known |= hook.offloaded_entries(part)
     found: list[str] = []
     for path, part in module.named_modules():
         for table in (part._parameters, part._buffers):

@@ -124,7 +124,7 @@ def _add_hooks(
     model = places.model
     device_map = places.device_map or {}
     places.fill_empty()
-    values = places.offloaded(offloaded)
+    values = places.offload(offloaded)
     runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in device_map.items()}
     runs_on.setdefault("", main)
     _separate_tied(model, device_map, runs_on)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, offloading_hooks
-from trainwright.bigmodels.weights.placeholders import partly_offloaded, place_of
+from trainwright.bigmodels.weights.placeholders import partly_offloaded, replaced_weight
 from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
 from trainwright.core.errors import CheckpointError
 
@@ -58,8 +58,8 @@ class Weight:
     @property
     def value_in_file(self) -> torch.Tensor | None:
         """The value of a weight that is only in a file and has no hook."""
-        place = place_of(self.tensor)
-        return None if place is None else place.value
+        replaced = replaced_weight(self.tensor)
+        return None if replaced is None else replaced.value
 
     @property
     def has_values(self) -> bool:

@@ -17,10 +17,10 @@ from trainwright.bigmodels.dispatch.model_weights import Weight, compare, find_w
 from trainwright.bigmodels.dispatch.moves import refuse_moves
 from trainwright.bigmodels.weights.moving import Device, to_device
 from trainwright.bigmodels.weights.placeholders import (
-    Place,
+    ReplacedWeight,
     like,
-    place_of,
     placeholder,
+    replaced_weight,
     without_guard,
 )
 from trainwright.bigmodels.weights.slots import put, restored
@@ -149,8 +149,7 @@ class WeightPlaces:
                     continue
                 if value.shape != weight.tensor.shape:
                     raise CheckpointError(
-                        f"{weight.names[0]!r} has shape {tuple(value.shape)} in the given values, expected "
-                        f"{tuple(weight.tensor.shape)}."
+                        f"{weight.names[0]!r} has shape {tuple(value.shape)}, expected {tuple(weight.tensor.shape)}."
                     )
                 self.assign(weight, restored(weight.tensor, value.detach().to("cpu", weight.tensor.dtype)))
         if missing:
@@ -160,38 +159,49 @@ class WeightPlaces:
                 "pass a state_dict that contains them, or offload buffers too (offload_buffers=True)."
             )
 
-    def offloaded(self, places: Collection[str]) -> StoredWeights:
-        """Return the values that hooks load, of weights whose map entry is in `places` (`"cpu"`, `"disk"`).
+    def offload(self, entries: Collection[str]) -> StoredWeights:
+        """Return the values that hooks load, of weights whose map entry is in `entries` (`"cpu"`, `"disk"`).
 
         The values are the given ones, or those of the model. Those for the disk may also be in files. Weights for the
-        disk that are only in memory are first written to the folder.
+        disk that are only in memory are first written to the folder, tied weights once.
         """
         found = StoredWeights()
-        to_write: dict[str, torch.Tensor] = {}
+        to_write: list[tuple[list[str], torch.Tensor]] = []
+        not_given: list[str] = []
         missing: list[str] = []
         for weight in self.saved:
             if weight.is_buffer and not self.offload_buffers:
                 continue
-            value = weight.tensor.detach() if self.given is None else weight.find_in(self.given)
-            for name in weight.names:
-                entry = self._entry(name)
-                if entry not in places:
-                    continue
-                if entry != "disk":
-                    if value is not None:
-                        found.add(name, value.detach().to("cpu"))
-                elif weight.device is not None and not weight.tensor.is_meta:  # another module has it in memory
-                    found.add(name, weight.tensor.detach())
-                elif value is not None and not value.is_meta:
-                    to_write[name] = value
-                elif not weight.tensor.is_meta:
-                    to_write[name] = weight.tensor.detach()
-                elif (place := place_of(weight.tensor)) is not None and place.value is not None:
-                    found.add(name, place.value, place.span)
-                elif name in self._on_disk:
-                    found.add(name, *self._on_disk.on_disk(name))
+            host_names = [name for name in weight.names if "cpu" in entries and self._entry(name) == "cpu"]
+            disk_names = [name for name in weight.names if "disk" in entries and self._entry(name) == "disk"]
+            own = None if weight.tensor.is_meta else weight.tensor.detach()
+            value = own if self.given is None else weight.find_in(self.given)
+            if value is not None and value.is_meta:
+                value = None
+            if host_names:
+                if value is None:
+                    not_given.append(host_names[0])
                 else:
-                    missing.append(name)
+                    found.add_all(host_names, value.detach().to("cpu"))
+            if not disk_names:
+                continue
+            if weight.device is not None and own is not None:  # another module has it in memory
+                found.add_all(disk_names, own)
+            elif value is not None:
+                to_write.append((disk_names, value))
+            elif own is not None:
+                to_write.append((disk_names, own))
+            elif (replaced := replaced_weight(weight.tensor)) is not None and replaced.value is not None:
+                found.add_all(disk_names, replaced.value, replaced.span)
+            elif (stored_name := next((name for name in weight.names if name in self._on_disk), None)) is not None:
+                found.add_all(disk_names, *self._on_disk.on_disk(stored_name))
+            else:
+                missing.append(disk_names[0])
+        if not_given:
+            raise CheckpointError(
+                f"{len(not_given)} offloaded weights are on the CPU and not in state_dict: {_first(not_given, repr)}. "
+                "Add them, or omit state_dict to offload the model's values."
+            )
         if missing:
             raise CheckpointError(
                 f"{len(missing)} offloaded weights are neither in the model nor on the disk: "
@@ -254,15 +264,15 @@ class WeightPlaces:
 
         `span` is the location of `value` in a file. None: the value is in memory.
         """
-        former = place_of(weight.tensor)
-        place = Place() if former is None else Place(former.device, former.original)
+        former = replaced_weight(weight.tensor)
+        replaced = ReplacedWeight() if former is None else ReplacedWeight(former.device, former.original)
         if weight.device is None:
-            place.value = value
-            place.span = span
-            place.label = repr(weight.names[0])
+            replaced.value = value
+            replaced.span = span
+            replaced.label = repr(weight.names[0])
         else:
-            place.device = value.device
-        self.assign(weight, placeholder(weight.tensor, place, weight.dtype))
+            replaced.device = value.device
+        self.assign(weight, placeholder(weight.tensor, replaced, weight.dtype))
         for each in weight.hooked:
             each.hook.replace(each.module, each.name, value, span)
 
@@ -317,19 +327,15 @@ def _origin(checkpoint: Path) -> str:
     return f"{checkpoint.resolve()} {facts}"
 
 
-def _write(tensors: Mapping[str, torch.Tensor], folder: PathLike | None, weights: StoredWeights) -> None:
-    """Write tensors into the folder, and add them to `weights`. Tensors that share memory are written once."""
+def _write(tensors: list[tuple[list[str], torch.Tensor]], folder: PathLike | None, weights: StoredWeights) -> None:
+    """Write tensors into the folder under the first of their names, and add them to `weights` under all names."""
     if folder is None:
+        first_names, _ = tensors[0]
         raise ConfigurationError(
-            f"the device map puts {next(iter(tensors))!r} and {len(tensors) - 1} other weights on the disk, but they "
+            f"the device map puts {first_names[0]!r} and {len(tensors) - 1} other weights on the disk, but they "
             "are only in memory. Pass offload_dir, a folder to write them to."
         )
-    first: dict[tuple[Any, ...], str] = {}
-    written: dict[str, str] = {}  # by name, the name that the memory is written under
-    for name, tensor in tensors.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        written[name] = first.setdefault(key, name)
-    offload_state_dict(folder, {name: tensors[name] for name in first.values()})
+    offload_state_dict(folder, {names[0]: tensor for names, tensor in tensors})
     stored = OffloadedWeightsLoader(save_folder=folder)
-    for name, same in written.items():
-        weights.add(name, *stored.on_disk(same))
+    for names, _ in tensors:
+        weights.add_all(names, *stored.on_disk(names[0]))

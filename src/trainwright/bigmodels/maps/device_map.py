@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from trainwright.bigmodels.maps.placement import (
+from trainwright.bigmodels.maps.device_assignment import (
     Device,
+    DeviceAssignment,
     Outline,
-    Placement,
     assign_devices,
     collapse,
     is_accelerator,
@@ -79,16 +79,16 @@ def infer_auto_device_map(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
     budgets = _with_disk(memory_budgets(max_memory))
-    placement = assign_devices(outline, budgets, fallback=fallback_allocation)
-    _warn_of_skipped_devices(outline, placement, budgets)
-    chosen = outermost(outline, placement.device_of)
+    assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
+    _warn_of_skipped_devices(outline, assignment, budgets)
+    chosen = outermost(outline, assignment.device_of)
     device_map = {outline.names[part]: device for part, device in chosen.items()}
-    if not offload_buffers and placement.runs_on is not None:
-        _warn_of_buffers(model, outline, device_map, placement, budgets, dtype, special_dtypes)
+    if not offload_buffers and assignment.runs_on is not None:
+        _warn_of_buffers(model, outline, device_map, assignment, budgets, dtype, special_dtypes)
     if verbose:
         from trainwright.bigmodels.maps.explain import explain
 
-        sys.stdout.write(f"{explain(outline, budgets, placement)}\n")
+        sys.stdout.write(f"{explain(outline, budgets, assignment)}\n")
     if clean_result:
         device_map = {outline.names[part]: device for part, device in collapse(outline, chosen).items()}
     return device_map
@@ -332,11 +332,13 @@ def _with_disk(max_memory: Mapping[Device, int]) -> dict[Device, int | None]:
     return budgets
 
 
-def _warn_of_skipped_devices(outline: Outline, placement: Placement, budgets: Mapping[Device, int | None]) -> None:
-    if not placement.skipped:
+def _warn_of_skipped_devices(
+    outline: Outline, assignment: DeviceAssignment, budgets: Mapping[Device, int | None]
+) -> None:
+    if not assignment.skipped:
         return
     needed, name = largest_layer(outline)
-    given = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in placement.skipped)
+    given = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in assignment.skipped)
     warnings.warn(
         f"nothing is placed on {{{given}}}: the first accelerator in use also computes the offloaded layers, and "
         f"{name!r}, the largest one, needs {format_bytes(needed)}.",
@@ -349,7 +351,7 @@ def _warn_of_buffers(
     model: nn.Module,
     outline: Outline,
     device_map: Mapping[str, Device],
-    placement: Placement,
+    assignment: DeviceAssignment,
     budgets: Mapping[Device, int | None],
     dtype: DType | None,
     special_dtypes: Mapping[str, DType] | None,
@@ -362,15 +364,15 @@ def _warn_of_buffers(
         return compute_module_total_buffer_size(modules[name], dtype, special_dtypes) if name in modules else 0
 
     needed = sum(buffer_bytes(name) for name, device in device_map.items() if not is_accelerator(device))
-    runs_on = placement.runs_on
+    runs_on = assignment.runs_on
     budget = None if runs_on is None else budgets[runs_on]
     if not needed or runs_on is None or budget is None:
         return
-    offloaded = [index for index, device in placement.device_of.items() if not is_accelerator(device)]
+    offloaded = [index for index, device in assignment.device_of.items() if not is_accelerator(device)]
     parts = {part for index in offloaded for part in range(index, outline.ends[index]) if outline.is_layer[part]}
     sizes = {outline.names[part]: outline.sizes_bytes[part] for part in parts}
     streamed = max((size - buffer_bytes(name) for name, size in sizes.items() if name not in buffers), default=0)
-    free = budget - placement.used_bytes[runs_on] - streamed
+    free = budget - assignment.used_bytes[runs_on] - streamed
     if needed > free:
         warnings.warn(
             f"the buffers of offloaded modules take {format_bytes(needed)} and stay on device {runs_on!r}, which has "

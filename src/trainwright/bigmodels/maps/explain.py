@@ -6,10 +6,10 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainwright.bigmodels.maps.placement import (
+from trainwright.bigmodels.maps.device_assignment import (
     Device,
+    DeviceAssignment,
     Outline,
-    Placement,
     assign_devices,
     collapse,
     is_accelerator,
@@ -64,19 +64,19 @@ class DeviceMapReport:
         return "\n".join(lines)
 
 
-def explain(outline: Outline, budgets: Mapping[Device, int | None], placement: Placement) -> DeviceMapReport:
-    """Return a report of a placement, given the arguments and the result of `assign_devices`."""
+def explain(outline: Outline, budgets: Mapping[Device, int | None], assignment: DeviceAssignment) -> DeviceMapReport:
+    """Return a report of an assignment, given the arguments and the result of `assign_devices`."""
     names: dict[Device, list[str]] = {device: [] for device in budgets}
-    for part, device in collapse(outline, outermost(outline, placement.device_of)).items():
+    for part, device in collapse(outline, outermost(outline, assignment.device_of)).items():
         names[device].append(outline.names[part])
     return DeviceMapReport(
         total_bytes=outline.sizes_bytes[0],
         shares=tuple(
-            DeviceShare(device, budget, placement.used_bytes[device], tuple(names[device]))
+            DeviceShare(device, budget, assignment.used_bytes[device], tuple(names[device]))
             for device, budget in budgets.items()
         ),
-        reasons=tuple(_reasons(outline, placement)),
-        missing_bytes=_missing_bytes(outline, dict(budgets), placement),
+        reasons=tuple(_reasons(outline, assignment)),
+        missing_bytes=_missing_bytes(outline, dict(budgets), assignment),
     )
 
 
@@ -87,19 +87,19 @@ def _span(share: DeviceShare) -> str:
     return f"{names[0]} … {names[-1]} ({len(names)} modules)"
 
 
-def _reasons(outline: Outline, placement: Placement) -> list[str]:
+def _reasons(outline: Outline, assignment: DeviceAssignment) -> list[str]:
     reasons = []
     needed, name = largest_layer(outline)
-    if placement.runs_on is not None and not is_fast(placement):
+    if assignment.runs_on is not None and not is_fast(assignment):
         reasons.append(
-            f"Device {placement.runs_on!r} computes the layers on the host and on disk, and reserves memory for them."
+            f"Device {assignment.runs_on!r} computes the layers on the host and on disk, and reserves memory for them."
         )
     reasons += [
         f"Device {device!r} is not used: {name!r}, the largest layer, needs {format_bytes(needed)}."
-        for device in placement.skipped
+        for device in assignment.skipped
     ]
-    for full in placement.full:
-        if full.device in placement.skipped:
+    for full in assignment.full:
+        if full.device in assignment.skipped:
             continue
         reserved = f", of which {format_bytes(full.reserved_bytes)} are reserved for the largest remaining layer"
         reasons.append(
@@ -108,19 +108,19 @@ def _reasons(outline: Outline, placement: Placement) -> list[str]:
             f"{reserved if full.reserved_bytes else ''}."
         )
     reasons += [
-        f"{outline.names[part]!r} is on device {placement.device_of[part]!r} because it shares a tensor with an "
+        f"{outline.names[part]!r} is on device {assignment.device_of[part]!r} because it shares a tensor with an "
         "earlier module there."
-        for part in placement.pulled
+        for part in assignment.pulled
     ]
     return reasons
 
 
-def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], placement: Placement) -> int | None:
+def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], assignment: DeviceAssignment) -> int | None:
     """Return the smallest addition to the last accelerator's budget with which nothing is offloaded."""
     accelerators = [device for device, budget in budgets.items() if is_accelerator(device) and budget != 0]
     if not accelerators:
         return None
-    if is_fast(placement):
+    if is_fast(assignment):
         return 0
     last = accelerators[-1]
     given = budgets[last] or 0

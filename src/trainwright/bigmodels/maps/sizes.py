@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.bigmodels.maps.placement import Outline
+from trainwright.bigmodels.maps.device_assignment import Outline
 from trainwright.core.errors import ConfigurationError, nearest
 
 

@@ -1,4 +1,4 @@
-"""Meta tensors that replace offloaded weights in a model. Each one knows the place of its weight.
+"""Meta tensors that replace offloaded weights in a model. Each one has a `ReplacedWeight`: where its weight is.
 
 A placeholder has the dtype and `requires_grad` of the weight that replaces it in a forward. While a hook offloads the
 weight, the placeholder raises an error if it is used in a computation. A module may use a weight of another module
@@ -22,7 +22,7 @@ from trainwright.bigmodels.weights.stored_weights import FileSpan, StoredWeights
 from trainwright.core.errors import ConfigurationError
 
 _META = torch.device("meta")
-_PLACE = "_offloaded_place"
+_REPLACED = "_replaced_weight"
 _data: Any = torch.Tensor.data
 # Functions that use only the shape, dtype or device of a meta argument, and those that copy or build state dicts use.
 _ALLOWED = frozenset(
@@ -33,8 +33,8 @@ _CONVERSIONS = frozenset({"to", "half", "float", "double", "bfloat16", "type"})
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """Where the weight of a placeholder is, and the tensor to which it returns.
+class ReplacedWeight:
+    """The weight that a placeholder replaces: where it is, and the tensor to which it returns.
 
     Attributes:
         device: The device of the tensor that the placeholder replaced. Meta if this tensor had no values.
@@ -56,9 +56,9 @@ class Place:
         """Record the tensor to which the weight returns, without keeping it in memory."""
         self.original = TensorWeakRef(original)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
-        """Copy a place. The copied weight returns to a new tensor."""
-        twin = memo[id(self)] = Place(self.device, label=self.label, is_hooked=self.is_hooked)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplacedWeight:
+        """Copy the record of a weight. The copied weight returns to a new tensor."""
+        twin = memo[id(self)] = ReplacedWeight(self.device, label=self.label, is_hooked=self.is_hooked)
         if self.value is not None:
             twin.value, twin.span = copy_stored(self.value, self.span, memo)
         return twin
@@ -82,20 +82,20 @@ def _call_checked(
             raise ConfigurationError(_message(used, name)) from error
         if function == _data.__get__ or (name == "detach" and isinstance(args[0], OffloadedParameter)):
             return found  # ordinary tensors, for state dicts and new parameters
-        place = None if used is None else Place(label=used.label, is_hooked=used.is_hooked)
-        if name in _CONVERSIONS and (own := place_of(args[0])) is not None:
-            place = own  # a converted buffer has the same weight
+        replaced = None if used is None else ReplacedWeight(label=used.label, is_hooked=used.is_hooked)
+        if name in _CONVERSIONS and (own := replaced_weight(args[0])) is not None:
+            replaced = own  # a converted buffer has the same weight
         if isinstance(found, (tuple, list)) and type(found) in (tuple, list):
-            return type(found)(_marked(each, place) for each in found)
-        return _marked(found, place)
+            return type(found)(_marked(each, replaced) for each in found)
+        return _marked(found, replaced)
 
 
 def _copy(tensor: OffloadedParameter | OffloadedTensor, memo: dict[int, Any]) -> Any:
-    """Copy a placeholder with its place. torch's implementation would return an ordinary tensor."""
+    """Copy a placeholder with its `ReplacedWeight`. torch's implementation would return an ordinary tensor."""
     if id(tensor) not in memo:
         with torch._C.DisableTorchFunctionSubclass():
             memo[id(tensor)] = _new(tensor, tensor.as_subclass(torch.Tensor).detach().clone())
-        set_place(memo[id(tensor)], copy.deepcopy(place_of(tensor), memo) or Place())
+        set_replaced_weight(memo[id(tensor)], copy.deepcopy(replaced_weight(tensor), memo) or ReplacedWeight())
     return memo[id(tensor)]
 
 
@@ -137,7 +137,7 @@ class Placeholders:
 
     def replace(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the placeholder that replaces a tensor: the tensor itself if it is one."""
-        if place_of(tensor) is not None:
+        if replaced_weight(tensor) is not None:
             return tensor
         found = self._of.get(tensor)
         if found is None:
@@ -145,26 +145,26 @@ class Placeholders:
         return found
 
 
-def placeholder(tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a new placeholder like a parameter or buffer, whose weight is in `place`."""
+def placeholder(tensor: torch.Tensor, replaced: ReplacedWeight, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a new placeholder for the weight `replaced`. It is like a parameter or buffer."""
     with without_guard():
         if tensor.is_meta and dtype in (None, tensor.dtype):
             value = tensor.detach()  # empty_like of a meta tensor runs 20 × as long, in Python
         else:
             value = torch.empty_like(tensor, dtype=dtype, device=_META)
         new = _new(tensor, value)
-    set_place(new, place)
+    set_replaced_weight(new, replaced)
     return new
 
 
 def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
-        place = Place(tensor.device)
-        place.keep(tensor)
-        return placeholder(tensor, place)
+        replaced = ReplacedWeight(tensor.device)
+        replaced.keep(tensor)
+        return placeholder(tensor, replaced)
     if type(tensor) in (nn.Parameter, torch.Tensor):
-        return placeholder(tensor, Place(original=lambda: tensor))  # has no memory to free
-    set_place(tensor, Place())  # of an unknown class, which may have no other constructor
+        return placeholder(tensor, ReplacedWeight(original=lambda: tensor))  # has no memory to free
+    set_replaced_weight(tensor, ReplacedWeight())  # of an unknown class, which may have no other constructor
     return tensor
 
 
@@ -178,15 +178,15 @@ def _new(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return OffloadedParameter(value, requires_grad=tensor.requires_grad)
 
 
-def place_of(tensor: torch.Tensor) -> Place | None:
-    """Return the place of a placeholder's weight. None for other tensors."""
-    found: Place | None = tensor.__dict__.get(_PLACE)
+def replaced_weight(tensor: torch.Tensor) -> ReplacedWeight | None:
+    """Return the weight that a placeholder replaces. None for other tensors."""
+    found: ReplacedWeight | None = tensor.__dict__.get(_REPLACED)
     return found
 
 
-def set_place(tensor: torch.Tensor, place: Place) -> None:
+def set_replaced_weight(tensor: torch.Tensor, replaced: ReplacedWeight) -> None:
     """Make a tensor the placeholder of a weight."""
-    tensor.__dict__[_PLACE] = place
+    tensor.__dict__[_REPLACED] = replaced
 
 
 def in_files(model: nn.Module) -> StoredWeights:
@@ -194,9 +194,9 @@ def in_files(model: nn.Module) -> StoredWeights:
     found = StoredWeights()
     for tensors in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in tensors:
-            place = place_of(tensor)
-            if place is not None and place.value is not None:
-                found.add(name, place.value, place.span)
+            replaced = replaced_weight(tensor)
+            if replaced is not None and replaced.value is not None:
+                found.add(name, replaced.value, replaced.span)
     return found
 
 
@@ -206,8 +206,8 @@ def partly_offloaded(model: nn.Module) -> dict[int, torch.Tensor]:
     present = {id(parameter) for parameter in parameters}
     found: dict[int, torch.Tensor] = {}
     for parameter in parameters:
-        place = place_of(parameter)
-        original = None if place is None else place.original()
+        replaced = replaced_weight(parameter)
+        original = None if replaced is None else replaced.original()
         if original is not None and not original.is_meta and id(original) in present:
             found[id(parameter)] = original
     return found
@@ -228,7 +228,7 @@ def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     # A tensor subclass can be a Parameter by an attribute that torch sets, without being of a class derived from it.
     if type(tensor) in (nn.Parameter, OffloadedParameter) or not issubclass(type(tensor), nn.Parameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
-    attributes = {name: each for name, each in tensor.__dict__.items() if name != _PLACE}
+    attributes = {name: each for name, each in tensor.__dict__.items() if name != _REPLACED}
     return type(tensor)(value, requires_grad=tensor.requires_grad, **attributes)
 
 
@@ -238,34 +238,34 @@ def _has_values(value: object) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_meta and value.dim() > 0
 
 
-def _marked(value: object, place: Place | None) -> Any:
-    if place is not None and type(value) is torch.Tensor and value.is_meta:
+def _marked(value: object, replaced: ReplacedWeight | None) -> Any:
+    if replaced is not None and type(value) is torch.Tensor and value.is_meta:
         value = value.as_subclass(OffloadedTensor)
-        set_place(value, place)
+        set_replaced_weight(value, replaced)
     return value
 
 
-def _labelled(values: Iterable[Any]) -> Place | None:
-    """Return the place of the first weight with a label."""
+def _labelled(values: Iterable[Any]) -> ReplacedWeight | None:
+    """Return the weight of the first placeholder whose weight has a label."""
     for value in values:
-        found: Place | None
+        found: ReplacedWeight | None
         if isinstance(value, (list, tuple)):
             found = _labelled(value)
         else:
-            found = getattr(value, "__dict__", {}).get(_PLACE)
+            found = getattr(value, "__dict__", {}).get(_REPLACED)
         if found is not None and found.label is not None:
             return found
     return None
 
 
-def _message(place: Place, function: str) -> str:
-    if not place.is_hooked:
+def _message(replaced: ReplacedWeight, function: str) -> str:
+    if not replaced.is_hooked:
         return (
-            f"{place.label} is in a file, and {function} was called with its placeholder: no hook loads the weight. "
+            f"{replaced.label} is in a file, and {function} was called with its placeholder: no hook loads the weight. "
             "Call dispatch_model(model, device_map) before the model is used."
         )
     return (
-        f"{place.label} is offloaded, and {function} was called with its placeholder: a module uses the weight without "
-        "calling the module that it belongs to. Add the class of the module that uses it to preload_module_classes, "
-        "or do not offload this weight (device_map)."
+        f"{replaced.label} is offloaded, and {function} was called with its placeholder: a module uses the weight "
+        "without calling the module that it belongs to. Add the class of the module that uses it to "
+        "preload_module_classes, or do not offload this weight (device_map)."
     )

@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.bigmodels.weights.placeholders import Place, Placeholders, like, place_of, set_place
+from trainwright.bigmodels.weights.placeholders import (
+    Placeholders,
+    ReplacedWeight,
+    like,
+    replaced_weight,
+    set_replaced_weight,
+)
 
 _META = torch.device("meta")
 
@@ -50,22 +56,22 @@ class Slot:
         return cls(name, path, leaf, is_buffer, placeholder, tensor if is_same else None)
 
     @property
-    def place(self) -> Place:
-        """The place of the placeholder's weight."""
-        found = place_of(self.placeholder)
+    def replaced_weight(self) -> ReplacedWeight:
+        """The weight that the placeholder replaces."""
+        found = replaced_weight(self.placeholder)
         assert found is not None
         return found
 
     def mark(self, module: nn.Module) -> None:
         """Record in the placeholder that a hook of `module` loads the weight."""
-        place = self.place
-        place.is_hooked = True
-        place.label = f"{self.name!r} of {type(module).__name__}"
+        replaced = self.replaced_weight
+        replaced.is_hooked = True
+        replaced.label = f"{self.name!r} of {type(module).__name__}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
-        if place_of(placeholder) is None:  # of a class whose copies lack it
-            set_place(placeholder, copy.deepcopy(self.place, memo))
+        if replaced_weight(placeholder) is None:  # of a class whose copies lack it
+            set_replaced_weight(placeholder, copy.deepcopy(self.replaced_weight, memo))
         return replace(self, placeholder=placeholder, former=former)
 
     def table(self, module: nn.Module) -> dict[str, Any]:
@@ -111,19 +117,19 @@ class Slot:
             _follow(self.former, shown)
             table[self.leaf] = self.former
             return
-        if copies and self.place.device == _META:
+        if copies and self.replaced_weight.device == _META:
             self._restore_empty(table, shown)
             return
-        value = _copied_as(shown, stored, self.place.device) if copies else stored.detach().to(shown.dtype)
+        value = _copied_as(shown, stored, self.replaced_weight.device) if copies else stored.detach().to(shown.dtype)
         original = table[self.leaf] = restored(self.placeholder, value, shown)
-        self.place.keep(original)
+        self.replaced_weight.keep(original)
 
     def _restore_empty(self, table: dict[str, Any], shown: torch.Tensor) -> None:
         """Put back the meta tensor that the placeholder replaced, or end the checks of one that was there before."""
-        original = self.place.original()
-        self.place.is_hooked = False
-        if self.place.value is None:
-            self.place.label = None
+        original = self.replaced_weight.original()
+        self.replaced_weight.is_hooked = False
+        if self.replaced_weight.value is None:
+            self.replaced_weight.label = None
         if original is not None:
             _follow(original, shown)
             table[self.leaf] = original
@@ -134,9 +140,9 @@ def restored(placeholder: torch.Tensor, value: torch.Tensor, shown: torch.Tensor
 
     Dtype and `requires_grad` are those of `shown`: the placeholder, or the user's conversion of it.
     """
-    place = place_of(placeholder)
+    replaced = replaced_weight(placeholder)
     shown = placeholder if shown is None else shown
-    original = None if place is None else place.original()
+    original = None if replaced is None else replaced.original()
     if original is None or original.is_meta:
         return like(shown, value)
     _follow(original, shown)

@@ -219,6 +219,11 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         if span is not None:
             self._spans[name] = span
 
+    def add_all(self, names: Iterable[str], tensor: torch.Tensor, span: FileSpan | None = None) -> None:
+        """Add a tensor under each of several names."""
+        for name in names:
+            self.add(name, tensor, span)
+
     def update(self, others: StoredWeights, prefix: str = "") -> None:
         """Add the tensors and locations of other stored weights, with `prefix` before the names."""
         self._tensors |= {prefix + name: tensor for name, tensor in others._tensors.items()}

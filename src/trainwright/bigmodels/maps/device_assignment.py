@@ -1,4 +1,4 @@
-"""Placement of a model's parts on devices, computed only from sizes and budgets, without torch.
+"""Assignment of a model's parts to devices, computed only from sizes and budgets, without torch.
 
 An `Outline` lists the model's modules in the order of their registration, which for most models is the order in which
 they run. Devices are filled one after the other in this order, so that data moves from one device to the next once per
@@ -54,7 +54,7 @@ class FullDevice(NamedTuple):
 
 
 @dataclass(slots=True)
-class Placement:
+class DeviceAssignment:
     """The device of each part, and records that explain the choice.
 
     Attributes:
@@ -82,7 +82,7 @@ def is_accelerator(device: Device) -> bool:
     return device not in (*_SLOW, "meta")
 
 
-def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> Placement:
+def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> DeviceAssignment:
     """Assign a device to every part of a model, filling the devices in the order of `budgets` (None: unlimited).
 
     Parts that share a tensor are on one device, layers are not split, and no budget is exceeded. A part is never on an
@@ -113,9 +113,9 @@ def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallb
     return filling.result
 
 
-def is_fast(placement: Placement) -> bool:
+def is_fast(assignment: DeviceAssignment) -> bool:
     """Return whether all parts with tensors are on accelerators."""
-    return all(is_accelerator(device) for device, used in placement.used_bytes.items() if used)
+    return all(is_accelerator(device) for device, used in assignment.used_bytes.items() if used)
 
 
 def collapse(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
@@ -195,7 +195,7 @@ class _Filling:
         self.ties = _Ties(outline)
         self.largest_from = _largest_from(outline)
         self.reserving: set[Device] = set()  # devices that reserve memory for offloaded layers
-        self.result = Placement({}, dict.fromkeys(budgets, 0))
+        self.result = DeviceAssignment({}, dict.fromkeys(budgets, 0))
         self.stuck_at: int | None = None  # the part that no remaining device can hold
         self.settled: set[int] = set()  # parts that share a tensor and have a device, directly or through a module
         self.ahead: list[int] = []  # parts placed before their turn, sorted; none is inside another one
