@@ -150,9 +150,9 @@ def _check_fit(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], curren
         raise CheckpointError(f"the saved optimizer state is incomplete: {error!r}.") from error
     if saved_class != current_class:
         raise CheckpointError(
-            f"the checkpoint holds the state of {saved_class}, and this optimizer is {current_class}. Use "
-            f"{saved_class}, or start with a new optimizer state: pass allow_missing=['optimizer'] to Trainer.fit, or load the weights "
-            "alone in a user-written loop."
+            f"the checkpoint holds the state of {saved_class}, and this optimizer is {current_class}. "
+            f"Use {saved_class}, or start with a new optimizer state: pass allow_missing=['optimizer'] to "
+            "Trainer.fit, or load the weights alone in a user-written loop."
         )
     _check_names(current_class, current_groups, saved_names, saved_state)
     # LBFGS flattens all parameters into one vector, so that its history is valid for one parameter order only.
