@@ -84,7 +84,7 @@ class HostBuffers:
             # Rounded up: after 100 bytes, the next multiple of 64 is 128.
             starts[id(file)] = -(-end // alignment) * alignment
             end = starts[id(file)] + size
-        devices = set()  # with asynchronous copies
+        devices: set[torch.device] = set()  # with asynchronous copies
         for file in files:
             devices.update(tensor.device for tensor in file.tensors if properties(tensor.device.type).copies_beside)
         self.reserve(end, pinned=bool(devices))
