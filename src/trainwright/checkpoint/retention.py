@@ -180,7 +180,6 @@ class RunIndex:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Return a context that locks the index against changes by other runs in the folder; see `lock_folder`."""
         make_folder(self.folder)
         with lock_folder(self.folder):
             yield
@@ -205,9 +204,7 @@ def _entry_of(name: str, manifest: Manifest, run: str) -> IndexEntry:
 def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntry]:
     """Return the entries of the checkpoints in a folder, from their manifests.
 
-    Args:
-        folder: the checkpoints' folder.
-        runs: run ids by (name, time of writing), for checkpoints that do not store the id of their run.
+    `runs` has run ids by (name, time of writing), for checkpoints that do not store the id of their run.
     """
     entries = []
     for found in find_checkpoints(folder):
@@ -239,13 +236,6 @@ class _OutsideError(CheckpointError):
 
 
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
-    """Return the entries of an index.
-
-    Raises:
-        CheckpointError: the index is damaged.
-        NewerFormatError: a newer version wrote it.
-        _OutsideError: the index lists a checkpoint outside of its folder.
-    """
     is_intact = seal_fits(data)
     if not is_intact:
         check_not_newer(data, origin)

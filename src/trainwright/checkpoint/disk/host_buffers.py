@@ -47,11 +47,6 @@ class HostBuffers:
         self._pinned = False
 
     @property
-    def addresses(self) -> list[int]:
-        """The addresses of the blocks. They do not change between saves unless a block is added."""
-        return [block.data_ptr() for block in self._blocks]
-
-    @property
     def num_bytes(self) -> int:
         """Size of the allocated memory."""
         return sum(block.numel() for block in self._blocks)
@@ -104,11 +99,7 @@ class HostBuffers:
         return LaterCopy(later, resting) if later else None
 
     def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy] | None) -> list[torch.Tensor]:
-        """Add the copies of a file's tensors to `now` or `later`. Return the tensors whose copies are in `later`.
-
-        Without `later`, all are added to `now`. A tensor that is not contiguous host memory is copied in this
-        call, or its asynchronous copy is started.
-        """
+        """Copy a file's tensors or add their copies to `now` or `later`. Return the tensors of those in `later`."""
         resting: list[torch.Tensor] = []
         for tensor in file.tensors:
             size = tensor.numel() * tensor.element_size()

@@ -341,10 +341,7 @@ def _stored(node: Any, stores: Stores) -> torch.Tensor:
 def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
     if stores.shards is None:
         raise CheckpointError(f"the tensor {node['v']!r} is sharded, and its shards are missing.")
-    shape = node["shape"]
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is not a shape")
-    return stores.shards(str(node["v"]), tuple(shape), str(node["dtype"]))
+    return stores.shards(str(node["v"]), tuple(node["shape"]), str(node["dtype"]))
 
 
 def _array_dtype(name: object, kinds: str) -> np.dtype[Any]:
@@ -368,10 +365,7 @@ def _decode_array(node: Any, stores: Stores) -> Any:
 
 def _decode_scalar(node: Any, stores: Stores) -> Any:
     dtype = _array_dtype(node["dtype"], _SCALAR_KINDS)
-    data = bytes.fromhex(node["v"])
-    if len(data) != dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes for a scalar of dtype {dtype}")
-    return np.frombuffer(data, dtype)[0]
+    return np.frombuffer(bytes.fromhex(node["v"]), dtype)[0]
 
 
 def _decode_datetime(node: Any, stores: Stores) -> Any:
@@ -388,12 +382,6 @@ def _decode_dtype(node: Any, stores: Stores) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {node['v']!r}")
     return dtype
-
-
-def _decode_float(node: Any, stores: Stores) -> Any:
-    if node["v"] not in ("nan", "inf", "-inf"):
-        raise ValueError(f"expected nan, inf or -inf, got {node['v']!r}")
-    return float(node["v"])
 
 
 def _items(node: Any, stores: Stores) -> list[Any]:
@@ -425,7 +413,7 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
     "Counter": lambda node, stores: Counter(_pairs(node, stores)),
     "defaultdict": _decode_defaultdict,
     "int": lambda node, stores: int(node["v"], 16),
-    "float": _decode_float,
+    "float": lambda node, stores: float(node["v"]),
     "complex": lambda node, stores: complex(*_items(node, stores)),
     "str": lambda node, stores: bytes.fromhex(node["v"]).decode("utf-8", "surrogatepass"),
     "bytes": lambda node, stores: bytes.fromhex(node["v"]),

@@ -142,12 +142,10 @@ def problems_of(
 
 @dataclass(slots=True)
 class _ListedFile:
-    """A file that a manifest lists, and how it differs from its entry there."""
-
     part: str
     path: str
     entry: FileEntry
-    problem: str | None
+    problem: str | None  # how the file differs from its entry
 
 
 def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:

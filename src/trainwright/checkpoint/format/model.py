@@ -165,10 +165,9 @@ def shard_index(
     sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the content of a model's index. `sizes` are bytes by tensor name, `shards` are tensor names by file."""
-    files = {}
+    files: dict[str, str] = {}
     for file, names in shards.items():
-        for name in names:
-            files[name] = file
+        files |= dict.fromkeys(names, file)
     return {
         "metadata": {"total_size": sum(sizes.values()), **metadata},
         "weight_map": {name: files[name] for name in sizes},

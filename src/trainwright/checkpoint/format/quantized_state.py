@@ -72,7 +72,11 @@ def _check(flat: dict[str, Any]) -> None:
     scale = flat.get("scale")
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor) or not isinstance(shape, torch.Size):
         raise CheckpointError(f"a saved {name} lacks its shape, codes or scale.")
-    if not _codes_fit(name, codes, shape) or not _scale_fits(scale, shape):
+    # Two codes of 4 bits are in one byte.
+    codes_shape = (shape.numel() / 2,) if name == "OptimState4bit" else tuple(shape)
+    codes_fit = codes.dtype == torch.uint8 and tuple(codes.shape) == codes_shape
+    scale_fits = scale.dim() == 1 and scale.numel() > 0 and shape.numel() % scale.numel() == 0
+    if not codes_fit or not scale_fits:
         raise CheckpointError(f"a saved {name} of shape {tuple(shape)} has codes or a scale of another shape or dtype.")
     if name == "OptimStateFp8":
         return
@@ -80,19 +84,6 @@ def _check(flat: dict[str, Any]) -> None:
     num_values = 16 if name == "OptimState4bit" else 256
     if not isinstance(qmap, torch.Tensor) or qmap.shape != (num_values,):
         raise CheckpointError(f"a saved {name} lacks its table of {num_values} values.")
-
-
-def _codes_fit(name: str, codes: torch.Tensor, shape: torch.Size) -> bool:
-    if codes.dtype != torch.uint8:
-        return False
-    if name == "OptimState4bit":
-        return codes.dim() == 1 and codes.numel() * 2 == shape.numel()
-    return codes.shape == shape
-
-
-def _scale_fits(scale: torch.Tensor, shape: torch.Size) -> bool:
-    num_blocks = scale.numel()
-    return scale.dim() == 1 and num_blocks > 0 and shape.numel() % num_blocks == 0
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:

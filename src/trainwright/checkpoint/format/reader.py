@@ -176,7 +176,6 @@ def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
 def _read_parts(
     found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
 ) -> dict[str, Any]:
-    """Return the state tree of each part, in the format version of the checkpoint."""
     folder = found.path
     parts = found.manifest.parts
     trees: dict[str, Any] = {}
@@ -238,10 +237,10 @@ def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
             raise CheckpointError(f"{origin} holds no {PROGRESS!r}; it is damaged or has another format.")
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
-        check_progress(snapshot.state, origin)
-        check_entries(snapshot.trainer, origin)
+        _check_progress(snapshot.state, origin)
+        _check_entries(snapshot.trainer, origin)
     snapshot.optimizers = trees.get("optimizer", [])
-    check_optimizers(snapshot.optimizers, f"{folder / OPTIMIZER_FOLDER}")
+    _check_optimizers(snapshot.optimizers, f"{folder / OPTIMIZER_FOLDER}")
     snapshot.rng = trees.get("rng", [])
     snapshot.model = trees.get("model")
 
@@ -311,8 +310,7 @@ _ENTRIES: dict[str, tuple[str, Check]] = {
 _GROUP = _with(params=_list_of(_is(str)))
 
 
-def check_progress(state: Mapping[str, Any], origin: str) -> None:
-    """Raise a CheckpointError if a field of `TrainState` in the file `origin` has a wrong type or range."""
+def _check_progress(state: Mapping[str, Any], origin: str) -> None:
     for field in dataclasses.fields(TrainState):
         value = state.get(field.name, field.default)
         kind = type(field.default)
@@ -321,15 +319,13 @@ def check_progress(state: Mapping[str, Any], origin: str) -> None:
             raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or has another format.")
 
 
-def check_entries(trainer: Mapping[str, Any], origin: str) -> None:
-    """Raise a CheckpointError if an entry of the trainer part lacks the form that a resume needs."""
+def _check_entries(trainer: Mapping[str, Any], origin: str) -> None:
     for name, (expected, check) in _ENTRIES.items():
         if name in trainer and not check(trainer[name]):
             raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or has another format.")
 
 
-def check_optimizers(trees: Sequence[Any], origin: str) -> None:
-    """Raise a CheckpointError if an optimizer's tree lacks the form that a resume needs."""
+def _check_optimizers(trees: Sequence[Any], origin: str) -> None:
     for number, tree in enumerate(trees):
         if not _is_optimizer(tree):
             raise CheckpointError(

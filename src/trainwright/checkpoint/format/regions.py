@@ -122,7 +122,8 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
         else:
             # No dimension separates these boxes. Some overlap, or they interlock like bricks around a gap.
             visits_left -= len(group) ** 2 // 2
-            if visits_left > 0 and _any_common(group):
+            pairs = itertools.combinations(group, 2)
+            if visits_left > 0 and any(_common(one, other) is not None for one, other in pairs):
                 return True
         if visits_left <= 0:
             raise CheckpointError(
@@ -142,10 +143,6 @@ def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
         parts[-1].append(box)
         stop = max(stop, box.offsets[dim] + box.lengths[dim])
     return parts
-
-
-def _any_common(boxes: list[Box]) -> bool:
-    return any(_common(one, other) is not None for one, other in itertools.combinations(boxes, 2))
 
 
 def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:

@@ -95,14 +95,12 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
         raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-        if tensor.is_meta:
-            what = "meta"
-        elif tensor.is_quantized:
-            what = "quantized"
+        if tensor.is_quantized:
+            kind = "quantized"
         else:
-            what = str(tensor.layout)
+            kind = "meta" if tensor.is_meta else str(tensor.layout)
         raise CheckpointError(
-            f"a {what} tensor has no plain bytes to save. Keep it dense, or use persistent=False for a buffer."
+            f"a {kind} tensor has no plain bytes to save. Keep it dense, or use persistent=False for a buffer."
         )
     if tensor.dtype in _DTYPE_NAMES:
         return tensor, None
