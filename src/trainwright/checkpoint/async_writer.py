@@ -24,7 +24,7 @@ from trainwright.checkpoint.format.writer import Contents, check_target, plain_m
 from trainwright.core import unraised
 from trainwright.core.errors import CheckpointError
 
-_LOOK_S = 0.5  # interval in which the deadline is checked
+_DEADLINE_CHECK_S = 0.5  # interval in which a waiting thread reads `deadline_s`, which may change
 
 Then = Callable[[Path], None]
 
@@ -125,8 +125,9 @@ class AsyncWriter:
         self.wait()
         path = Path(path)
         check_target(path)
-        self._stage(plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes))
-        self._write(path, then, fresh)
+        contents = plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes)
+        self._stage(contents)
+        self._write(path, contents, then, fresh)
         return path
 
     def stage(self, contents: Contents) -> None:
@@ -151,15 +152,15 @@ class AsyncWriter:
 
     def _stage(self, contents: Contents) -> None:
         self._end_preparation()
-        self._contents = self._later = None  # an error below would leave a mixture of two snapshots
+        # Until the copy has succeeded: after an error, the buffers contain a mixture of two snapshots.
+        self._contents = None
+        self._later = None
         self._later = self.buffers.stage(contents.files, may_copy_later=self.may_copy_later)
         self._contents = contents
         if self._later is not None and not self._guards:  # on each optimizer, since different threads may step them
             self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in self.optimizers]
 
-    def _write(self, path: Path, then: Then | None, fresh: bool, **changes: Any) -> None:
-        assert self._contents is not None  # staged before
-        contents = replace(self._contents, **changes)
+    def _write(self, path: Path, contents: Contents, then: Then | None, fresh: bool) -> None:
         self._start(_Job(path, partial(write_contents, path, contents, fresh=fresh), then))
 
     def submit_again(
@@ -183,7 +184,10 @@ class AsyncWriter:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
         path = Path(path)
         check_target(path)
-        self._write(path, then, fresh, **({} if metrics is None else {"metrics": plain_metrics(metrics)}))
+        contents = self._contents
+        if metrics is not None:
+            contents = replace(contents, metrics=plain_metrics(metrics))
+        self._write(path, contents, then, fresh)
         return path
 
     def wait(self) -> None:
@@ -207,8 +211,12 @@ class AsyncWriter:
         while (thread := self._thread) is not None:
             self._quiet.hurry()
             deadline_s = self.deadline_s()
-            thread.join(_LOOK_S if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), _LOOK_S))
-            if deadline_s is not None and time.monotonic() >= deadline_s and thread.is_alive():
+            if deadline_s is None:
+                thread.join(_DEADLINE_CHECK_S)
+                continue
+            seconds_left = max(0.0, deadline_s - time.monotonic())
+            thread.join(min(seconds_left, _DEADLINE_CHECK_S))
+            if time.monotonic() >= deadline_s and thread.is_alive():
                 self._drop()
                 return
 
@@ -228,7 +236,8 @@ class AsyncWriter:
         finally:
             self._end_preparation()
             if not self.is_writing:  # a second Ctrl-C may have interrupted the wait
-                self._contents = self._later = None
+                self._contents = None
+                self._later = None
                 self.buffers.release()
                 while self._guards:
                     self._guards.pop().remove()
@@ -242,18 +251,26 @@ class AsyncWriter:
         with self._lock:
             self._raise_error()
             if self._thread is None:
-                # Started here, since no thread can be started once the interpreter is exiting.
-                self._quiet = quiet = LowPriorityThread()
-                if self._staged_bytes() >= LOW_PRIORITY_FROM_BYTES:
-                    quiet.start()
-                self._dropped = dropped = threading.Event()
-                name = "trainwright-checkpoint"
-                thread = threading.Thread(target=self._run, args=(quiet,), name=name, daemon=True)
-                thread.start()  # it waits for the lock
-                # Not a daemon: the interpreter waits for it before it exits.
-                threading.Thread(target=_hold_exit, args=(thread, dropped), name=f"{name}-exit", daemon=False).start()
-                self._thread = thread
+                self._thread = self._start_thread()
             self._jobs.append(job)
+
+    def _start_thread(self) -> threading.Thread:
+        """Start the writing thread and its helpers. The caller holds the lock, for which the writing thread waits."""
+        # All are started here, since no thread can be started once the interpreter is exiting.
+        self._quiet = LowPriorityThread()
+        if self._contents is not None:
+            num_bytes = sum(file.num_tensor_bytes for file in self._contents.files)
+            if num_bytes >= LOW_PRIORITY_FROM_BYTES:
+                self._quiet.start()
+        self._dropped = threading.Event()
+        name = "trainwright-checkpoint"
+        thread = threading.Thread(target=self._run, args=(self._quiet,), name=name, daemon=True)
+        thread.start()
+        # The interpreter waits for this thread before it exits, since it is not a daemon. The writing thread is one, so
+        # that a save that has exceeded the deadline does not delay the exit.
+        guard = threading.Thread(target=_hold_exit, args=(thread, self._dropped), name=f"{name}-exit", daemon=False)
+        guard.start()
+        return thread
 
     def _raise_error(self) -> None:
         """Raise the error of the last failed job, once. The caller holds the lock."""
@@ -262,9 +279,6 @@ class AsyncWriter:
         if error is not None:
             unraised.discard(error)
             raise error
-
-    def _staged_bytes(self) -> int:
-        return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
 
     def _run(self, quiet: LowPriorityThread) -> None:
         try:
@@ -300,12 +314,14 @@ class AsyncWriter:
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         with self._lock:
-            others = f" Also not written: {', '.join(str(left.path) for left in self._jobs)}." if self._jobs else ""
-            self._jobs.clear()
-            self._error = CheckpointError(
+            message = (
                 f"the checkpoint {job.path} could not be written in the background: {type(error).__name__}: {error}. "
-                f"Earlier checkpoints are unchanged.{others}"
+                "Earlier checkpoints are unchanged."
             )
+            if self._jobs:
+                message += f" Also not written: {', '.join(str(unwritten.path) for unwritten in self._jobs)}."
+                self._jobs.clear()
+            self._error = CheckpointError(message)
             self._error.__cause__ = error
             unraised.add(self._error)
 
@@ -325,4 +341,4 @@ class _Guard:
 def _hold_exit(thread: threading.Thread, dropped: threading.Event) -> None:
     """Block until the writing thread ends or its work is discarded, since an exiting interpreter would abort it."""
     while thread.is_alive() and not dropped.is_set():
-        thread.join(_LOOK_S)
+        thread.join(_DEADLINE_CHECK_S)

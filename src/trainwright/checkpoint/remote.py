@@ -100,10 +100,10 @@ def upload_checkpoint(
         raise CheckpointError(f"{local} is damaged and is not uploaded: {'; '.join(problems)}.")
     sealed = (local / MANIFEST).read_bytes()
     remote = _Remote(_join(url, local.name), storage_options)
-    there = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
-    if there == sealed:
+    remote_manifest = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
+    if remote_manifest == sealed:
         return remote.url
-    if there is not None:
+    if remote_manifest is not None:
         if not replace:
             raise CheckpointError(f"{remote.url} holds another checkpoint. Choose another name, or pass replace=True.")
         remote.delete_tree()
@@ -152,7 +152,8 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     manifest = Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
     target = Path(into) / _last(remote.url)
     if os.path.lexists(target):
-        if (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == data and not verify(target):
+        is_same = (target / MANIFEST).is_file() and (target / MANIFEST).read_bytes() == data
+        if is_same and not verify(target):
             return target
         raise CheckpointError(f"{target} exists and is not {remote.url}; it is not replaced. Choose another folder.")
     make_folder(target.parent)
@@ -273,10 +274,12 @@ class RemoteIndex:
                 )
             self.delete(entry.name)
         elif old is None:
-            there = self._manifest(entry.name)
-            if there is not None and there.created != entry.created:
+            uploaded = self._manifest(entry.name)
+            if uploaded is not None and uploaded.created != entry.created:
                 raise CheckpointError(f"{self.url}/{entry.name} was not uploaded by this run; it is not replaced.")
-        self._store([*(known for known in self._load() if known.name != entry.name), entry])
+        others = [known for known in self._load() if known.name != entry.name]
+        # Before the upload, so that `delete_unfinished` finds it after a crash.
+        self._store([*others, entry])
         return upload_checkpoint(local, self.url, storage_options=self._options)
 
     def entries(self) -> list[RemoteEntry]:
@@ -293,33 +296,36 @@ class RemoteIndex:
         entry = next((known for known in entries if known.name == name), None)
         if entry is None:
             raise CheckpointError(f"{name!r} is not among this run's uploads to {self.url}; it is not deleted.")
-        there = self._manifest(name)
-        if there is not None and there.created != entry.created:
+        uploaded = self._manifest(name)
+        if uploaded is not None and uploaded.created != entry.created:
             raise CheckpointError(f"{self.url}/{name} is no longer what this run uploaded; it is not deleted.")
         _Remote(_join(self.url, name), self._options).delete_tree()
         self._store([known for known in entries if known is not entry])
 
     def delete_unfinished(self) -> list[str]:
         """Delete this run's unfinished uploads, return their names. Call it before the first upload of a process."""
-        gone = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
-        for name in gone:
+        unfinished = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
+        for name in unfinished:
             self.delete(name)
-        return gone
+        return unfinished
 
     def keep_last(self, num: int) -> list[str]:
         """Delete this run's uploads except the `num` uploads with the highest steps. Return the deleted names."""
         if num < 0:
             raise CheckpointError(f"keep_last({num}): expected 0 or more.")
         entries = self.entries()
-        gone = [entry.name for entry in entries[: max(len(entries) - num, 0)]]
-        for name in gone:
+        num_surplus = max(len(entries) - num, 0)
+        surplus = [entry.name for entry in entries[:num_surplus]]
+        for name in surplus:
             self.delete(name)
-        return gone
+        return surplus
 
     def _manifest(self, name: str) -> Manifest | None:
         remote = _Remote(_join(self.url, name), self._options)
         data = remote.read(MANIFEST, MAX_MANIFEST_BYTES)
-        return None if data is None else Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
+        if data is None:
+            return None
+        return Manifest.from_bytes(data, f"{remote.url}/{MANIFEST}")
 
     def _load(self) -> list[RemoteEntry]:
         data = self._home.read(self._file, MAX_MANIFEST_BYTES)
@@ -328,12 +334,12 @@ class RemoteIndex:
         origin = f"{self.url}/{self._file}"
         values = load_json(data, origin)
         if not isinstance(values, dict):
-            found = type(values).__name__
-            raise CheckpointError(f"{origin} is damaged: expected a JSON object, got {found}. {_DELETE_INDEX}")
+            kind = type(values).__name__
+            raise CheckpointError(f"{origin} is damaged: expected a JSON object, got {kind}. {_DELETE_INDEX}")
         version = check_format_version(values.get("format_version"), origin)
         try:
-            today = upgraded({"remote_index": values}, version)["remote_index"]
-            return [_entry(item, origin) for item in today["checkpoints"]]
+            index = upgraded({"remote_index": values}, version)["remote_index"]
+            return [_entry(item, origin) for item in index["checkpoints"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{origin} is damaged: {error!r}. {_DELETE_INDEX}") from error
 
@@ -358,7 +364,9 @@ class _Remote:
         if not is_url(url):
             raise CheckpointError(f"{url!r} is not a URL. Write one such as s3://bucket/run or memory://run.")
         self.url = url.rstrip("/")
-        self._in_bucket = self.url.rpartition("::")[2].partition("://")[0] in _BUCKET_SCHEMES
+        # fsspec chains protocols, as in "simplecache::s3://bucket/run". The last one is the service.
+        scheme = self.url.rpartition("::")[2].partition("://")[0]
+        self._in_bucket = scheme in _BUCKET_SCHEMES
         fsspec = require_package("fsspec", purpose="a remote checkpoint")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **dict(storage_options or {}))
@@ -451,15 +459,16 @@ class _Remote:
 
     def _require_bucket(self) -> None:
         """Raise a CheckpointError if the bucket does not exist, which a listing does not tell from an empty folder."""
-        if self._in_bucket:
-            bucket = self._root.partition("/")[0]
-            try:
-                # Credentials may be limited to the folder.
-                with contextlib.suppress(CheckpointError), self._service_errors("list"):
-                    answer(lambda: self._fs.ls(bucket))
-            except FileNotFoundError as error:
-                problem = f"{self.url}: the bucket {bucket!r} does not exist. Create it, or correct the URL."
-                raise CheckpointError(problem) from error
+        if not self._in_bucket:
+            return
+        bucket = self._root.partition("/")[0]
+        try:
+            # Other errors are ignored: credentials may be limited to the folder.
+            with contextlib.suppress(CheckpointError), self._service_errors("list"):
+                answer(lambda: self._fs.ls(bucket))
+        except FileNotFoundError as error:
+            problem = f"{self.url}: the bucket {bucket!r} does not exist. Create it, or correct the URL."
+            raise CheckpointError(problem) from error
 
     def delete_tree(self) -> None:
         """Delete this folder, manifest first, so that an interrupted deletion leaves no checkpoint."""

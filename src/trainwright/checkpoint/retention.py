@@ -19,6 +19,7 @@ from trainwright.checkpoint.format.layout import (
     PLAIN_VERSION,
     RUN_INDEX,
     Kind,
+    Manifest,
     NewerFormatError,
     check_format_version,
     check_not_newer,
@@ -69,8 +70,8 @@ class RunIndex:
     @classmethod
     def of_newest_run(cls, folder: Path | str) -> RunIndex | None:
         """Return the index for the run that wrote the newest checkpoint in `folder`, or None without checkpoints."""
-        there = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
-        newest = max(there, key=lambda entry: (entry.created, entry.step), default=None)
+        existing = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
+        newest = max(existing, key=lambda entry: (entry.created, entry.step), default=None)
         return None if newest is None else cls(folder, run=newest.run)
 
     @property
@@ -80,8 +81,8 @@ class RunIndex:
 
     def entries(self) -> list[IndexEntry]:
         """Return this run's checkpoints that still exist, by step and then by time of writing."""
-        mine = [entry for entry in self._load() if entry.run == self.run and (self.folder / entry.name).is_dir()]
-        return sorted(mine, key=lambda entry: (entry.step, entry.created, entry.name))
+        entries = [entry for entry in self._load() if entry.run == self.run and (self.folder / entry.name).is_dir()]
+        return sorted(entries, key=lambda entry: (entry.step, entry.created, entry.name))
 
     def add(self, checkpoint: Path | str) -> IndexEntry:
         """Add a checkpoint that this run has written into the folder, and return its entry."""
@@ -89,16 +90,12 @@ class RunIndex:
         if checkpoint.parent.resolve() != self.folder.resolve():
             raise CheckpointError(f"{checkpoint} is not in {self.folder}, the folder of this index.")
         manifest = read_manifest(checkpoint)
-        entry = IndexEntry(
-            check_relative(checkpoint.name, "the index"),
-            manifest.step,
-            manifest.created,
-            manifest.kind,
-            dict(manifest.metrics),
-            self.run,
-        )
+        check_relative(checkpoint.name, "the index")
+        entry = _entry_of(checkpoint.name, manifest, self.run)
         with self._locked():
-            self._store([*(known for known in self._load() if known.name != entry.name), entry])
+            # Read under the lock, since other runs in the folder add entries, too.
+            others = [known for known in self._load() if known.name != entry.name]
+            self._store([*others, entry])
         return entry
 
     def delete(self, name: str) -> None:
@@ -122,7 +119,8 @@ class RunIndex:
             with contextlib.suppress(FileNotFoundError):  # another process of this run may have deleted it
                 remove_folder(target)
         with self._locked():
-            self._store([known for known in self._load() if (known.name, known.run) != (entry.name, entry.run)])
+            others = [known for known in self._load() if (known.name, known.run) != (entry.name, entry.run)]
+            self._store(others)
 
     def ranked(self, monitor: str, mode: Literal["min", "max"] = "min") -> list[IndexEntry]:
         """Return this run's checkpoints that have the metric `monitor`, best first.
@@ -135,9 +133,11 @@ class RunIndex:
 
         def rank(entry: IndexEntry) -> tuple[bool, float]:
             value = entry.metrics[monitor]
+            # False sorts before True.
             return (True, 0.0) if math.isnan(value) else (False, sign * value)
 
-        return sorted((entry for entry in self.entries() if monitor in entry.metrics), key=rank)
+        candidates = [entry for entry in self.entries() if monitor in entry.metrics]
+        return sorted(candidates, key=rank)
 
     def best(self, monitor: str, mode: Literal["min", "max"] = "min") -> IndexEntry | None:
         """Return the first checkpoint of `ranked`, or None if no checkpoint has the metric `monitor`."""
@@ -145,7 +145,8 @@ class RunIndex:
 
     def last(self) -> IndexEntry | None:
         """Return this run's checkpoint with the highest step, or None without checkpoints."""
-        return next(iter(reversed(self.entries())), None)
+        entries = self.entries()
+        return entries[-1] if entries else None
 
     def _load(self) -> list[IndexEntry]:
         path = self._stored_path()
@@ -173,48 +174,50 @@ class RunIndex:
     def _stored_path(self) -> Path:
         """Return the file that has the index: `path`, or the file of an earlier version."""
         earlier = self.folder / EARLIER_RUN_INDEX
-        return earlier if earlier.is_file() and not self.path.is_file() else self.path
+        if earlier.is_file() and not self.path.is_file():
+            return earlier
+        return self.path
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Return a context that locks the index against changes by other runs in the folder; see `lock_folder`."""
         make_folder(self.folder)
         with lock_folder(self.folder):
             yield
 
     def _store(self, entries: list[IndexEntry]) -> None:
-        # JSON has no NaN, so that metrics are stored as text, which is exact.
-        items = [
-            asdict(entry) | {"metrics": {name: repr(float(value)) for name, value in entry.metrics.items()}}
-            for entry in entries
-        ]
+        items = []
+        for entry in entries:
+            item = asdict(entry)
+            # JSON has no NaN, so that metrics are stored as text, which is exact.
+            item["metrics"] = {name: repr(float(value)) for name, value in entry.metrics.items()}
+            items.append(item)
         stored = self._stored_path()
         if stored != self.path:
             rename(stored, self.path)
         replace_file(self.path, sealed({"format_version": PLAIN_VERSION, "checkpoints": items}))
 
 
+def _entry_of(name: str, manifest: Manifest, run: str) -> IndexEntry:
+    return IndexEntry(name, manifest.step, manifest.created, manifest.kind, dict(manifest.metrics), run)
+
+
 def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntry]:
     """Return the entries of the checkpoints in a folder, from their manifests.
 
-    Args:
-        folder: the checkpoints' folder.
-        runs: run ids by (name, time of writing), for checkpoints that do not store the id of their run.
+    `runs` has run ids by (name, time of writing), for checkpoints that do not store the id of their run.
     """
     entries = []
     for found in find_checkpoints(folder):
-        name, manifest = found.path.name, found.manifest
+        name = found.path.name
         if found.path.is_symlink() or name.startswith("."):
             continue
         try:
             run = read_checkpoint(found.path, parts=("trainer",)).trainer.get("run_id")
         except CheckpointError:
             run = None  # unknown, so that no run deletes it
-        run = run or runs.get((name, manifest.created))
+        run = run or runs.get((name, found.manifest.created))
         if run is not None:
-            entries.append(
-                IndexEntry(name, manifest.step, manifest.created, manifest.kind, dict(manifest.metrics), run)
-            )
+            entries.append(_entry_of(name, found.manifest, run))
     return entries
 
 
@@ -233,25 +236,19 @@ class _OutsideError(CheckpointError):
 
 
 def _parse(data: bytes, origin: str) -> list[IndexEntry]:
-    """Return the entries of an index. An index without a seal is valid, because early versions wrote no seal.
-
-    Raises:
-        CheckpointError: the index is damaged.
-        NewerFormatError: a newer version wrote it.
-        _OutsideError: the index lists a checkpoint outside of its folder.
-    """
-    fits = seal_fits(data)
-    if not fits:
+    is_intact = seal_fits(data)
+    if not is_intact:
         check_not_newer(data, origin)
     with reading(origin, "is damaged"):
         values = load_json(data, origin)
         if not isinstance(values, dict):
             raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
-        if not fits and set(values) != {"format_version", "checkpoints"}:
+        # Early versions wrote these two entries only, and no seal.
+        if not is_intact and set(values) != {"format_version", "checkpoints"}:
             raise CheckpointError(f"{origin} is damaged: its seal does not match.")
         version = check_format_version(values.get("format_version"), origin)
-        today = upgraded({"index": values}, version)["index"]
-        return [_entry(item, origin) for item in today["checkpoints"]]
+        index = upgraded({"index": values}, version)["index"]
+        return [_entry(item, origin) for item in index["checkpoints"]]
 
 
 def _entry(item: Any, origin: str) -> IndexEntry:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -95,7 +94,7 @@ class RunFolder:
         opened.sort(key=lambda found: (found.manifest.created, found.manifest.step, found.path.name), reverse=True)
         for found in opened:
             try:
-                if _is_listed_itself(found.path) or not accepts(found):
+                if _is_link_within_folder(found.path) or not accepts(found):
                     continue
                 check_checkpoint(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
                 return found
@@ -103,17 +102,26 @@ class RunFolder:
                 _skip_damaged(found.path, error, on_damaged)
         return None
 
-    def newest_before(self, path: Path) -> tuple[list[OpenResult], Callable[[FoundCheckpoint], bool]]:
-        """Return the folder's checkpoints except `path`, and a function that returns whether one is older than `path`.
+    def older_than(self, path: Path) -> list[OpenResult]:
+        """Return the folder's checkpoints, and errors of opening others, that may be older than the checkpoint `path`.
 
-        If the time of writing of `path` is unreadable, the function returns True for every checkpoint.
+        If the time of writing of `path` is unreadable, these are all except `path` itself.
         """
         true_path = os.path.realpath(path)
-        opened = list(scan(self.path))
-        own = [item for place, item in opened if os.path.realpath(place) == true_path]
-        before = next((item.manifest.created for item in own if isinstance(item, FoundCheckpoint)), None)
-        others = [(place, item) for place, item in opened if os.path.realpath(place) != true_path]
-        return others, lambda found: before is None or found.manifest.created < before
+        others = []
+        created = None
+        for other, item in scan(self.path):
+            if os.path.realpath(other) != true_path:
+                others.append((other, item))
+            elif isinstance(item, FoundCheckpoint):
+                created = item.manifest.created
+        if created is None:
+            return others
+        return [
+            (other, item)
+            for other, item in others
+            if not isinstance(item, FoundCheckpoint) or item.manifest.created < created
+        ]
 
     def find(self, step: int) -> Path | None:
         """Return the path of this run's newest full checkpoint of `step`, or None."""
@@ -122,8 +130,9 @@ class RunFolder:
 
     def enter(self, found: FoundCheckpoint) -> None:
         """Add a checkpoint of this run to the index if it is missing, because the run was killed before adding it."""
-        index, entry = self.index, (found.path.name, found.manifest.created)
-        if all((known.name, known.created) != entry for known in index.entries()):
+        index = self.index
+        listed = {(entry.name, entry.created) for entry in index.entries()}
+        if (found.path.name, found.manifest.created) not in listed:
             index.add(self.path / found.path.name)
 
     def written_after(self, path: Path) -> set[str]:
@@ -134,8 +143,12 @@ class RunFolder:
     def free_name(self, name: str) -> str:
         """Return `name` or, if another run has a checkpoint of this name, the first free of `name-v1`, `name-v2`, …"""
         taken = names_in(self.path) - {entry.name for entry in self.index.entries()}
-        versions = (f"{name}-v{number}" for number in itertools.count(1))
-        return next(free for free in itertools.chain((name,), versions) if free not in taken)
+        free_name = name
+        version = 0
+        while free_name in taken:
+            version += 1
+            free_name = f"{name}-v{version}"
+        return free_name
 
     def reserve(self, name: str) -> Path | None:
         """Reserve a checkpoint's name until the checkpoint is written, because several runs may share the folder.
@@ -183,17 +196,16 @@ def newest_valid(
         earlier_than: a checkpoint in the folder. Only checkpoints that are older are accepted. Default: None.
         parts, allow_missing, on_damaged, hash_files: see `RunFolder.newest`, also for warnings and errors.
     """
-    place = RunFolder(Path(folder))
-    candidates, is_earlier = (None, None) if earlier_than is None else place.newest_before(earlier_than)
-    found = place.newest(
-        candidates,
-        accepts=lambda found: kind in (None, found.manifest.kind) and (is_earlier is None or is_earlier(found)),
+    run_folder = RunFolder(Path(folder))
+    newest = run_folder.newest(
+        None if earlier_than is None else run_folder.older_than(earlier_than),
+        accepts=lambda found: kind in (None, found.manifest.kind),
         parts=parts,
         allow_missing=allow_missing,
         on_damaged=on_damaged,
         hash_files=hash_files,
     )
-    return None if found is None else found.path
+    return None if newest is None else newest.path
 
 
 def whole_checkpoint(
@@ -242,33 +254,33 @@ def open_valid(
     except NewerFormatError:
         raise
     except CheckpointError as error:
-        path = path.path if isinstance(path, FoundCheckpoint) else path
+        if isinstance(path, FoundCheckpoint):
+            path = path.path
         if on_damaged == "error" or not path.is_dir():
             raise
-        flaw = error
+        damage = error
     true_path = Path(os.path.realpath(path))  # the run's checkpoints are beside a link's target
     folder = RunFolder(true_path.parent)
-    candidates, is_earlier = folder.newest_before(true_path)
-    instead = folder.newest(
-        candidates,
-        accepts=lambda found: kind in (None, found.manifest.kind) and is_earlier(found),
+    replacement = folder.newest(
+        folder.older_than(true_path),
+        accepts=lambda found: kind in (None, found.manifest.kind),
         parts=parts,
         allow_missing=allow_missing,
         hash_files=hash_files,
     )
-    if instead is None:
-        raise CheckpointError(f"{flaw} No older checkpoint in {true_path.parent} is valid.") from flaw
-    warnings.warn(f"{flaw} Falling back to {instead.path}.", TrainwrightWarning, stacklevel=2)
-    return instead
+    if replacement is None:
+        raise CheckpointError(f"{damage} No older checkpoint in {true_path.parent} is valid.") from damage
+    warnings.warn(f"{damage} Falling back to {replacement.path}.", TrainwrightWarning, stacklevel=2)
+    return replacement
 
 
-def _is_listed_itself(path: Path) -> bool:
+def _is_link_within_folder(path: Path) -> bool:
     """Return whether `path` is a link to a checkpoint in the same folder, such as `last`."""
     return path.is_symlink() and os.path.dirname(os.path.realpath(path)) == os.path.realpath(path.parent)
 
 
-def _skip_damaged(path: Path, flaw: Exception, on_damaged: OnDamaged) -> None:
-    what = f"the damaged checkpoint {path}: {flaw}"
+def _skip_damaged(path: Path, damage: Exception, on_damaged: OnDamaged) -> None:
+    what = f"the damaged checkpoint {path}: {damage}"
     if on_damaged == "error":
         raise CheckpointError(f"{what} To skip it, set on_damaged='fall_back'.")
     warnings.warn(f"skipping {what}", TrainwrightWarning, stacklevel=3)

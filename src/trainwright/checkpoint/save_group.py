@@ -19,7 +19,9 @@ from trainwright.checkpoint.format.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import split_hidden
 
-_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
+# Pauses between two looks at the store: short at first, for ranks that report in milliseconds, then doubled.
+_FIRST_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.1
 
 
 class Store(Protocol):
@@ -89,7 +91,8 @@ class SaveGroup:
         """Wait for the reports of all other ranks. Return size and hash of these ranks' files by path."""
         entries: dict[str, FileEntry] = {}
         waiting = set(range(1, self.world_size))
-        begun_s, look_s = time.monotonic(), _FIRST_LOOK_S
+        begun_s = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
         while waiting:
             for rank in sorted(waiting):
                 key = _key(folder, rank)
@@ -99,19 +102,22 @@ class SaveGroup:
                     waiting.discard(rank)
             if waiting:
                 self._check_timeout(waiting, begun_s)
-                time.sleep(look_s)
-                look_s = min(2 * look_s, _LONGEST_LOOK_S)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return entries
 
     def _check_timeout(self, waiting: set[int], begun_s: float) -> None:
         now_s = time.monotonic()
-        late = now_s > begun_s + self._timeout_s
-        if late or (self._hurry_until_s is not None and now_s > self._hurry_until_s):
-            why = f"within {self._timeout_s:g} s (the strategy's timeout)" if late else "before the run failed"
-            names = ", ".join(str(rank) for rank in sorted(waiting))
-            raise CheckpointError(
-                f"rank {names} of {self.world_size} did not report its files {why}. It failed, or its disk is slow."
-            )
+        if now_s > begun_s + self._timeout_s:
+            limit = f"within {self._timeout_s:g} s (the strategy's timeout)"
+        elif self._hurry_until_s is not None and now_s > self._hurry_until_s:
+            limit = "before the run failed"
+        else:
+            return
+        names = ", ".join(str(rank) for rank in sorted(waiting))
+        raise CheckpointError(
+            f"rank {names} of {self.world_size} did not report its files {limit}. It failed, or its disk is slow."
+        )
 
 
 def _key(folder: Path, rank: int) -> str:
@@ -127,8 +133,12 @@ def _read_report(rank: int, data: bytes, folder: Path) -> dict[str, FileEntry]:
     report = json.loads(data)
     if "error" in report:
         raise CheckpointError(f"rank {rank} could not write its files: {report['error']}")
-    entries = {check_relative(path, f"rank {rank}"): FileEntry(*entry) for path, entry in report["files"].items()}
-    for path, entry in entries.items():
+    entries = {}
+    for path, (num_bytes, digest) in report["files"].items():
+        check_relative(path, f"rank {rank}")
+        entry = FileEntry(num_bytes, digest)
+        entries[path] = entry
+        # Rank 0 must see the file, too: each node may have its own disk at this path.
         try:
             size = (folder / path).stat().st_size
         except OSError:

@@ -108,7 +108,8 @@ class HashingFile:
 
     def _start_writeback(self) -> None:
         """Let the system write the bytes added since the last call to the disk. Does not wait for the disk."""
-        start, count = self._written_back, self._size - self._written_back
+        start = self._written_back
+        count = self._size - start
         if count < _WRITEBACK_BYTES or not hasattr(os, "posix_fadvise"):
             return
         # On Linux this starts to write pages that are not on the disk yet; these pages stay cached. It is a hint, which

@@ -47,11 +47,6 @@ class HostBuffers:
         self._pinned = False
 
     @property
-    def addresses(self) -> list[int]:
-        """The addresses of the blocks. They do not change between saves unless a block is added."""
-        return [block.data_ptr() for block in self._blocks]
-
-    @property
     def num_bytes(self) -> int:
         """Size of the allocated memory."""
         return sum(block.numel() for block in self._blocks)
@@ -81,10 +76,12 @@ class HostBuffers:
         for file in sorted(files, key=lambda file: file.state_rests):
             size = file.num_tensor_bytes
             alignment = DISK_BLOCK_BYTES if size >= DIRECT_FROM_BYTES else _ALIGNMENT
+            # Rounded up: after 100 bytes, the next multiple of 64 is 128.
             starts[id(file)] = -(-end // alignment) * alignment
             end = starts[id(file)] + size
-        found = {tensor.device for file in files for tensor in file.tensors}
-        devices = {device for device in found if properties(device.type).copies_beside}
+        devices: set[torch.device] = set()  # with asynchronous copies
+        for file in files:
+            devices.update(tensor.device for tensor in file.tensors if properties(tensor.device.type).copies_beside)
         self.reserve(end, pinned=bool(devices))
         now: list[Copy] = []
         later: list[Copy] = []
@@ -97,28 +94,23 @@ class HostBuffers:
             torch.accelerator.synchronize(device)
         for file in files:
             ranges = self._ranges(starts[id(file)], file.num_tensor_bytes)
-            staged = [memoryview(host_bytes(part)) for part in ranges]
-            file.tensors, file.staged = [], staged
+            file.staged = [memoryview(host_bytes(part)) for part in ranges]
+            file.tensors = []
         return LaterCopy(later, resting) if later else None
 
     def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy] | None) -> list[torch.Tensor]:
-        """Add the copies of a file's tensors to `now` or `later`. Return the tensors whose copies are in `later`.
-
-        Without `later`, all are added to `now`. A tensor that is not contiguous host memory is copied in this
-        call, or its asynchronous copy is started.
-        """
+        """Copy a file's tensors or add their copies to `now` or `later`. Return the tensors of those in `later`."""
         resting: list[torch.Tensor] = []
         for tensor in file.tensors:
             size = tensor.numel() * tensor.element_size()
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
                 self._gather(tensor, position, size)
-            elif (
-                later is not None and size >= _LATER_FROM_BYTES and not tensor.is_inference()
-            ):  # has no version counter
+            elif later is None or size < _LATER_FROM_BYTES or tensor.is_inference():
+                # `LaterCopy` compares version counters, which tensors of inference mode lack.
+                self._add_copies(tensor.data_ptr(), position, size, now)
+            else:
                 self._add_copies(tensor.data_ptr(), position, size, later)
                 resting.append(tensor)
-            else:
-                self._add_copies(tensor.data_ptr(), position, size, now)
             position += size
         return resting
 
@@ -131,7 +123,8 @@ class HostBuffers:
         # A save may run in inference mode, and inference tensors cannot be overwritten outside of it.
         with torch.inference_mode(False):
             while missing > 0:
-                size = min(BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, 1 << (missing - 1).bit_length()))
+                power_of_two = 1 << (missing - 1).bit_length()  # the next one: 8 for 5, and 8 for 8
+                size = min(BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, power_of_two))
                 self._starts.append(self.num_bytes)
                 self._blocks.append(_block(size, pinned=self._pinned))
                 missing -= size
@@ -150,10 +143,13 @@ class HostBuffers:
         """Yield the locations of `count` bytes from `start` on: block, offset in the block, and length."""
         number = bisect.bisect_right(self._starts, start) - 1
         while count:
-            block, offset = self._blocks[number], start - self._starts[number]
+            block = self._blocks[number]
+            offset = start - self._starts[number]
             length = min(count, block.numel() - offset)
             yield block, offset, length
-            start, count, number = start + length, count - length, number + 1
+            start += length
+            count -= length
+            number += 1
 
     def _ranges(self, start: int, count: int) -> list[torch.Tensor]:
         """Return `count` bytes from `start` on, as one view for each block that contains some of these bytes."""

@@ -21,13 +21,13 @@ def copy_now(copies: Sequence[Copy], num_threads: int) -> None:
     """
     # ctypes releases the GIL. torch's own copy divides each tensor among all its threads and waits for the slowest,
     # which takes twice as long if another process needs a core.
-    left = iter(copies)  # shared: each thread takes the next copy when it is free
+    remaining = iter(copies)  # shared: each thread takes the next copy when it is free
     if num_threads == 1 or sum(size for _, _, size in copies) < _WORTH_A_THREAD:
-        _copy_all(left)
+        _copy_all(remaining)
         return
     with ThreadPoolExecutor(num_threads - 1, thread_name_prefix="trainwright-copy") as pool:
-        running = [pool.submit(_copy_all, left) for _ in range(num_threads - 1)]
-        _copy_all(left)
+        running = [pool.submit(_copy_all, remaining) for _ in range(num_threads - 1)]
+        _copy_all(remaining)
     for done in running:
         done.result()
 
@@ -36,11 +36,11 @@ class LaterCopy:
     """Copies that are made when a thread calls `finish`. Their sources, `tensors`, must not change before this call."""
 
     def __init__(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
-        self._left = iter(copies)
+        self._remaining = iter(copies)
         # `detach` shares memory and version, and keeps the memory when `tensor.data` is replaced.
-        self._before = [(tensor.detach(), tensor._version) for tensor in tensors]
-        self._quiet = threading.Condition()
-        self._busy = 0  # threads that may be copying
+        self._versions = [(tensor.detach(), tensor._version) for tensor in tensors]
+        self._idle = threading.Condition()
+        self._num_busy = 0  # threads that may be copying
         self._unchanged: bool | None = None  # None: not finished
 
     def finish(self) -> bool:
@@ -50,19 +50,19 @@ class LaterCopy:
         """
         if self._unchanged is not None:
             return self._unchanged
-        with self._quiet:
-            self._busy += 1
+        with self._idle:
+            self._num_busy += 1
         try:
-            _copy_all(self._left)
+            _copy_all(self._remaining)
         finally:
-            with self._quiet:
-                self._busy -= 1
-                self._quiet.notify_all()
-        with self._quiet:
-            self._quiet.wait_for(lambda: not self._busy)
+            with self._idle:
+                self._num_busy -= 1
+                self._idle.notify_all()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._num_busy)
             if self._unchanged is None:
-                self._unchanged = all(tensor._version == version for tensor, version in self._before)
-                self._before = []
+                self._unchanged = all(tensor._version == version for tensor, version in self._versions)
+                self._versions = []
             return self._unchanged
 
 

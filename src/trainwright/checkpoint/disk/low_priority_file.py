@@ -48,15 +48,16 @@ class LowPriorityFile(HashingFile):
         for start in range(0, len(view), CHUNK_BYTES):
             chunk = view[start : start + CHUNK_BYTES]
             self._quiet.put(partial(self._hash.update, chunk))
-            position, self._size = self._size, self._size + len(chunk)
-            done = self._write_direct(chunk, position)
-            if done == len(chunk):
+            position = self._size
+            self._size += len(chunk)
+            num_written = self._write_direct(chunk, position)
+            if num_written == len(chunk):
                 continue
-            rest = partial(self._write_cached, chunk[done:], position + done)
+            write_rest = partial(self._write_cached, chunk[num_written:], position + num_written)
             if self._direct is None:
-                self._quiet.put(rest)
+                self._quiet.put(write_rest)
             else:
-                rest()  # the header, or the incomplete block at the end
+                write_rest()  # the header, or the incomplete block at the end
 
     def _write_direct(self, chunk: memoryview, position: int) -> int:
         """Write a chunk's complete disk blocks with O_DIRECT. Return the number of these bytes, or 0."""

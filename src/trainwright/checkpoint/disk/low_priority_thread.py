@@ -90,7 +90,8 @@ class LowPriorityThread:
         """Block until all work is done, and raise an error of the work. Functions after one that fails are not run."""
         self.rest()
         self._do_all()
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 

@@ -80,8 +80,9 @@ class PlannedFile:
     @property
     def num_tensor_bytes(self) -> int:
         """Number of bytes after the head."""
-        likes = [*self.tensors, *(weight.like for weight in self.streamed)]
-        return sum(t.numel() * t.element_size() for t in likes) + sum(map(len, self.staged))
+        likes = self.tensors + [weight.like for weight in self.streamed]
+        num_bytes = sum(like.numel() * like.element_size() for like in likes)
+        return num_bytes + sum(len(part) for part in self.staged)
 
     def chunks(self) -> Iterator[bytes | memoryview]:
         """Yield the file's bytes in order. Device tensors are copied to the host one at a time."""
@@ -117,32 +118,35 @@ def write_files(
         Size and hash of each file by its path.
     """
     entries: dict[str, FileEntry] = {}
-    left = iter(files)
-    while batch := list(itertools.islice(left, _OPEN_AT_ONCE)):
+    remaining = iter(files)
+    while batch := list(itertools.islice(remaining, _OPEN_AT_ONCE)):
         with contextlib.ExitStack() as stack:
             written = [_write(folder, planned, quiet, stack) for planned in batch]
             # All are written before the first sync, so that a journaling file system commits once for all files.
             for file in written:
                 file.sync()
-        entries |= {planned.path: file.entry for planned, file in zip(batch, written, strict=True)}
+        for planned, file in zip(batch, written, strict=True):
+            entries[planned.path] = file.entry
     return entries
 
 
 def _write(
     folder: Path, planned: PlannedFile, quiet: LowPriorityThread | None, stack: contextlib.ExitStack
 ) -> HashingFile:
-    path, size = folder / planned.path, len(planned.head) + planned.num_tensor_bytes
+    path = folder / planned.path
+    size = len(planned.head) + planned.num_tensor_bytes
     is_quiet = quiet is not None and size >= LOW_PRIORITY_FROM_BYTES
     if quiet is not None and is_quiet:
         from trainwright.checkpoint.disk.low_priority_file import LowPriorityFile  # not needed for reading
 
         file: HashingFile = stack.enter_context(LowPriorityFile(path, size=size, quiet=quiet))
     else:
-        # size=0 hashes in this thread, since streamed chunks are overwritten.
-        file = stack.enter_context(HashingFile(path, size=size if quiet is None and not planned.streamed else 0))
+        # Without the size, the file is hashed in this thread. Streamed chunks must be: the next one overwrites them.
+        hashes_in_thread = quiet is None and not planned.streamed
+        file = stack.enter_context(HashingFile(path, size=size if hashes_in_thread else 0))
     for chunk in planned.chunks():
         file.write(chunk)
         del chunk  # frees it before the next one is created
-    if not is_quiet:
+    if not is_quiet:  # a `LowPriorityFile` may still have chunks to hash
         file.finish()
     return file

@@ -29,19 +29,19 @@ def load_json(data: bytes, origin: str) -> Any:
     """Parse UTF-8 JSON. Invalid JSON, NaN, a duplicate key and too large data raise `CheckpointError`."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in values:  # Python would use the last value, another reader maybe the first
                 raise CheckpointError(f"{origin}: an object has the key {key!r} twice. Use another file.")
-            found[key] = value
-        return found
+            values[key] = value
+        return values
 
-    def constant(word: str) -> Any:
+    def refuse_constant(word: str) -> Any:
         raise CheckpointError(f"{origin} contains {word}, which is not JSON. Use another file.")
 
     check_json_size(data, origin)
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
     except (ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{origin} is not readable JSON: {shortened(error)}. It is damaged or has another format."
@@ -92,7 +92,8 @@ def check_relative(path: object, origin: str) -> str:
     """Return `path` if it is a relative path that stays inside its folder on every operating system. Otherwise raise a
     `CheckpointError`, which names the file `origin`.
     """
-    if not isinstance(path, str) or not path or any(char in path for char in "\\:\0") or not is_printable(path):
+    # Windows reads a backslash as a separator, and "C:" as a drive.
+    if not isinstance(path, str) or not path or not is_printable(path) or not set(path).isdisjoint("\\:\0"):
         raise CheckpointError(f"{origin} names {path!r}, which is not a plain relative path.")
     if path.startswith("/") or any(step in ("", ".", "..") for step in path.split("/")):
         raise CheckpointError(f"{origin} names {path!r}, which may be outside its folder.")
@@ -103,7 +104,8 @@ def inside(folder: Path, relative: str, origin: str) -> Path:
     """Return `folder / relative`. Raise a `CheckpointError` if this path, or a symbolic link in it, leaves `folder`."""
     path = folder / PurePosixPath(check_relative(relative, origin))
     with reading(path):  # such as a link to itself
-        target, root = path.resolve(), folder.resolve()
+        target = path.resolve()
+        root = folder.resolve()
     if not target.is_relative_to(root):
         raise CheckpointError(f"{origin} names {relative!r}, a link to {target} outside {folder}.")
     return path
@@ -120,7 +122,7 @@ def is_printable(text: str) -> bool:
     return True
 
 
-_SHOWN = 300  # characters of another error's message, which may quote a file
+_MAX_MESSAGE = 300  # characters of another error's message, which may quote a file
 
 
 @contextlib.contextmanager
@@ -149,6 +151,10 @@ def check_regular(path: os.PathLike[str] | str) -> None:
 
 
 def shortened(error: BaseException) -> str:
-    """Return an error's type and message, truncated to `_SHOWN` characters."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    """Return an error's type and message, truncated to 300 characters."""
+    text = type(error).__name__
+    if str(error):
+        text = f"{text}: {error}"
+    if len(text) > _MAX_MESSAGE:
+        text = f"{text[:_MAX_MESSAGE]}…"
+    return text

@@ -62,8 +62,9 @@ _FACTORIES: dict[str, Callable[[], Any]] = {
 }
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
-_SCALAR_KINDS = "biufcmM"
-_ARRAY_KINDS = _SCALAR_KINDS + "SU"
+_SCALAR_KINDS = "biufcmM"  # numpy's letters for bool, integers, floats, complex numbers, time spans and times
+_ARRAY_KINDS = _SCALAR_KINDS + "SU"  # bytes and text, too
+# A result of `dtype.str` for these kinds, such as "<f4" or "<M8[ns]". np.dtype alone also parses structured types.
 _ARRAY_DTYPE = re.compile(r"[<>|=]?[a-zA-Z][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 
 
@@ -125,6 +126,13 @@ def _join(path: str, key: object) -> str:
     return f"{path}[{key!r}]"
 
 
+def _is_json_object(value: dict[Any, Any]) -> bool:
+    """Return whether a dict can be written as a JSON object that differs from the objects with a type under `TAG`."""
+    if TAG in value:
+        return False
+    return all(type(key) is str and is_printable(key) for key in value)
+
+
 class _Encoder:
     def __init__(self, root: str, shards: dict[str, TensorShards] | None) -> None:
         self.root = root
@@ -137,9 +145,9 @@ class _Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        scalar = _SCALARS.get(kind)
-        if scalar is not None:
-            return scalar(value)
+        encode_scalar = _SCALARS.get(kind)
+        if encode_scalar is not None:
+            return encode_scalar(value)
         if kind in _TENSOR_TYPES:
             return self._tensor(value, path)
         if kind is TensorShards:
@@ -167,24 +175,29 @@ class _Encoder:
             items = [self.value(item, f"{path}[{index}]", depth) for index, item in enumerate(value)]
             return items if kind is list else {TAG: "tuple", "v": items}
         if kind in (set, frozenset):
+            members = [self._hashable(item, path, depth) for item in value]
             # Sorted, since the iteration order of a set of strings differs between processes.
-            members = sorted((self._hashable(item, path, depth) for item in value), key=dump_json)
-            return {TAG: kind.__name__, "v": members}
-        if kind is dict and all(type(key) is str and is_printable(key) for key in value) and TAG not in value:
+            return {TAG: kind.__name__, "v": sorted(members, key=dump_json)}
+        if kind is dict and _is_json_object(value):
             return {key: self.value(item, _join(path, key), depth) for key, item in value.items()}
-        pairs = [
-            [self._hashable(key, path, depth), self.value(item, _join(path, key), depth)] for key, item in value.items()
-        ]
+        pairs = []
+        for key, item in value.items():
+            encoded_key = self._hashable(key, path, depth)
+            pairs.append([encoded_key, self.value(item, _join(path, key), depth)])
         node: dict[str, Any] = {TAG: kind.__name__, "v": pairs}
         if kind is defaultdict:
-            factory = value.default_factory
-            if factory is not None and factory not in _FACTORY_NAMES:
-                raise CheckpointError(
-                    f"{path or 'the state'}: a defaultdict of {factory!r} cannot be saved; only "
-                    f"{', '.join(_FACTORIES)} are supported. Save dict(...) of it, and rebuild it on load."
-                )
-            node["factory"] = None if factory is None else _FACTORY_NAMES[factory]
+            node["factory"] = self._factory(value.default_factory, path)
         return node
+
+    def _factory(self, factory: Callable[[], Any] | None, path: str) -> str | None:
+        if factory is None:
+            return None
+        if factory not in _FACTORY_NAMES:
+            raise CheckpointError(
+                f"{path or 'the state'}: a defaultdict of {factory!r} cannot be saved; only "
+                f"{', '.join(_FACTORIES)} are supported. Save dict(...) of it, and rebuild it on load."
+            )
+        return _FACTORY_NAMES[factory]
 
     def _hashable(self, key: object, path: str, depth: int) -> Any:
         if isinstance(key, torch.Tensor):
@@ -221,10 +234,11 @@ class _Encoder:
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
         if array.dtype.kind not in _ARRAY_KINDS:
             raise CheckpointError(f"{path or 'the state'}: a numpy array of dtype {array.dtype} cannot be saved.")
-        data = torch.from_numpy(np.frombuffer(bytearray(array.tobytes()), dtype=np.uint8)) if array.nbytes else None
         node = {TAG: "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
-        if data is not None:
-            node["v"] = add_named(self.tensors, data, path)
+        if array.nbytes:
+            # As bytes, since torch lacks some dtypes of numpy. The bytearray is writable, as torch needs it.
+            data = np.frombuffer(bytearray(array.tobytes()), dtype=np.uint8)
+            node["v"] = add_named(self.tensors, torch.from_numpy(data), path)
         return node
 
     def _datetime(self, value: datetime.datetime, path: str) -> Any:
@@ -247,15 +261,16 @@ class _Encoder:
         )
 
 
-def add_named(kept: dict[str, T], value: T, path: str) -> str:
-    """Add a value to `kept` under its path, with a number appended if `kept` has this name. Return the used name."""
+def add_named(named: dict[str, T], value: T, path: str) -> str:
+    """Add a value to `named` under its path, with a number appended if this name is taken. Return the used name."""
     name = path.encode("utf-8", "backslashreplace").decode() or "value"
-    chosen, count = name, 1
-    while chosen in kept or chosen == "__metadata__":
+    unique = name
+    count = 1
+    while unique in named or unique == "__metadata__":  # the name of the metadata in safetensors files
         count += 1
-        chosen = f"{name}#{count}"
-    kept[chosen] = value
-    return chosen
+        unique = f"{name}#{count}"
+    named[unique] = value
+    return unique
 
 
 def _encode_int(value: int) -> Any:
@@ -302,20 +317,18 @@ def _decode(value: object, stores: Stores) -> Any:
         return value
     if TAG not in value:
         return {key: _decode(item, stores) for key, item in value.items()}
-    decoder = _DECODERS.get(value[TAG]) if isinstance(value[TAG], str) else None
-    if decoder is None:
+    tag = value[TAG]
+    if not isinstance(tag, str) or tag not in _DECODERS:
         raise CheckpointError(
-            f"the saved state holds a {value[TAG]!r}, which this Trainwright cannot read. Upgrade Trainwright, or use "
+            f"the saved state holds a {tag!r}, which this Trainwright cannot read. Upgrade Trainwright, or use "
             "another checkpoint."
         )
     try:
-        return decoder(value, stores)
+        return _DECODERS[tag](value, stores)
     except (CheckpointError, RecursionError):
         raise
     except Exception as error:  # constructors raise various exceptions for invalid values
-        raise CheckpointError(
-            f"the saved state holds a {value[TAG]!r} that cannot be read: {shortened(error)}."
-        ) from error
+        raise CheckpointError(f"the saved state holds a {tag!r} that cannot be read: {shortened(error)}.") from error
 
 
 def _stored(node: Any, stores: Stores) -> torch.Tensor:
@@ -328,14 +341,11 @@ def _stored(node: Any, stores: Stores) -> torch.Tensor:
 def _decode_shards(node: Any, stores: Stores) -> torch.Tensor:
     if stores.shards is None:
         raise CheckpointError(f"the tensor {node['v']!r} is sharded, and its shards are missing.")
-    shape = node["shape"]
-    if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"{shape!r} is not a shape")
-    return stores.shards(str(node["v"]), tuple(shape), str(node["dtype"]))
+    return stores.shards(str(node["v"]), tuple(node["shape"]), str(node["dtype"]))
 
 
 def _array_dtype(name: object, kinds: str) -> np.dtype[Any]:
-    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):  # np.dtype also parses structured types
+    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):
         raise ValueError(f"{name!r} is not a dtype of an array")
     dtype = np.dtype(name)
     if dtype.kind not in kinds:
@@ -344,7 +354,8 @@ def _array_dtype(name: object, kinds: str) -> np.dtype[Any]:
 
 
 def _decode_array(node: Any, stores: Stores) -> Any:
-    dtype, shape = _array_dtype(node["dtype"], _ARRAY_KINDS), tuple(node["shape"])
+    dtype = _array_dtype(node["dtype"], _ARRAY_KINDS)
+    shape = tuple(node["shape"])
     if "v" not in node:
         if math.prod(shape) * dtype.itemsize:
             raise ValueError(f"an array of shape {shape} and dtype {dtype} has lost its data")
@@ -353,17 +364,17 @@ def _decode_array(node: Any, stores: Stores) -> Any:
 
 
 def _decode_scalar(node: Any, stores: Stores) -> Any:
-    dtype, data = _array_dtype(node["dtype"], _SCALAR_KINDS), bytes.fromhex(node["v"])
-    if len(data) != dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes for a scalar of dtype {dtype}")
-    return np.frombuffer(data, dtype)[0]
+    dtype = _array_dtype(node["dtype"], _SCALAR_KINDS)
+    return np.frombuffer(bytes.fromhex(node["v"]), dtype)[0]
 
 
 def _decode_datetime(node: Any, stores: Stores) -> Any:
     import zoneinfo
 
     value = datetime.datetime.fromisoformat(node["v"]).replace(fold=node["fold"])
-    return value.replace(tzinfo=zoneinfo.ZoneInfo(node["zone"])) if "zone" in node else value
+    if "zone" not in node:
+        return value
+    return value.replace(tzinfo=zoneinfo.ZoneInfo(node["zone"]))
 
 
 def _decode_dtype(node: Any, stores: Stores) -> Any:
@@ -373,21 +384,18 @@ def _decode_dtype(node: Any, stores: Stores) -> Any:
     return dtype
 
 
-def _decode_float(node: Any, stores: Stores) -> Any:
-    if node["v"] not in ("nan", "inf", "-inf"):
-        raise ValueError(f"expected nan, inf or -inf, got {node['v']!r}")
-    return float(node["v"])
-
-
 def _items(node: Any, stores: Stores) -> list[Any]:
     return [_decode(item, stores) for item in node["v"]]
 
 
 def _pairs(node: Any, stores: Stores) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
-    for key, item in node["v"]:
-        found[_decode(key, stores)] = _decode(item, stores)
-    return found
+    return {_decode(key, stores): _decode(item, stores) for key, item in node["v"]}
+
+
+def _decode_defaultdict(node: Any, stores: Stores) -> Any:
+    name = node["factory"]
+    factory = None if name is None else _FACTORIES[name]
+    return defaultdict(factory, _pairs(node, stores))
 
 
 _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
@@ -403,11 +411,9 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
     "dict": _pairs,
     "OrderedDict": lambda node, stores: OrderedDict(_pairs(node, stores)),
     "Counter": lambda node, stores: Counter(_pairs(node, stores)),
-    "defaultdict": lambda node, stores: defaultdict(
-        None if node["factory"] is None else _FACTORIES[node["factory"]], _pairs(node, stores)
-    ),
+    "defaultdict": _decode_defaultdict,
     "int": lambda node, stores: int(node["v"], 16),
-    "float": _decode_float,
+    "float": lambda node, stores: float(node["v"]),
     "complex": lambda node, stores: complex(*_items(node, stores)),
     "str": lambda node, stores: bytes.fromhex(node["v"]).decode("utf-8", "surrogatepass"),
     "bytes": lambda node, stores: bytes.fromhex(node["v"]),

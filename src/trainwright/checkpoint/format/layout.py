@@ -174,14 +174,14 @@ class Manifest:
         for name, part in values["parts"].items():
             if name not in PARTS["full"]:
                 raise ValueError(f"unknown part {name!r}")
-            files = {
-                check_relative(path, MANIFEST): FileEntry(_count(entry["size"]), _text(entry["xxh3_128"]))
-                for path, entry in part["files"].items()
-            }
+            files = {}
+            for path, entry in part["files"].items():
+                files[check_relative(path, MANIFEST)] = FileEntry(_count(entry["size"]), _text(entry["xxh3_128"]))
             parts[name] = Part(files, bool(part["required"]))
-        kind, created = values["kind"], _text(values["created"])
+        kind = values["kind"]
         if kind not in PARTS:
             raise ValueError(f"unknown kind {kind!r}")
+        created = _text(values["created"])
         moment = datetime.datetime.fromisoformat(created)
         if moment.tzinfo is None:  # `next_moment` compares it with UTC
             raise ValueError(f"{created!r} has no time zone")
@@ -231,9 +231,9 @@ def seal_fits(data: bytes) -> bool:
 
 def check_not_newer(data: bytes, origin: str) -> None:
     """Raise a `NewerFormatError` if the JSON `data` begins with a newer format version. Does not parse the rest."""
-    stated = _VERSION.match(data)
-    if stated is not None and int(stated[1]) > 0:
-        check_format_version(int(stated[1]), origin)
+    version = _VERSION.match(data)
+    if version is not None and int(version[1]) > 0:
+        check_format_version(int(version[1]), origin)
 
 
 def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
@@ -241,10 +241,15 @@ def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
     `CheckpointError`.
     """
     pattern = re.compile(rf"{folder}/{stem}-([0-9]{{5,9}})\.json")
-    found = sorted(int(match[1]) for name in files if (match := pattern.fullmatch(name)))
-    if found != list(range(len(found))):
-        raise CheckpointError(f"{MANIFEST} lists {folder}/{stem} files {found}, expected 0 to {len(found) - 1}.")
-    return [f"{folder}/{stem}-{number:05d}" for number in found]
+    numbers = []
+    for name in files:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            numbers.append(int(match[1]))
+    numbers.sort()
+    if numbers != list(range(len(numbers))):
+        raise CheckpointError(f"{MANIFEST} lists {folder}/{stem} files {numbers}, expected 0 to {len(numbers) - 1}.")
+    return [f"{folder}/{stem}-{number:05d}" for number in numbers]
 
 
 _newest = ""  # time of writing of the newest checkpoint that this process knows

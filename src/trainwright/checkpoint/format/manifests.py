@@ -65,7 +65,8 @@ def open_checkpoint(path: Path | str | FoundCheckpoint) -> FoundCheckpoint:
     if not file.is_file():
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or its save did not finish.")
     inside(folder, MANIFEST, str(folder))
-    return FoundCheckpoint(folder, Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file)))
+    data = read_bytes(file, max_bytes=MAX_MANIFEST_BYTES)
+    return FoundCheckpoint(folder, Manifest.from_bytes(data, str(file)))
 
 
 def _locate(path: Path) -> Path:
@@ -78,8 +79,8 @@ def _locate(path: Path) -> Path:
         aside = replaced_checkpoint(path)
     if aside is not None:
         return aside
-    near = [found.path.name for found in find_checkpoints(path.parent) if not problems_of(found, hash_files=None)]
-    listed = f" Checkpoints in {path.parent}: {', '.join(near)}.{nearest(path.name, near)}" if near else ""
+    names = [found.path.name for found in find_checkpoints(path.parent) if not problems_of(found, hash_files=None)]
+    listed = f" Checkpoints in {path.parent}: {', '.join(names)}.{nearest(path.name, names)}" if names else ""
     raise FileNotFoundError(f"there is no checkpoint {str(path)!r}.{listed}")
 
 
@@ -122,24 +123,29 @@ def problems_of(
 ) -> list[str]:
     """Return messages about files of `parts` that differ from the manifest. `hash_files=None` compares sizes only."""
     wanted = set(found.manifest.parts if parts is None else parts)
-    listed = [
-        (name, relative, entry)
-        for name, part in found.manifest.parts.items()
-        if name in wanted
-        for relative, entry in part.files.items()
-    ]
-    flaws = [_file_problem(found.path, relative, entry) for _, relative, entry in listed]
+    files = []
+    for name, part in found.manifest.parts.items():
+        if name in wanted:
+            for path, entry in part.files.items():
+                files.append(_ListedFile(name, path, entry, _file_problem(found.path, path, entry)))
     if hash_files is not None:
-        sound = [i for i, flaw in enumerate(flaws) if flaw is None]
+        intact = [file for file in files if file.problem is None]
         try:
-            hashes = hash_files([inside(found.path, listed[i][1], MANIFEST) for i in sound])
+            hashes = hash_files([inside(found.path, file.path, MANIFEST) for file in intact])
         except OSError as error:  # a read error of the disk
             return [f"its files cannot be read: {shortened(error)}"]
-        for i, found_hash in zip(sound, hashes, strict=True):
-            _, relative, entry = listed[i]
-            if found_hash != entry.xxh3_128:
-                flaws[i] = f"{relative} has changed: its hash is not the one in {MANIFEST}"
-    return [f"{name}: {flaw}" for (name, _, _), flaw in zip(listed, flaws, strict=True) if flaw is not None]
+        for file, digest in zip(intact, hashes, strict=True):
+            if digest != file.entry.xxh3_128:
+                file.problem = f"{file.path} has changed: its hash is not the one in {MANIFEST}"
+    return [f"{file.part}: {file.problem}" for file in files if file.problem is not None]
+
+
+@dataclass(slots=True)
+class _ListedFile:
+    part: str
+    path: str
+    entry: FileEntry
+    problem: str | None  # how the file differs from its entry
 
 
 def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
@@ -153,7 +159,9 @@ def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
             size = path.stat().st_size
     except CheckpointError as error:
         return str(error)
-    return None if size == entry.size else f"{relative} has {size} bytes, expected {entry.size}"
+    if size != entry.size:
+        return f"{relative} has {size} bytes, expected {entry.size}"
+    return None
 
 
 def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
@@ -171,13 +179,14 @@ def scan(folder: Path) -> Iterator[OpenResult]:
     if not folder.is_dir():
         return
     for entry in sorted(folder.iterdir()):
-        split = split_hidden(entry.name)
-        if entry.name.startswith(".") and (split is None or replaced_checkpoint(folder / split[0]) != entry):
-            continue
-        if not entry.is_dir():
-            continue
+        if entry.name.startswith("."):
+            split = split_hidden(entry.name)
+            # Hidden folders are unfinished, except for a checkpoint whose replacement crashed (see `staging`).
+            if split is None or replaced_checkpoint(folder / split[0]) != entry:
+                continue
+        # With `trainer.json` alone the manifest is lost, which is an error instead of no checkpoint.
         is_candidate = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
-        if is_candidate:
+        if entry.is_dir() and is_candidate:
             yield open_or_error(entry)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,13 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict with the results of `plain_name` as names. Two equal results raise `CheckpointError`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for long_name, value in state_dict.items():
         name = plain_name(long_name)
-        if name in found:
+        if name in values:
             raise CheckpointError(f"two entries of the state dict are called {name!r} (one is {long_name!r}).")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def load_plain_state(
@@ -45,22 +46,25 @@ def load_plain_state(
     Raises:
         CheckpointError: shapes differ, or names differ with `strict=True`.
     """
-    own = {plain_name(name): name for name in module.state_dict()}
-    renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
+    module_names = {plain_name(name): name for name in module.state_dict()}
+    renamed = {module_names.get(plain_name(name), name): value for name, value in state.items()}
     # A stage under inference mode may have set buffers of the module. They can be changed under inference mode only.
-    in_inference = any(tensor.is_inference() for tensor in (*module.parameters(), *module.buffers()))
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    in_inference = any(tensor.is_inference() for tensor in tensors)
     try:
         with torch.inference_mode(in_inference):
-            found = module.load_state_dict(renamed, strict=strict)
+            result = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         if "size mismatch" in str(error):
             hint = " Build it with the sizes below, or rename the layers with other sizes and pass strict=False."
         else:
             hint = " Pass strict=False to load only the weights whose names are in both."
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
-    if found is None:  # an overridden load_state_dict may return nothing
+    if result is None:  # an overridden load_state_dict may return nothing
         return [], []
-    return [plain_name(name) for name in found.missing_keys], [plain_name(name) for name in found.unexpected_keys]
+    missing = [plain_name(name) for name in result.missing_keys]
+    unexpected = [plain_name(name) for name in result.unexpected_keys]
+    return missing, unexpected
 
 
 def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:
@@ -78,7 +82,7 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
     extra: dict[str, Any] = {}
     tied: dict[str, str] = {}
     dtypes: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
     for name, value in plain_names(state_dict).items():
         if not isinstance(value, torch.Tensor):
             extra[name] = value
@@ -87,25 +91,26 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
             stored, dtype = to_storable(value)
         except CheckpointError as error:
             raise CheckpointError(f"model.{name}: {error}") from error
-        same = first.setdefault((*memory_key(stored, name), value.dtype), name)
-        if same != name:
-            tied[name] = same
+        # With the dtype: a buffer of complex numbers and its view as pairs of reals have the same stored tensor.
+        key = (*memory_key(stored, name), value.dtype)
+        first = first_names.setdefault(key, name)
+        if first != name:
+            tied[name] = first
             continue
         tensors[name] = stored
         if dtype is not None:
             dtypes[name] = dtype
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     shards = deal_out(sizes, max_shard_bytes)
-    paths = shard_names(len(shards))
+    names_by_file = dict(zip(shard_names(len(shards)), shards, strict=True))
+    files = []
+    for path, names in names_by_file.items():
+        files.append(plan_safetensors(path, {name: tensors[name] for name in names}))
     notes: dict[str, Any] = {"tied": tied, "dtypes": dtypes}
-    files = [
-        plan_safetensors(path, {name: tensors[name] for name in names})
-        for path, names in zip(paths, shards, strict=True)
-    ]
     if extra:
         notes["extra"] = EXTRA_STEM
         files += plan_tree(EXTRA_STEM, extra)
-    index = shard_index(sizes, dict(zip(paths, shards, strict=True)), {"trainwright": notes})
+    index = shard_index(sizes, names_by_file, {"trainwright": notes})
     text = check_json_size(dump_json(index, indent=2).encode() + b"\n", MODEL_INDEX)
     return [*files, PlannedFile(MODEL_INDEX, text)]
 
@@ -142,7 +147,8 @@ def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
             continue
         if present and filled + size > max_shard_bytes:
             shards.append(present)
-            present, filled = [], 0
+            present = []
+            filled = 0
         present.append(name)
         filled += size
     if present:
@@ -159,7 +165,9 @@ def shard_index(
     sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
     """Return the content of a model's index. `sizes` are bytes by tensor name, `shards` are tensor names by file."""
-    files = {name: file for file, names in shards.items() for name in names}
+    files: dict[str, str] = {}
+    for file, names in shards.items():
+        files |= dict.fromkeys(names, file)
     return {
         "metadata": {"total_size": sum(sizes.values()), **metadata},
         "weight_map": {name: files[name] for name in sizes},
@@ -183,7 +191,8 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
     try:
         weight_map: dict[str, str] = dict(index["weight_map"])
         notes = dict(index.get("metadata", {}).get("trainwright", {}))
-        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
+        tied = dict(notes.get("tied", {}))
+        dtypes = dict(notes.get("dtypes", {}))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is not an index of safetensors shards: {error!r}. Copy it again, or use another checkpoint."
@@ -201,7 +210,8 @@ def read_index(path: Path, files: Collection[str] | None = None) -> ShardIndex:
     for name, first in tied.items():
         if first not in weight_map:
             raise CheckpointError(f"{path} ties {name!r} to {first!r}, which the index does not contain.")
-    return ShardIndex(list(weight_map), shards, tied, dtypes, str(notes["extra"]) if "extra" in notes else None)
+    extra = str(notes["extra"]) if "extra" in notes else None
+    return ShardIndex(list(weight_map), shards, tied, dtypes, extra)
 
 
 def read_model(
@@ -231,8 +241,11 @@ def read_model(
         tensors: dict[str, torch.Tensor] = {}
         for shard, names in index.shards.items():
             tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
-        values: dict[str, Any] = {name: from_storable(tensors[name], index.dtypes.get(name)) for name in index.names}
-        values |= {name: values[first] for name, first in index.tied.items()}
+        values: dict[str, Any] = {}
+        for name in index.names:
+            values[name] = from_storable(tensors[name], index.dtypes.get(name))
+        for name, first in index.tied.items():
+            values[name] = values[first]
         if index.extra is not None:
             values |= read_tree(folder, EXTRA_STEM)
         return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,13 +36,11 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
     """
     packed = optimizer.state_dict()
     names_of = _names_by_index(optimizer, packed, names)
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS},
-            "params": [names_of[index] for index in group["params"]],
-        }
-        for group in packed["param_groups"]
-    ]
+    groups = []
+    for group in packed["param_groups"]:
+        named = {key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS}
+        named["params"] = [names_of[index] for index in group["params"]]
+        groups.append(named)
     state: dict[str, Any] = {name: {} for name in names_of.values()}
     shared: dict[Any, Any] = {}
     for key, value in packed["state"].items():
@@ -50,17 +49,11 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
         else:
             shared[key] = value
     tree: dict[str, Any] = {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
+    dtypes: dict[str, torch.dtype] = {}
+    for index, parameter in zip(names_of, _parameters(optimizer), strict=True):
+        if _has_other_dtype(packed["state"].get(index, {}), parameter.dtype):
+            dtypes[names_of[index]] = parameter.dtype
     extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    dtypes = {
-        names_of[index]: parameter.dtype
-        for index, parameter in zip(names_of, _parameters(optimizer), strict=True)
-        if any(
-            tensor.dtype != parameter.dtype
-            for key, value in packed["state"].get(index, {}).items()
-            if key != "step"
-            for tensor in iterate_tensors(value)
-        )
-    }
     if dtypes:
         tree["dtypes"] = dtypes
     if shared:
@@ -68,6 +61,14 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
     if extra:
         tree["extra"] = extra
     return tree
+
+
+def _has_other_dtype(values: Mapping[Any, Any], dtype: torch.dtype) -> bool:
+    for key, value in values.items():
+        # torch does not cast `step`, a float32 in most of its optimizers.
+        if key != "step" and any(tensor.dtype != dtype for tensor in iterate_tensors(value)):
+            return True
+    return False
 
 
 def load_named_optimizer_state(
@@ -87,40 +88,40 @@ def load_named_optimizer_state(
     """
     packed = optimizer.state_dict()
     names_of = _names_by_index(optimizer, packed, names)
-    own_groups = [[names_of[index] for index in group["params"]] for group in packed["param_groups"]]
-    _check_fit(optimizer, tree, own_groups)
+    current_groups = [[names_of[index] for index in group["params"]] for group in packed["param_groups"]]
+    _check_fit(optimizer, tree, current_groups)
     saved_groups = list(tree["groups"])
-    saved_state = dict(tree["state"])
-    matches = _match_groups(own_groups, [list(group["params"]) for group in saved_groups])
+    matches = _match_groups(current_groups, [list(group["params"]) for group in saved_groups])
     groups = []
     for group, match in zip(packed["param_groups"], matches, strict=True):
-        saved = {key: value for key, value in saved_groups[match].items() if key != "params"}
         # A key that only a newer torch has keeps its current value.
-        groups.append({**group, **saved, "params": group["params"]})
-    state: dict[Any, Any] = map_tensors(torch.clone, dict(tree.get("shared", {})))
+        groups.append({**group, **saved_groups[match], "params": group["params"]})
     parameters = dict(zip(names_of, _parameters(optimizer), strict=True))
+    state: dict[Any, Any] = map_tensors(torch.clone, dict(tree.get("shared", {})))
     for index, name in names_of.items():
-        if saved_state[name]:
-            own = _own_copy(saved_state[name], parameters[index].device)
-            state[index] = build_quantized(own, parameters[index].device)
+        values = tree["state"][name]
+        if values:
+            device = parameters[index].device
+            state[index] = build_quantized(_copied(values, device), device)
     extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
-    dtypes = {index: tree.get("dtypes", {}).get(name) for index, name in names_of.items()}
+    saved_dtypes = tree.get("dtypes", {})
 
-    def keep(_: object, packed: dict[str, Any]) -> dict[str, Any]:
-        states = {
-            index: _kept(values, dtypes[index], parameters[index].device) if index in parameters else values
-            for index, values in packed["state"].items()
-        }
+    def protect(_: object, packed: dict[str, Any]) -> dict[str, Any]:
+        states = {}
+        for index, values in packed["state"].items():
+            if index in parameters:
+                values = _protected(values, saved_dtypes.get(names_of[index]), parameters[index].device)
+            states[index] = values
         return {**packed, "state": states}
 
-    def restore(_: object) -> None:
+    def unprotect(_: object) -> None:
         for parameter in parameters.values():
             if parameter in optimizer.state:
-                optimizer.state[parameter] = _restored(optimizer.state[parameter])
+                optimizer.state[parameter] = _unprotected(optimizer.state[parameter])
 
     # User hooks see plain states: the wrapping runs after their pre-hooks, the unwrapping before their post-hooks.
-    before = optimizer.register_load_state_dict_pre_hook(keep)
-    after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
+    before = optimizer.register_load_state_dict_pre_hook(protect)
+    after = optimizer.register_load_state_dict_post_hook(unprotect, prepend=True)
     try:
         optimizer.load_state_dict({**extra, "state": state, "param_groups": groups})
     finally:
@@ -132,78 +133,86 @@ def check_named_optimizer_state(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[torch.Tensor, str]
 ) -> None:
     """Raise the errors of `load_named_optimizer_state` without loading the state."""
-    own_groups = [[plain_name(names[parameter]) for parameter in group["params"]] for group in optimizer.param_groups]
-    _check_fit(optimizer, tree, own_groups)
+    current_groups = []
+    for group in optimizer.param_groups:
+        current_groups.append([plain_name(names[parameter]) for parameter in group["params"]])
+    _check_fit(optimizer, tree, current_groups)
 
 
-def _check_fit(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], own_groups: list[list[str]]) -> None:
-    """Check that a saved state belongs to an optimizer of the same class with the same parameters.
-
-    Args:
-        optimizer: the optimizer.
-        tree: the result of `named_optimizer_state`.
-        own_groups: the names of the optimizer's parameters, by group.
-    """
-    own_class = type(optimizer).__qualname__
+def _check_fit(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], current_groups: list[list[str]]) -> None:
+    """Check that a saved state has the class of the optimizer and its parameters, `current_groups` by name."""
+    current_class = type(optimizer).__qualname__
     try:
         saved_class = tree["class"]
         saved_state = dict(tree["state"])
         saved_names = [list(group["params"]) for group in tree["groups"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"the saved optimizer state is incomplete: {error!r}.") from error
-    if saved_class != own_class:
+    if saved_class != current_class:
         raise CheckpointError(
-            f"the checkpoint holds the state of {saved_class}, and this optimizer is {own_class}. Use {saved_class}, "
-            "or start with a new optimizer state: pass allow_missing=['optimizer'] to Trainer.fit, or load the weights "
-            "alone in a user-written loop."
+            f"the checkpoint holds the state of {saved_class}, and this optimizer is {current_class}. "
+            f"Use {saved_class}, or start with a new optimizer state: pass allow_missing=['optimizer'] to "
+            "Trainer.fit, or load the weights alone in a user-written loop."
         )
-    _check_names(own_class, own_groups, saved_names, saved_state)
+    _check_names(current_class, current_groups, saved_names, saved_state)
     # LBFGS flattens all parameters into one vector, so that its history is valid for one parameter order only.
-    if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
+    if isinstance(optimizer, torch.optim.LBFGS) and current_groups != saved_names:
         raise CheckpointError(
             f"LBFGS was saved with the parameters in the order {saved_names[0]}, and now their order is "
-            f"{own_groups[0]}. Pass the parameters to LBFGS in the saved order."
+            f"{current_groups[0]}. Pass the parameters to LBFGS in the saved order."
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Protected:
     """A wrapper for a value that `Optimizer.load_state_dict` must not change."""
 
     value: Any
 
 
-def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: object = None) -> Any:
-    """Wrap every value of a state in `_Kept` that torch would cast, or convert to another container.
+def _protected(value: Any, dtype: torch.dtype | None, device: torch.device, key: object = None) -> Any:
+    """Wrap every value of a parameter's state that `Optimizer.load_state_dict` would change.
 
     `dtype` is the dtype that the parameter had when it was saved. None: all its states were saved in this dtype.
     """
+    # torch 2.13 casts each tensor except `step` to the parameter's dtype, and replaces every iterable by
+    # type(value)(items): a namedtuple raises, a text becomes "<generator object …>", a deque loses its length.
     if isinstance(value, torch.Tensor):
         if is_quantized(value):
-            return _Kept(value)
-        return value if key == "step" or dtype in (None, value.dtype) else _Kept(value.to(device))
+            return _Protected(value)
+        if key == "step" or dtype is None or dtype == value.dtype:
+            return value
+        return _Protected(value.to(device))
     if type(value) is dict:
-        return {name: _kept(item, dtype, device, name) for name, item in value.items()}
+        return {name: _protected(item, dtype, device, name) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_kept(item, dtype, device) for item in value)
-    return _Kept(map_tensors(lambda tensor: tensor.to(device), value)) if isinstance(value, Iterable) else value
+        return type(value)(_protected(item, dtype, device) for item in value)
+    if isinstance(value, Iterable):
+        return _Protected(map_tensors(lambda tensor: tensor.to(device), value))
+    return value
 
 
-def _restored(value: Any) -> Any:
+def _unprotected(value: Any) -> Any:
     if type(value) is dict:
-        return {name: _restored(item) for name, item in value.items()}
+        return {name: _unprotected(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_restored(item) for item in value)
-    return value.value if isinstance(value, _Kept) else value
+        return type(value)(_unprotected(item) for item in value)
+    if isinstance(value, _Protected):
+        return value.value
+    return value
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _own_copy(values: object, device: torch.device) -> Any:
-    # Tensors on another device are copied when they are moved. Scalars such as `step` may stay on the CPU.
-    return map_tensors(lambda value: value.clone() if value.device == device or value.numel() <= 1 else value, values)
+def _copied(values: object, device: torch.device) -> Any:
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        # A tensor on another device is copied when it is moved. Scalars such as `step` may stay on the CPU.
+        stays = tensor.device == device or tensor.numel() <= 1
+        return tensor.clone() if stays else tensor
+
+    return map_tensors(copied, values)
 
 
 def _names_by_index(
@@ -224,35 +233,42 @@ def _names_by_index(
 
 
 def _check_names(
-    own_class: str, own_groups: list[list[str]], saved_groups: list[list[str]], saved_state: Mapping[str, Any]
+    current_class: str, current_groups: list[list[str]], saved_groups: list[list[str]], saved_state: Mapping[str, Any]
 ) -> None:
-    own = {name for group in own_groups for name in group}
-    saved = {name for group in saved_groups for name in group}
-    problems = [f"{name!r} is not in the checkpoint.{nearest(name, saved - own)}" for name in sorted(own - saved)] + [
-        f"{name!r} is in the checkpoint and not in this optimizer." for name in sorted(saved - own)
-    ]
-    problems += [f"{name!r} has no saved state." for name in sorted(own & saved - saved_state.keys())]
+    current = set(itertools.chain.from_iterable(current_groups))
+    saved = set(itertools.chain.from_iterable(saved_groups))
+    problems = []
+    for name in sorted(current - saved):
+        problems.append(f"{name!r} is not in the checkpoint.{nearest(name, saved - current)}")
+    for name in sorted(saved - current):
+        problems.append(f"{name!r} is in the checkpoint and not in this optimizer.")
+    for name in sorted(current & saved - saved_state.keys()):
+        problems.append(f"{name!r} has no saved state.")
     if problems:
-        shown = " ".join(problems[:10]) + (f" (and {len(problems) - 10} more)" if len(problems) > 10 else "")
-        advice = " If a callback adds groups, add them again in its on_fit_start; its state has been loaded by then."
-        raise CheckpointError(f"the saved state of {own_class} does not fit: {shown}{advice if saved - own else ''}")
-    if len(own_groups) != len(saved_groups):
+        message = f"the saved state of {current_class} does not fit: {' '.join(problems[:10])}"
+        if len(problems) > 10:
+            message += f" (and {len(problems) - 10} more)"
+        if saved - current:
+            advice = "If a callback adds groups, add them again in its on_fit_start; its state has been loaded by then."
+            message = f"{message} {advice}"
+        raise CheckpointError(message)
+    if len(current_groups) != len(saved_groups):
         raise CheckpointError(
-            f"{own_class} was saved with {len(saved_groups)} parameter groups and now has {len(own_groups)}. "
+            f"{current_class} was saved with {len(saved_groups)} parameter groups and now has {len(current_groups)}. "
             "Use the same number of groups."
         )
 
 
-def _match_groups(own: list[list[str]], saved: list[list[str]]) -> list[int]:
-    """Return, for each group of `own`, the index of the group of `saved` with the same parameters, or the next unused
-    index.
+def _match_groups(current: list[list[str]], saved: list[list[str]]) -> list[int]:
+    """Return, for each group of `current`, the index of the group of `saved` with the same parameters, or the next
+    unused index.
     """
-    free = dict.fromkeys(range(len(saved)))
+    unused = list(range(len(saved)))
     matches: list[int | None] = []
-    for group in own:
-        same = next((number for number in free if set(saved[number]) == set(group)), None)
+    for group in current:
+        same = next((number for number in unused if set(saved[number]) == set(group)), None)
         matches.append(same)
         if same is not None:
-            del free[same]
-    rest = iter(free)
+            unused.remove(same)
+    rest = iter(unused)
     return [next(rest) if match is None else match for match in matches]

@@ -26,7 +26,7 @@ _MODULES = {
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Return whether a tensor, or this rank's shard of it, is a quantized state of torchao."""
-    kind = type(tensor.to_local() if is_sharded(tensor) else tensor)
+    kind = type(_local(tensor))
     return _MODULES.get(kind.__name__) == kind.__module__
 
 
@@ -38,16 +38,25 @@ def flatten_quantized(tensor: torch.Tensor) -> Any:
     """
     if not is_quantized(tensor):
         return tensor
-    local: Any = tensor.to_local() if is_sharded(tensor) else tensor
-    shape = tuple(tensor.shape)
+    local: Any = _local(tensor)
     codes = local.codes.view(torch.uint8)
+    # Codes of 8 bits have the shape of the tensor. Codes of 4 bits are a vector with two codes in each byte.
+    codes_shape = None if codes.dim() == 1 else tuple(tensor.shape)
     flat: dict[str, Any] = {KIND: type(local).__name__, "shape": tensor.shape, "dtype": local.dtype}
     flat["signed"] = getattr(local, "signed", True)
-    flat["codes"] = _sharded_like(codes, tensor, None if codes.dim() == 1 else shape)
+    flat["codes"] = _sharded_like(codes, tensor, codes_shape)
     flat["scale"] = _sharded_like(local.scale, tensor, None)
     if hasattr(local, "qmap"):
         flat["qmap"] = local.qmap
     return flat
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor. Other tensors are returned unchanged."""
+    if not is_sharded(tensor):
+        return tensor
+    local: torch.Tensor = tensor.to_local()
+    return local
 
 
 def is_flat(value: object) -> bool:
@@ -57,17 +66,24 @@ def is_flat(value: object) -> bool:
 
 def _check(flat: dict[str, Any]) -> None:
     """Check that the tensors of a flattened state have the shapes and dtypes that the optimizer step needs."""
-    name, shape, codes, scale = (flat.get(key) for key in (KIND, "shape", "codes", "scale"))
+    name = flat[KIND]
+    shape = flat.get("shape")
+    codes = flat.get("codes")
+    scale = flat.get("scale")
     if not isinstance(codes, torch.Tensor) or not isinstance(scale, torch.Tensor) or not isinstance(shape, torch.Size):
         raise CheckpointError(f"a saved {name} lacks its shape, codes or scale.")
-    halves = name == "OptimState4bit"
-    fits = codes.numel() * 2 == shape.numel() and codes.dim() == 1 if halves else codes.shape == shape
-    blocks = scale.numel()
-    if not fits or codes.dtype != torch.uint8 or scale.dim() != 1 or not blocks or shape.numel() % blocks:
+    # Two codes of 4 bits are in one byte.
+    codes_shape = (shape.numel() / 2,) if name == "OptimState4bit" else tuple(shape)
+    codes_fit = codes.dtype == torch.uint8 and tuple(codes.shape) == codes_shape
+    scale_fits = scale.dim() == 1 and scale.numel() > 0 and shape.numel() % scale.numel() == 0
+    if not codes_fit or not scale_fits:
         raise CheckpointError(f"a saved {name} of shape {tuple(shape)} has codes or a scale of another shape or dtype.")
-    qmap, values = flat.get("qmap"), 16 if halves else 256
-    if name != "OptimStateFp8" and not (isinstance(qmap, torch.Tensor) and qmap.shape == (values,)):
-        raise CheckpointError(f"a saved {name} lacks its table of {values} values.")
+    if name == "OptimStateFp8":
+        return
+    qmap = flat.get("qmap")
+    num_values = 16 if name == "OptimState4bit" else 256
+    if not isinstance(qmap, torch.Tensor) or qmap.shape != (num_values,):
+        raise CheckpointError(f"a saved {name} lacks its table of {num_values} values.")
 
 
 def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[Any, Any], Any]) -> dict[str, Any]:
@@ -78,18 +94,25 @@ def shard_quantized(flat: dict[str, Any], like: torch.Tensor, shard: Callable[[A
     _check(flat)
     if not is_sharded(like):
         return flat
-    numel, local = math.prod(flat["shape"]), like.to_local().numel()
+    numel = math.prod(flat["shape"])
+    local = like.to_local()
+    rows_fit = tuple(like.shape) == tuple(flat["shape"]) and is_even(like)
     sharded = dict(flat)
     for name in ("codes", "scale"):
         full = flat[name]
-        if (local * full.numel()) % numel or tuple(like.shape) != tuple(flat["shape"]) or not is_even(like):
+        # This rank has the same fraction of the codes and scales as of the parameter's elements.
+        num_local, remainder = divmod(local.numel() * full.numel(), numel)
+        if remainder or not rows_fit:
             raise CheckpointError(
                 f"a quantized state of shape {tuple(flat['shape'])} has {flat['scale'].numel()} blocks, which cannot "
                 "be sharded like the parameter. Use another number of ranks, or strategy='ddp'."
             )
-        own = torch.empty(local * full.numel() // numel, dtype=full.dtype, device=like.to_local().device)
-        shape = None if full.dim() == 1 else tuple(full.shape)
-        sharded[name] = shard(full, _sharded_like(own if shape is None else own.view_as(like.to_local()), like, shape))
+        part = torch.empty(num_local, dtype=full.dtype, device=local.device)
+        shape = None
+        if full.dim() != 1:
+            part = part.view_as(local)
+            shape = tuple(full.shape)
+        sharded[name] = shard(full, _sharded_like(part, like, shape))
     return sharded
 
 
@@ -105,8 +128,10 @@ def is_even(tensor: torch.Tensor) -> bool:
 
 def build_quantized(value: Any, device: torch.device) -> Any:
     """Convert each result of `flatten_quantized` in nested dicts back to a quantized tensor on `device`."""
+    if type(value) is not dict:
+        return value
     if not is_flat(value):
-        return {key: build_quantized(item, device) for key, item in value.items()} if type(value) is dict else value
+        return {key: build_quantized(item, device) for key, item in value.items()}
     _check(value)
     try:
         return _built(value, device)
@@ -115,19 +140,20 @@ def build_quantized(value: Any, device: torch.device) -> Any:
 
 
 def _built(flat: dict[str, Any], device: torch.device) -> torch.Tensor:
-    codes, scale, shape, name = flat["codes"], flat["scale"], tuple(flat["shape"]), flat[KIND]
+    name = flat[KIND]
     kind: Any = getattr(require_package(_MODULES[name], purpose="The saved optimizer state"), name)
-    whole = codes
-    if is_sharded(codes):
-        codes, scale = codes.to_local(), scale.to_local()
-    codes, scale = codes.to(device), scale.to(device)
+    shape = tuple(flat["shape"])
+    codes = _local(flat["codes"]).to(device)
+    scale = _local(flat["scale"]).to(device)
     if name == "OptimStateFp8":
-        return _sharded_like(kind(codes.view(torch.float8_e4m3fn), scale, flat["dtype"]), whole, shape)
-    parts = [codes, scale, flat["qmap"].to(device), flat["signed"]]
+        local = kind(codes.view(torch.float8_e4m3fn), scale, flat["dtype"])
+        return _sharded_like(local, flat["codes"], shape)
+    arguments = [codes, scale, flat["qmap"].to(device), flat["signed"]]
     if name == "OptimState4bit":
-        rows = codes.numel() * 2 // (math.prod(shape[1:]) or 1)
-        parts.append((rows, *shape[1:]))
-    return _sharded_like(kind(*parts, flat["dtype"]), whole, shape)
+        # The class needs the shape of this rank's shard, whose codes are a vector with two codes in each byte.
+        num_rows = codes.numel() * 2 // (math.prod(shape[1:]) or 1)
+        arguments.append((num_rows, *shape[1:]))
+    return _sharded_like(kind(*arguments, flat["dtype"]), flat["codes"], shape)
 
 
 def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...] | None) -> torch.Tensor:
@@ -139,8 +165,11 @@ def _sharded_like(local: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...
         return local
     kind: Any = sys.modules["torch.distributed.tensor"].DTensor
     if shape is None:
-        ranks = [like.device_mesh.size(axis) for axis, p in enumerate(like.placements) if not p.is_replicate()]
-        shape = (local.numel() * math.prod(ranks),)
+        num_elements = local.numel()
+        for axis, placement in enumerate(like.placements):
+            if not placement.is_replicate():
+                num_elements *= like.device_mesh.size(axis)
+        shape = (num_elements,)
     stride = torch.empty(shape, device="meta").stride()
     made: torch.Tensor = kind.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=torch.Size(shape), stride=stride

@@ -134,16 +134,18 @@ def _examine(
     found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> list[str]:
     """Return the wanted parts that are absent. Raise an error if one may not be absent, or a part is damaged."""
-    folder, manifest = found.path, found.manifest
+    folder = found.path
+    manifest = found.manifest
     missing = [name for name in wanted if _is_absent(folder, manifest, name)]
-    lost = [
-        name
-        for name in missing
-        if name not in allow_missing and (name not in manifest.parts or manifest.parts[name].required)
-    ]
+    lost = []
+    for name in missing:
+        is_required = name not in manifest.parts or manifest.parts[name].required
+        if is_required and name not in allow_missing:
+            lost.append(name)
     if lost:
         raise CheckpointError(_missing_parts(folder, manifest, lost))
-    problems = problems_of(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
+    present = [name for name in wanted if name not in missing]
+    problems = problems_of(found, hash_files=hash_files, parts=present)
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_ADVICE}")
     return missing
@@ -174,32 +176,37 @@ def _missing_parts(folder: Path, manifest: Manifest, lost: list[str]) -> str:
 def _read_parts(
     found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
 ) -> dict[str, Any]:
-    """Return the state tree of each part, in the format version of the checkpoint."""
-    folder, parts = found.path, found.manifest.parts
+    folder = found.path
+    parts = found.manifest.parts
     trees: dict[str, Any] = {}
-    shards = {name: find_shards(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
     if "trainer" in present:
         trees["trainer"] = read_tree(folder, TRAINER_STEM, copy=copy)
     if "optimizer" in present:
         stems = numbered(parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
-        trees["optimizer"] = [read_tree(folder, stem, copy=copy_model, shards=shards["optimizer"]) for stem in stems]
+        shards = find_shards(found, "optimizer", copy=copy_model)
+        trees["optimizer"] = [read_tree(folder, stem, copy=copy_model, shards=shards) for stem in stems]
     if "rng" in present:
-        trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
-    if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
-        trees["model"] = _read_sharded_model(folder, shards["model"], device, copy_model)
-    elif "model" in present:
-        sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
-        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy_model, files=sealed)
+        stems = numbered(parts["rng"].files, RNG_FOLDER, "rank")
+        trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in stems]
+    if "model" in present:
+        trees["model"] = _read_model_part(found, device, copy=copy_model)
     return trees
 
 
-def _read_sharded_model(folder: Path, shards: FindShards | None, device: torch.device | str, copy: bool) -> Any:
+def _read_model_part(found: FoundCheckpoint, device: torch.device | str, *, copy: bool) -> Any:
+    folder = found.path
+    files = found.manifest.parts["model"].files
+    shards = find_shards(found, "model", copy=copy)
+    if f"{MODEL_STEM}.json" not in files:
+        names = {path.removeprefix(f"{MODEL_FOLDER}/") for path in files}
+        return read_model(folder / MODEL_FOLDER, device, copy=copy, files=names)
     weights = read_tree(folder, MODEL_STEM, copy=copy, shards=shards)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
     if torch.device(device).type == "cpu":
         return weights
-    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)  # keeps tied tensors tied
+    # Tied weights are one tensor of the tree. The cache returns one tensor on the device for all of them.
+    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)
 
 
 def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards | None:
@@ -208,7 +215,8 @@ def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards 
     Returns None if the part has no shards. With `copy=True`, the function reads the tensor into memory. Otherwise, it
     returns a `SavedTensor`.
     """
-    files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
+    files = found.manifest.parts[part].files
+    folder = {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
     if f"{folder}/{RANK_STEM}-00000.json" not in files:
         return None
     shards = ShardFiles(found.path, folder, files)
@@ -223,18 +231,16 @@ def find_shards(found: FoundCheckpoint, part: str, *, copy: bool) -> FindShards 
 
 def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
     if "trainer" in trees:
+        origin = f"{folder / TRAINER_STEM}.json"
         tree = trees["trainer"]
         if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
-            raise CheckpointError(
-                f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or has another format."
-            )
+            raise CheckpointError(f"{origin} holds no {PROGRESS!r}; it is damaged or has another format.")
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
-        origin = f"{folder / TRAINER_STEM}.json"
-        check_progress(snapshot.state, origin)
-        check_entries(snapshot.trainer, origin)
+        _check_progress(snapshot.state, origin)
+        _check_entries(snapshot.trainer, origin)
     snapshot.optimizers = trees.get("optimizer", [])
-    check_optimizers(snapshot.optimizers, f"{folder / OPTIMIZER_FOLDER}")
+    _check_optimizers(snapshot.optimizers, f"{folder / OPTIMIZER_FOLDER}")
     snapshot.rng = trees.get("rng", [])
     snapshot.model = trees.get("model")
 
@@ -257,18 +263,28 @@ def _list_of(check: Check) -> Check:
 
 def _with(**checks: Check) -> Check:
     """Return a function that checks that a value is a dict, and runs `checks` on the dict's entries of these names."""
-    return lambda value: (
-        isinstance(value, dict) and all(name not in value or check(value[name]) for name, check in checks.items())
-    )
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, dict):
+            return False
+        return all(is_valid(value[name]) for name, is_valid in checks.items() if name in value)
+
+    return check
 
 
-def _is_place(value: object) -> bool:
-    return value is None or (isinstance(value, dict) and "batch" in value and all(map(_is_count, value.values())))
+def _is_position(value: object) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, dict) and "batch" in value and all(map(_is_count, value.values()))
 
 
 def _is_data(value: object) -> bool:
-    complete = isinstance(value, dict) and (not value or {"position", "epoch"} <= value.keys())
-    return complete and _with(position=_is_place, epoch=_is_count, order=_is(dict))(value)
+    if not isinstance(value, dict):
+        return False
+    # An empty dict is the start of the data.
+    if value and not {"position", "epoch"} <= value.keys():
+        return False
+    return _with(position=_is_position, epoch=_is_count, order=_is(dict))(value)
 
 
 # The entries of the trainer part that a resume reads, with their types (see docs/checkpoint-format.md).
@@ -294,28 +310,33 @@ _ENTRIES: dict[str, tuple[str, Check]] = {
 _GROUP = _with(params=_list_of(_is(str)))
 
 
-def check_progress(state: Mapping[str, Any], origin: str) -> None:
-    """Raise a CheckpointError if a field of `TrainState` in the file `origin` has a wrong type or range."""
+def _check_progress(state: Mapping[str, Any], origin: str) -> None:
     for field in dataclasses.fields(TrainState):
-        value, kind = state.get(field.name, field.default), type(field.default)
+        value = state.get(field.name, field.default)
+        kind = type(field.default)
         fits = type(value) is kind or (kind is float and type(value) is int)
         if not fits or not 0 <= value < _BOUND:
             raise CheckpointError(f"{origin}: progress.{field.name} is {value!r}; it is damaged or has another format.")
 
 
-def check_entries(trainer: Mapping[str, Any], origin: str) -> None:
-    """Raise a CheckpointError if an entry of the trainer part lacks the form that a resume needs."""
+def _check_entries(trainer: Mapping[str, Any], origin: str) -> None:
     for name, (expected, check) in _ENTRIES.items():
         if name in trainer and not check(trainer[name]):
             raise CheckpointError(f"{origin}: {name!r} is not {expected}; it is damaged or has another format.")
 
 
-def check_optimizers(trees: Sequence[Any], origin: str) -> None:
-    """Raise a CheckpointError if an optimizer's tree lacks the form that a resume needs."""
+def _check_optimizers(trees: Sequence[Any], origin: str) -> None:
     for number, tree in enumerate(trees):
-        groups = tree.get("groups", tree.get("param_groups", [])) if isinstance(tree, dict) else None
-        states, dtypes = (tree.get("state", {}), tree.get("dtypes", {})) if isinstance(tree, dict) else (None, None)
-        if not _list_of(_GROUP)(groups) or not isinstance(states, dict) or not isinstance(dtypes, dict):
+        if not _is_optimizer(tree):
             raise CheckpointError(
                 f"{origin}: optimizer {number} has no groups and states; it is damaged or has another format."
             )
+
+
+def _is_optimizer(tree: Any) -> bool:
+    if not isinstance(tree, dict):
+        return False
+    # "param_groups" is the name in torch's own state dicts.
+    groups = tree.get("groups", tree.get("param_groups", []))
+    has_mappings = isinstance(tree.get("state", {}), dict) and isinstance(tree.get("dtypes", {}), dict)
+    return has_mappings and _list_of(_GROUP)(groups)

@@ -11,9 +11,10 @@ import torch
 
 from trainwright.core.errors import CheckpointError
 
-# How often `overlap` may look at each box, and what it may do besides: layouts of ranks take a few passes.
-_PASSES_PER_BOX = 16
-_FREE_WORK = 1_000_000
+# `overlap` may visit each box so often in each dimension. The layouts of ranks need a few visits. A damaged file could
+# name boxes for which the time grows with the square of their number.
+_VISITS_PER_BOX = 16
+_FREE_VISITS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,12 @@ def fits(region: Region, shape: tuple[int, ...]) -> bool:
     """Return whether a tensor of this shape contains the region."""
     if isinstance(region, Span):
         return 0 <= region.start <= region.stop <= math.prod(shape)
-    return len(region.offsets) == len(region.lengths) == len(shape) and all(
-        begin >= 0 and length >= 0 and begin + length <= size
-        for begin, length, size in zip(region.offsets, region.lengths, shape, strict=True)
-    )
+    if not len(region.offsets) == len(region.lengths) == len(shape):
+        return False
+    for begin, length, size in zip(region.offsets, region.lengths, shape, strict=True):
+        if begin < 0 or length < 0 or begin + length > size:
+            return False
+    return True
 
 
 def copy_common(
@@ -101,24 +104,28 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     other dimensions. This separates the shards of ranks in near-linear time. Regions that would take too long to
     compare raise a `CheckpointError`.
     """
-    boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
-    work = _PASSES_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_WORK
+    boxes = []
+    for region in regions:
+        boxes += [box for box in _boxes(region, shape) if math.prod(box.lengths)]
+    visits_left = _VISITS_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_VISITS
     groups = [boxes]
     while groups:
         group = groups.pop()
         if len(group) < 2:
             continue
         for dim in range(len(shape)):
-            work -= len(group)
+            visits_left -= len(group)
             parts = _divide(group, dim)
             if len(parts) > 1:
                 groups.extend(parts)
                 break
         else:
-            work -= len(group) ** 2 // 2
-            if work > 0 and any(_common(one, other) is not None for one, other in itertools.combinations(group, 2)):
+            # No dimension separates these boxes. Some overlap, or they interlock like bricks around a gap.
+            visits_left -= len(group) ** 2 // 2
+            pairs = itertools.combinations(group, 2)
+            if visits_left > 0 and any(_common(one, other) is not None for one, other in pairs):
                 return True
-        if work <= 0:
+        if visits_left <= 0:
             raise CheckpointError(
                 f"{len(boxes)} blocks of a tensor of shape {shape} cannot be checked for overlaps, because sharding "
                 "over ranks never produces their layout. The checkpoint is probably damaged. Use another one."
@@ -129,37 +136,42 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
 def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
     """Divide boxes into groups. Boxes of different groups share no index of the dimension `dim`."""
     parts: list[list[Box]] = []
-    reach = 0
+    stop = 0  # of the boxes in the last group
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
-        if not parts or box.offsets[dim] >= reach:
+        if not parts or box.offsets[dim] >= stop:
             parts.append([])
         parts[-1].append(box)
-        reach = max(reach, box.offsets[dim] + box.lengths[dim])
+        stop = max(stop, box.offsets[dim] + box.lengths[dim])
     return parts
 
 
 def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:
     """Return boxes that cover a region, in the order of the elements."""
-    return [region] if isinstance(region, Box) else list(_split(region.start, region.stop, shape))
+    if isinstance(region, Box):
+        return [region]
+    return list(_split(region.start, region.stop, shape))
 
 
 def _split(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    # In a tensor of shape (3, 4), Span(2, 11) is the end of row 0, all of row 1 and the beginning of row 2:
+    # Box((0, 2), (1, 2)), Box((1, 0), (1, 4)), Box((2, 0), (1, 3)).
     if start >= stop:
         return
     if not shape:
         yield Box((), ())
         return
     inner = shape[1:]
-    row = math.prod(inner)
-    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    row_size = math.prod(inner)
+    first, begin = divmod(start, row_size)
+    last, end = divmod(stop, row_size)
     if first == last:
         yield from _within(first, begin, end, inner)
         return
     if begin:
-        yield from _within(first, begin, row, inner)
+        yield from _within(first, begin, row_size, inner)
         first += 1
     if first < last:
-        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+        yield Box((first, *(0,) * len(inner)), (last - first, *inner))
     yield from _within(last, 0, end, inner)
 
 
@@ -182,12 +194,16 @@ def _blocks(values: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Ite
 
 def _common(one: Box, other: Box) -> Box | None:
     """Return the intersection of two boxes, or None if it is empty."""
-    begins = tuple(max(pair) for pair in zip(one.offsets, other.offsets, strict=True))
-    ends = (
-        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
-    )
-    lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-    return Box(begins, lengths) if all(length > 0 for length in lengths) else None
+    begins = []
+    lengths = []
+    for dim in range(len(one.offsets)):
+        begin = max(one.offsets[dim], other.offsets[dim])
+        end = min(one.offsets[dim] + one.lengths[dim], other.offsets[dim] + other.lengths[dim])
+        if begin >= end:
+            return None
+        begins.append(begin)
+        lengths.append(end - begin)
+    return Box(tuple(begins), tuple(lengths))
 
 
 def _part(values: torch.Tensor, box: Box, common: Box) -> torch.Tensor:

@@ -95,9 +95,12 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
         raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        if tensor.is_quantized:
+            kind = "quantized"
+        else:
+            kind = "meta" if tensor.is_meta else str(tensor.layout)
         raise CheckpointError(
-            f"a {what} tensor has no plain bytes to save. Keep it dense, or use persistent=False for a buffer."
+            f"a {kind} tensor has no plain bytes to save. Keep it dense, or use persistent=False for a buffer."
         )
     if tensor.dtype in _DTYPE_NAMES:
         return tensor, None
@@ -113,7 +116,8 @@ def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     if dtype is None:
         return tensor
     special = _SPECIAL.get(dtype)
-    if special in _COMPLEX and tensor.dtype is _COMPLEX[special] and tensor.dim() and tensor.shape[-1] == 2:
+    is_pairs = tensor.dim() > 0 and tensor.shape[-1] == 2
+    if special in _COMPLEX and tensor.dtype is _COMPLEX[special] and is_pairs:
         return torch.view_as_complex(tensor)
     if special in _AS_BYTES and tensor.dtype is torch.uint8:
         return tensor.view(special)
@@ -158,6 +162,7 @@ def plan_safetensors(
     encoded = dump_json(header).encode()
     # The tensors of a large file begin at a disk block, so that `LowPriorityFile` can write them with O_DIRECT.
     alignment = DISK_BLOCK_BYTES if offset >= DIRECT_FROM_BYTES else _ALIGNMENT
+    # Spaces up to the next multiple: a header of 100 bytes ends at byte 108, and gets 4 of them for an alignment of 8.
     encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % alignment)
     if len(encoded) > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -173,7 +178,9 @@ def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[st
 
     See `plan_safetensors` with `native=True` for the arguments and errors.
     """
-    planned = plan_safetensors(path, {name: weight.like for name, weight in weights.items()}, metadata, native=True)
+    likes = {name: weight.like for name, weight in weights.items()}
+    planned = plan_safetensors(path, likes, metadata, native=True)
+    # The plan has the tensors in another order and without their names.
     by_like = {id(weight.like): weight for weight in weights.values()}
     streamed = [by_like[id(like)] for like in planned.tensors]
     return PlannedFile(path, planned.head, streamed=streamed)
@@ -195,9 +202,10 @@ def read_header(path: Path) -> dict[str, Any]:
     check_regular(path)
     with reading(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        prefix = file.read(_LENGTH_BYTES)
+        length = int.from_bytes(prefix, "little") if len(prefix) == _LENGTH_BYTES else -1
+        # The shortest header is "{}".
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - _LENGTH_BYTES):
             raise CheckpointError(
                 f"{path} is not a safetensors file: {size} bytes with a header of {length}. It is truncated, damaged, "
                 "or has another format, such as torch.save's."
@@ -206,7 +214,7 @@ def read_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected an object.")
     with reading(path, "has a header that does not match its content"):
-        _check_offsets(header, size - 8 - length)
+        _check_offsets(header, size - _LENGTH_BYTES - length)
     return header
 
 
@@ -215,19 +223,23 @@ def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
     notes = header.get("__metadata__", {})
     if not isinstance(notes, dict) or not all(isinstance(text, str) for text in notes.values()):
         raise ValueError(f"__metadata__ is {notes!r}, expected texts by name")
-    entries = (entry for name, entry in header.items() if name != "__metadata__")
+    entries = []
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, stop = entry["data_offsets"]
+            entries.append((begin, stop, entry))
     end = 0
-    for begin, stop, entry in sorted(((*entry["data_offsets"], entry) for entry in entries), key=lambda item: item[:2]):
-        shape, dtype = entry["shape"], NAMED_DTYPES.get(entry["dtype"])
-        if any(type(number) is not int or number < 0 for number in (begin, stop, *shape)) or begin != end:
+    for begin, stop, entry in sorted(entries, key=lambda item: item[:2]):
+        numbers = (begin, stop, *entry["shape"])
+        if any(type(number) is not int or number < 0 for number in numbers) or begin != end:
             raise ValueError(f"the entry {entry} is invalid at byte {end}")
-        if dtype is not None and stop - begin != math.prod(shape) * dtype.itemsize:
+        dtype = NAMED_DTYPES.get(entry["dtype"])
+        if dtype is not None and stop - begin != math.prod(entry["shape"]) * dtype.itemsize:
             raise ValueError(f"{entry} has {stop - begin} bytes")
         end = stop
-    if end > num_bytes:
-        raise ValueError(f"it is truncated: its tensors have {end} bytes, and {num_bytes} follow the header")
     if end != num_bytes:
-        raise ValueError(f"its tensors have {end} bytes, and {num_bytes} follow the header")
+        cause = "it is truncated: " if end > num_bytes else ""
+        raise ValueError(f"{cause}its tensors have {end} bytes, and {num_bytes} follow the header")
 
 
 def read_safetensors(
@@ -243,7 +255,10 @@ def read_safetensors(
             copied soon. Writing to such a tensor does not change the file.
     """
     header = read_header(path)
-    chosen = [name for name in header if name != "__metadata__"] if names is None else list(names)
+    if names is None:
+        chosen = [name for name in header if name != "__metadata__"]
+    else:
+        chosen = list(names)
     for name in chosen:
         if name not in header:
             raise CheckpointError(f"{path} has no tensor {name!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +51,14 @@ def plan_shards(folder: str, rank: int, shards: Mapping[str, TensorShards]) -> l
                 continue
             if tuple(values.shape) != lengths_of(region) or not fits(region, full.shape):
                 raise CheckpointError(f"{name}: values of shape {tuple(values.shape)} do not fit {region}.")
-            stored = add_named(tensors, to_storable(values)[0], name)
-            kind = {"dtype": dtype_name(full.dtype), "shape": list(full.shape)}
-            entries.append({"tensor": name, "stored": stored, **kind, **_words(region)})
+            stored, _ = to_storable(values)
+            entry = {
+                "tensor": name,
+                "stored": add_named(tensors, stored, name),
+                "dtype": dtype_name(full.dtype),
+                "shape": list(full.shape),
+            }
+            entries.append(entry | _words(region))
     return plan_pair(stem, {"pieces": entries}, tensors)
 
 
@@ -63,7 +69,7 @@ def _words(region: Region) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _StoredShard:
     """A shard on the disk: its file, name in the file and region, and the full tensor's name, dtype and shape."""
 
     tensor: str
@@ -84,11 +90,13 @@ class ShardFiles:
     """
 
     def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
-        self._by_name: dict[str, list[_Stored]] = {}
+        self._by_name: dict[str, list[_StoredShard]] = {}
         self._open: dict[Path, Any] = {}
         listed = set(files)
         for stem in numbered(listed, part, RANK_STEM):
-            index, file = (inside(folder, f"{stem}.{end}", str(folder)) for end in ("json", "safetensors"))
+            index = inside(folder, f"{stem}.json", str(folder))
+            file = inside(folder, f"{stem}.safetensors", str(folder))
+            # A rank without shards, such as one with a replica only, writes no safetensors file.
             header = read_header(file) if f"{stem}.safetensors" in listed else {}
             for shard in _read_index(index, file, header):
                 self._by_name.setdefault(shard.tensor, []).append(shard)
@@ -104,20 +112,23 @@ class ShardFiles:
         Raises:
             CheckpointError: shards are missing, overlap, or belong to another tensor.
         """
-        found = self._by_name.get(name, [])
-        for shard in found:
+        shards = self._by_name.get(name, [])
+        for shard in shards:
             if shard.shape != shape or shard.dtype != dtype:
                 raise CheckpointError(
                     f"the shards of {name!r} do not belong to a {dtype} tensor of shape {shape}: {shard.file.name} has "
                     f"a shard of a {shard.dtype} tensor of shape {shard.shape}. Copy the files of all ranks again, or "
                     "use another checkpoint."
                 )
-        regions = [shard.region for shard in found]
-        held, wanted = sum(map(num_elements, regions)), num_elements(full_region(shape))
-        if held != wanted or overlap(regions, shape):
+        regions = [shard.region for shard in shards]
+        num_saved = sum(num_elements(region) for region in regions)
+        num_expected = math.prod(shape)
+        # As many elements as the tensor has, without overlaps: the shards cover it.
+        if num_saved != num_expected or overlap(regions, shape):
             raise CheckpointError(
-                f"the shards of {name!r} have {held} elements, expected {wanted} without overlaps. Files of a rank are "
-                "missing or belong to another checkpoint. Copy the files of all ranks, or use another checkpoint."
+                f"the shards of {name!r} have {num_saved} elements, expected {num_expected} without overlaps. Files "
+                "of a rank are missing or belong to another checkpoint. Copy the files of all ranks, or use another "
+                "checkpoint."
             )
         return SavedTensor(self, name, shape, dtype)
 
@@ -129,35 +140,46 @@ class ShardFiles:
             copy_common(made, region, self._mapped(shard), shard.region, shape)
         return from_storable(made, special)
 
-    def _mapped(self, shard: _Stored) -> torch.Tensor:
+    def _mapped(self, shard: _StoredShard) -> torch.Tensor:
         with reading(shard.file):
             if shard.file not in self._open:
                 self._open[shard.file] = safe_open(shard.file, framework="pt", device="cpu")
-            found: torch.Tensor = self._open[shard.file].get_tensor(shard.name)  # mapped, not copied
-        return found
+            mapped: torch.Tensor = self._open[shard.file].get_tensor(shard.name)  # not copied
+        return mapped
 
 
-def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stored]:
+def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_StoredShard]:
     """Return the shards in an index. A shard that differs from the safetensors `header` raises a CheckpointError."""
-    found = []
+    shards = []
     with reading(path, f"is not an index of the shards in {file.name}"):
         for entry in read_json(path)["pieces"]:
-            shape, dtype = _integers(entry["shape"]), str(entry["dtype"])
-            region: Region
-            if "start" in entry:
-                region = Span(*_integers([entry["start"], entry["stop"]]))
-            else:
-                region = Box(_integers(entry["offsets"]), _integers(entry["lengths"]))
-            stored, _ = to_storable(torch.empty(0, dtype=dtype_of(dtype)))
-            there, extra = header[str(entry["stored"])], (2,) if stored.dim() > 1 else ()
-            if (
-                not fits(region, shape)
-                or tuple(there["shape"]) != (*lengths_of(region), *extra)
-                or there["dtype"] != dtype_name(stored.dtype)
-            ):
-                raise CheckpointError(f"{path} does not match {file}: the shard {entry['stored']!r} differs.")
-            found.append(_Stored(str(entry["tensor"]), region, file, str(entry["stored"]), dtype, shape))
-    return found
+            shard = _StoredShard(
+                tensor=str(entry["tensor"]),
+                region=_read_region(entry),
+                file=file,
+                name=str(entry["stored"]),
+                dtype=str(entry["dtype"]),
+                shape=_integers(entry["shape"]),
+            )
+            if not _matches(shard, header[shard.name]):
+                raise CheckpointError(f"{path} does not match {file}: the shard {shard.name!r} differs.")
+            shards.append(shard)
+    return shards
+
+
+def _read_region(entry: Mapping[str, Any]) -> Region:
+    if "start" in entry:
+        return Span(*_integers([entry["start"], entry["stop"]]))
+    return Box(_integers(entry["offsets"]), _integers(entry["lengths"]))
+
+
+def _matches(shard: _StoredShard, in_header: Mapping[str, Any]) -> bool:
+    if not fits(shard.region, shard.shape):
+        return False
+    stored, _ = to_storable(torch.empty(0, dtype=dtype_of(shard.dtype)))
+    pair_axis = stored.shape[1:]  # (2,) for complex numbers, which are stored as pairs of reals
+    shape = (*lengths_of(shard.region), *pair_axis)
+    return tuple(in_header["shape"]) == shape and in_header["dtype"] == dtype_name(stored.dtype)
 
 
 def _integers(values: object) -> tuple[int, ...]:
@@ -181,7 +203,9 @@ class SavedTensor(torch.Tensor):
         made: SavedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype_of(dtype), device=torch.device("cpu")
         )
-        made._files, made._name, made._dtype_name = files, name, dtype
+        made._files = files
+        made._name = name
+        made._dtype_name = dtype
         return made
 
     def __init__(self, files: ShardFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:

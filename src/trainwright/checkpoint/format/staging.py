@@ -31,12 +31,11 @@ def replaced_checkpoint(path: Path) -> Path | None:
     """Return the `old` folder of the checkpoint `path` if its replacement crashed, else None, also if `path` exists."""
     if os.path.lexists(path) or not path.parent.is_dir():
         return None
-    found = [
-        entry
-        for entry in path.parent.iterdir()
-        if split_hidden(entry.name) == (path.name, "old") and (entry / MANIFEST).is_file()
-    ]
-    return max(found, key=lambda entry: entry.stat().st_mtime_ns, default=None)
+    replaced = []
+    for entry in path.parent.iterdir():
+        if split_hidden(entry.name) == (path.name, "old") and (entry / MANIFEST).is_file():
+            replaced.append(entry)
+    return max(replaced, key=lambda entry: entry.stat().st_mtime_ns, default=None)
 
 
 def clean_stale(folder: Path | str) -> list[Path]:
@@ -49,9 +48,9 @@ def clean_stale(folder: Path | str) -> list[Path]:
     Call this function on one process, before writing. Returns the hidden paths that were deleted or renamed.
     """
     folder = Path(folder)
-    gone: list[Path] = []
+    cleaned: list[Path] = []
     if not folder.is_dir():
-        return gone
+        return cleaned
     for entry in sorted(folder.iterdir()):
         split = split_hidden(entry.name)
         if split is None or entry.is_symlink():
@@ -59,12 +58,18 @@ def clean_stale(folder: Path | str) -> list[Path]:
         name, role = split
         if entry.is_file() and name in (RUN_INDEX, EARLIER_RUN_INDEX):
             entry.unlink()
-        elif entry.is_dir() and {child.name for child in entry.iterdir()} <= TOP_LEVEL and not is_in_use(entry):
-            if role == "old" and replaced_checkpoint(folder / name) == entry:
-                rename(entry, folder / name)
-            else:
-                shutil.rmtree(entry)
-        else:
+        elif not _is_abandoned(entry):
             continue
-        gone.append(entry)
-    return gone
+        elif role == "old" and replaced_checkpoint(folder / name) == entry:
+            rename(entry, folder / name)
+        else:
+            shutil.rmtree(entry)
+        cleaned.append(entry)
+    return cleaned
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether a path is a folder that no process has locked, and contains only entries of a checkpoint."""
+    if not path.is_dir():
+        return False
+    return {child.name for child in path.iterdir()} <= TOP_LEVEL and not is_in_use(path)

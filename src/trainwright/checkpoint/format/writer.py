@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import itertools
 import os
 import platform
 import shutil
@@ -76,7 +77,7 @@ class Contents:
     @property
     def files(self) -> list[PlannedFile]:
         """The files of all parts, in the order in which they are written."""
-        return [file for files in self.parts.values() for file in files]
+        return list(itertools.chain.from_iterable(self.parts.values()))
 
 
 def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Contents:
@@ -103,18 +104,24 @@ def plan_share(snapshot: Snapshot, rank: int) -> Contents:
     Call this function on every rank with the rank's snapshot. Not collective. Raises as `plan_checkpoint`.
     """
     _check_snapshot(snapshot)
-    parts = _plan_small(snapshot) if rank == 0 else {}
+    parts: dict[str, list[PlannedFile]] = {}
+    if rank == 0:
+        parts = _plan_small(snapshot)
     if snapshot.kind == "full":
         shards: dict[str, TensorShards] = {}
         trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, shards)
-        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_shards(OPTIMIZER_FOLDER, rank, shards)]
+        parts["optimizer"] = plan_shards(OPTIMIZER_FOLDER, rank, shards)
+        if rank == 0:
+            parts["optimizer"] = trees + parts["optimizer"]
     if snapshot.model is not None:
         shards = {}
         try:
             tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), shards=shards)
         except CheckpointError as error:
             raise CheckpointError(f"model.{error}") from error
-        parts["model"] = [*(tree if rank == 0 else ()), *plan_shards(MODEL_FOLDER, rank, shards)]
+        parts["model"] = plan_shards(MODEL_FOLDER, rank, shards)
+        if rank == 0:
+            parts["model"] = tree + parts["model"]
     contents = _contents(snapshot, parts)
     contents.format_version = SHARDED_VERSION
     return contents
@@ -177,7 +184,8 @@ def write_contents(
 ) -> Path:
     """Write the result of `plan_checkpoint`; see `write_checkpoint`, and `write_files` for `quiet`."""
     with Draft(path, fresh=fresh) as draft:
-        draft.publish(contents, draft.write(contents, quiet=quiet))
+        entries = draft.write(contents, quiet=quiet)
+        draft.publish(contents, entries)
     return draft.path
 
 
@@ -246,18 +254,12 @@ class Draft:
         sync_new_folders()
         for sub in folders:
             sync_folder(sub)
-        named = {file.path for file in contents.files}
-        parts = {
-            name: [file.path for file in files]
-            + [path for path in entries if path not in named and path.startswith(f"{_FOLDERS.get(name)}/")]
-            for name, files in contents.parts.items()
-        }
         manifest = Manifest(
             step=contents.step,
             epoch=contents.epoch,
             created=next_moment(),
             kind=contents.kind,
-            parts={name: Part({path: entries[path] for path in paths}) for name, paths in parts.items()},
+            parts=_listed_parts(contents, entries),
             topology={"world_size": contents.world_size},
             versions=_versions(),
             metrics=contents.metrics,
@@ -272,23 +274,38 @@ class Draft:
 
     def _move_extra(self, extra: Path) -> list[Path]:
         """Move the files and folders in `extra` into the draft. Return the draft's folders that contain them."""
-        found = []
-        for folder, _, files in os.walk(extra):
-            found.append(self.folder / Path(folder).relative_to(extra))
-            for name in files:
+        folders = []
+        for folder, _, names in os.walk(extra):
+            folders.append(self.folder / Path(folder).relative_to(extra))
+            for name in names:
+                # A save hook has written these files, and does not sync them.
                 with (Path(folder) / name).open("rb") as file:
                     os.fsync(file.fileno())
         for entry in list(extra.iterdir()):
-            if entry.name == MANIFEST or (self.folder / entry.name).exists():
+            target = self.folder / entry.name
+            if entry.name == MANIFEST or target.exists():
                 raise CheckpointError(
                     f"a save hook wrote {entry.name!r}, which is a name of the checkpoint itself. Choose another name."
                 )
-            os.replace(entry, self.folder / entry.name)
+            os.replace(entry, target)
         extra.rmdir()
-        return found
+        return folders
 
     def _folders(self, contents: Contents) -> list[Path]:
         return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
+
+
+def _listed_parts(contents: Contents, entries: Mapping[str, FileEntry]) -> dict[str, Part]:
+    """Return the parts of the manifest: the files of this process, and in the same folders those of other processes."""
+    own_paths = {file.path for file in contents.files}
+    parts = {}
+    for name, files in contents.parts.items():
+        paths = [file.path for file in files]
+        if name in _FOLDERS:
+            prefix = f"{_FOLDERS[name]}/"
+            paths += [path for path in entries if path.startswith(prefix) and path not in own_paths]
+        parts[name] = Part({path: entries[path] for path in paths})
+    return parts
 
 
 def check_target(path: Path) -> None:
@@ -297,10 +314,14 @@ def check_target(path: Path) -> None:
         raise CheckpointError(f"{str(path)!r} is not a valid checkpoint name: it must not be empty or begin with '.'.")
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise CheckpointError(f"{path} exists and is not a folder; it is not replaced. Choose another name.")
-    if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+    if _has_entries(path) and not (path / MANIFEST).is_file():
         raise CheckpointError(
             f"{path} exists and is not a checkpoint (it has no {MANIFEST}); it is not replaced. Choose another name."
         )
+
+
+def _has_entries(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
 
 
 def _check_snapshot(snapshot: Snapshot) -> None:
@@ -320,10 +341,11 @@ def _plan_trees(
 ) -> list[PlannedFile]:
     files: list[PlannedFile] = []
     for number, tree in enumerate(trees):
+        name = f"{stem}-{number:05d}"
+        # A rank writes the shards of all trees of a part into one file, so their names need a prefix.
+        root = "" if shards is None else name
         try:
-            name = f"{stem}-{number:05d}"
-            # A rank writes the shards of all trees of a part into one file, so their names need a prefix.
-            files += plan_tree(f"{folder}/{name}", tree, root="" if shards is None else name, shards=shards)
+            files += plan_tree(f"{folder}/{name}", tree, root=root, shards=shards)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}[{number}].{error}") from error
     return files
@@ -331,24 +353,17 @@ def _plan_trees(
 
 def _versions() -> dict[str, str]:
     try:
-        own = importlib.metadata.version("trainwright")
+        version = importlib.metadata.version("trainwright")
     except importlib.metadata.PackageNotFoundError:
-        own = "not installed"  # run from a checkout
-    return {"trainwright": own, "torch": str(torch.__version__), "python": platform.python_version()}
+        version = "not installed"  # run from a checkout
+    return {"trainwright": version, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
-    if fresh or not (path.is_dir() and any(path.iterdir())):
-        try:
-            rename(temporary, path)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-            raise CheckpointError(
-                f"another run has written {path} since this run chose the name; it is not replaced. Give each run its "
-                "own folder (default_root_dir, or ModelCheckpoint's dirpath or filename)."
-            ) from error
+    if fresh or not _has_entries(path):
+        _publish_new(temporary, path)
         return
+    # A folder with entries cannot be replaced by one rename. Between these two, readers use `aside` (see `staging`).
     aside = hidden(path, "old")
     with mark_in_use(path):
         try:
@@ -363,6 +378,18 @@ def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
             # Only after the new checkpoint has its name.
             if aside.exists() and path.exists():
                 _discard(aside, path)
+
+
+def _publish_new(temporary: Path, path: Path) -> None:
+    try:
+        rename(temporary, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise CheckpointError(
+            f"another run has written {path} since this run chose the name; it is not replaced. Give each run its "
+            "own folder (default_root_dir, or ModelCheckpoint's dirpath or filename)."
+        ) from error
 
 
 def _discard(aside: Path, path: Path) -> None:
