@@ -321,3 +321,22 @@ def test_missing_schedules_that_may_be_missing_are_warned_of_once(run: Path) -> 
     with pytest.warns(TrainwrightWarning, match="starts from scratch") as caught:
         resume(run, checkpoint, allow_missing=["schedulers"])
     assert len([each for each in caught if "schedulers" in str(each.message)]) == 1
+
+
+def test_optimizers_are_restored_before_on_fit_start_unless_it_has_to_create_their_groups(run: Path) -> None:
+    momentum: list[int] = []
+
+    class Momentum(DecayingTask):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters())
+
+    class Reader(Callback):
+        def on_fit_start(self, trainer: Any, task: Any) -> None:
+            momentum.append(len(trainer.optimizers[0].state))
+
+    folder = run / "adam"
+    for epochs, ckpt_path in ((1, None), (2, "last")):
+        trainer = quiet_trainer(max_epochs=epochs, callbacks=[Reader(), ModelCheckpoint()], default_root_dir=folder)
+        trainer.fit(Momentum(), loader(), ckpt_path=ckpt_path)
+    assert momentum[0] == 0
+    assert momentum[1] > 0

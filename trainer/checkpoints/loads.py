@@ -303,7 +303,8 @@ class Loads:
         states, optimizers = opened.snapshot.optimizers, self._engine.optimizers
         if self._hooks.table.on_fit_start and len(states) == len(optimizers):
             for state, optimizer in zip(states, optimizers, strict=True):
-                if len(state.get("param_groups", [])) != len(optimizer.param_groups):
+                saved_groups = state.get("groups", state.get("param_groups", []))  # as torch names them in old files
+                if len(saved_groups) != len(optimizer.param_groups):
                     self._loop.restore_after_fit_start = restore
                     return
         restore()
