@@ -23,7 +23,7 @@ from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import has_step
 from trainwright.trainer.configuration.settings import Settings
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 
 EvaluationKind = Literal["validate", "test", "predict"]
 
@@ -336,7 +336,7 @@ class StageData:
         task: the task. Its `*_dataloader` methods are used if `sources` has no loader. None for stages without data.
         engine: provides the data ranks.
         settings: provides the batch limits.
-        history: provides the seed and the training progress.
+        progress: provides the seed and the training progress.
 
     Attributes:
         workers: the loader workers of the stage.
@@ -348,10 +348,13 @@ class StageData:
     """
 
     def __init__(
-        self, sources: Sources, task: TaskModule | None, engine: Engine, settings: Settings, history: History
+        self, sources: Sources, task: TaskModule | None, engine: Engine, settings: Settings, progress: RunProgress
     ) -> None:
         self.sources, self.datamodule = sources, sources.datamodule
-        self._given_task, self._engine, self._settings, self._history = task, engine, settings, history
+        self._given_task = task
+        self._engine = engine
+        self._settings = settings
+        self._progress = progress
         self.workers = Workers()
         self.made: TrainData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
@@ -361,7 +364,7 @@ class StageData:
         self.on_made: Callable[[TrainData | EvaluationData], None] | None = None
 
     def _options(self) -> LoaderOptions:
-        seed = self._history.seed
+        seed = self._progress.seed
         assert seed is not None  # chosen when the processes started
         return loader_options(self._settings.arguments, self._engine, seed, self.workers)
 
@@ -370,7 +373,7 @@ class StageData:
 
         After a resume, this is the epoch in which the interrupted run requested them, unless a reload was due since.
         """
-        state, every = self._history.state, self._settings.arguments.reload_dataloaders_every_n_epochs
+        state, every = self._progress.state, self._settings.arguments.reload_dataloaders_every_n_epochs
         now = state.epoch
         made_in = self._made_in.get(kind, now)
         last_reload = now - now % every if every > 0 else 0
@@ -400,7 +403,7 @@ class StageData:
             place = self.place
             if place is not None:
                 self.made.check_resume(place, self._engine.data_ranks.num_readers)
-            self.made.begin_epoch(self._history.state.epoch, place and place["position"])
+            self.made.begin_epoch(self._progress.state.epoch, place and place["position"])
         return self.made
 
     def evaluation(self, kind: EvaluationKind) -> EvaluationData:
@@ -416,7 +419,7 @@ class StageData:
             if kind == "validate" and overfit:
                 options = _in_order(loaders, options.evaluating(kind), overfit)
             data = self.evaluations[kind] = EvaluationData(
-                loaders, kind, options, limit=limit, epoch=self._history.state.epoch
+                loaders, kind, options, limit=limit, epoch=self._progress.state.epoch
             )
             if self.on_made is not None:
                 self.on_made(data)
@@ -443,7 +446,7 @@ class StageData:
         self.evaluations.clear()
         self._made_in.clear()
 
-    def take_place(self) -> Mapping[str, int] | None:
+    def enter_saved_position(self) -> Mapping[str, int] | None:
         """Set the training data to the position from a checkpoint, and clear that position.
 
         Restores the state of a stateful loader and `state.batch_in_epoch`. Returns the position for
@@ -455,13 +458,13 @@ class StageData:
         data.load_place(place, self._engine.data_ranks.reader, self._engine.data_ranks.num_readers)
         found: Mapping[str, int] | None = place["position"]
         if found is not None:
-            self._history.state.batch_in_epoch = found["batch"]
+            self._progress.state.batch_in_epoch = found["batch"]
         return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training data for a checkpoint. It is the same on every rank."""
         return (
-            {} if self.made is None else {**self.made.state_dict(self._history.state), "made_in": dict(self._made_in)}
+            {} if self.made is None else {**self.made.state_dict(self._progress.state), "made_in": dict(self._made_in)}
         )
 
     def loader_state(self) -> dict[str, Any] | None:

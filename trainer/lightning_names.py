@@ -311,11 +311,11 @@ class LightningNames:
     ckpt_path = Fact[str | None](
         lambda run: run.loads.ckpt_path, "The checkpoint that the current or last stage has loaded, or None."
     )
-    seed = Fact[int | None](lambda run: run.history.seed, "Seed of the data order; None before the first stage.")
-    run_id = Fact[str](lambda run: run.history.run_id, "Identifies this run's checkpoints in a shared folder.")
-    num_rollbacks = Fact[int](lambda run: run.history.num_rollbacks, "Number of rollbacks of the run.")
+    seed = Fact[int | None](lambda run: run.progress.seed, "Seed of the data order; None before the first stage.")
+    run_id = Fact[str](lambda run: run.progress.run_id, "Identifies this run's checkpoints in a shared folder.")
+    num_rollbacks = Fact[int](lambda run: run.progress.num_rollbacks, "Number of rollbacks of the run.")
     skipped_batches = Fact[list[SkippedData]](
-        lambda run: run.history.skipped_batches, "Training data that was read without changing weights, in order."
+        lambda run: run.progress.skipped_batches, "Training data that was read without changing weights, in order."
     )
     checkpoint_dir = Fact[Path](
         lambda run: run.places.folder, "Folder of checkpoints that are saved without a folder of their own."

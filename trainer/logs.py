@@ -27,7 +27,7 @@ from trainwright.trainer.evaluation_state import EvaluationState
 from trainwright.trainer.fit_warnings import FitWarnings
 from trainwright.trainer.hooks import StageHooks
 from trainwright.trainer.loop_state import LoopState, progress_facts
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Logs:
         settings: provides the loggers and the check of losses.
         engine: provides devices and ranks.
         hooks: the task and the callbacks.
-        history: provides the training progress.
+        progress: provides the training progress.
         loop: provides the result of the last step.
         evaluation: the running evaluation. A sanity check logs nothing.
         stage: the stage, or None.
@@ -79,7 +79,7 @@ class Logs:
         settings: Settings,
         engine: Engine,
         hooks: StageHooks,
-        history: History,
+        progress: RunProgress,
         loop: LoopState,
         evaluation: EvaluationState,
         stage: Stage | None,
@@ -89,7 +89,7 @@ class Logs:
         self._settings = settings
         self._engine = engine
         self._hooks = hooks
-        self._history = history
+        self._progress = progress
         self._loop = loop
         self._evaluation = evaluation
         self._stage = stage
@@ -150,7 +150,7 @@ class Logs:
     def note(self, event: str, **facts: object) -> None:
         """Add an event to the run's record, if there is one. Not collective."""
         if self.group is not None and self.group.record is not None:
-            self.group.record.add(event, self._history.state.step, facts)
+            self.group.record.add(event, self._progress.state.step, facts)
 
     # Values
 
@@ -194,7 +194,7 @@ class Logs:
             metrics: numbers by name. A finite number under `"step"` is the x-value of the others.
             epoch: 0-based epoch to log with them. Default: None, the current epoch.
         """
-        state = self._history.state
+        state = self._progress.state
         follows_fit = self._stage in ("validate", "test")  # after the last step of the previous fit
         step = state.step if follows_fit else max(state.step - 1, 0)
         if math.isfinite(metrics.get("step", math.nan)):
@@ -210,7 +210,7 @@ class Logs:
         for step, row in rows.items():
             self.shown.logged.update(row)
             if self.group is not None:
-                self.group.log_evaluation_step({**row, "epoch": self._history.state.epoch}, step, kind)
+                self.group.log_evaluation_step({**row, "epoch": self._progress.state.epoch}, step, kind)
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
         """Add numbers to `callback_metrics`."""
@@ -228,7 +228,7 @@ class Logs:
             return
         if kind == "train" and self._settings.arguments.on_nonfinite is None:
             manual = not self._hooks.task.automatic_optimization
-            self.warnings.bad_loss(flushed.callback, self._history.state.step, manual=manual)
+            self.warnings.bad_loss(flushed.callback, self._progress.state.step, manual=manual)
         self.shown.show(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged, epoch)
@@ -239,7 +239,7 @@ class Logs:
         flushed = self.metrics.flush_step(self.exchange, last_step)
         self.take(flushed, "train", epoch)
         if self.group is not None and self.group.record is not None:
-            self.note("progress", **flushed.last_step, **progress_facts(self._history.state, self._engine))
+            self.note("progress", **flushed.last_step, **progress_facts(self._progress.state, self._engine))
 
 
 def _hyperparameters(task: TaskModule, datamodule: DataModule | None) -> dict[str, Any]:

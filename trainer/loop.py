@@ -109,7 +109,7 @@ class FitLoop:
             self._validate()
             self._step_monitored()
         forward_backward = step_function(run)  # the engine's function, unless values are checked or data is skipped
-        closed = True
+        epoch_is_complete = True
         try:
             for group in groups:
                 loop.group = group
@@ -133,25 +133,26 @@ class FitLoop:
                     step.end_batch(group)
                 for hook in hooks.on_train_step_end:
                     hook(trainer, task, run.loop.last_step)
-                closed = group.is_last
-                loop.quiet_groups -= 1
-                if (closed or loop.quiet_groups < 0) and self._after_step(group, stepped):
+                epoch_is_complete = group.is_last
+                loop.steps_until_check -= 1
+                if (epoch_is_complete or loop.steps_until_check < 0) and self._after_step(group, stepped):
                     break
         except SkipRestOfEpoch:
             run.logs.metrics.batch = None
             step.discard_gradients()
             run.loop.schedules.after_epoch(state.epoch)
             engine.phase = Phase.BETWEEN_STEPS
-            closed = True
-        self._end_epoch(closed)
-        loop.ended_on_last_batch, loop.group = loop.is_last_batch, None
+            epoch_is_complete = True
+        self._end_epoch(epoch_is_complete)
+        loop.ended_on_last_batch = loop.is_last_batch
+        loop.group = None
 
     def _after_step(self, group: Group, stepped: bool) -> bool:
         """Validate, flush metrics and save checkpoints if they are due. Return whether the epoch ends here.
 
         `stepped` is False if the group did not count as a step.
         """
-        run, loop, state = self._run, self._run.loop, self._run.history.state
+        run, loop, state = self._run, self._run.loop, self._run.progress.state
         loop.read_clock(state)
         if run.saves.needs_memory and state.step_in_epoch:
             run.saves.reserve_memory()
@@ -162,7 +163,7 @@ class FitLoop:
         if self._log_every.due(state):
             run.logs.flush_step()  # the only host sync
             loop.check_finite()
-        if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
+        if not state.step_in_epoch and run.task.automatic_optimization and not run.progress.skipped_batches:
             run.logs.warnings.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
         if not ends and run.saves.is_requested:
@@ -170,14 +171,14 @@ class FitLoop:
             ends = self._must_stop() if run.logs.exchange is None else self._should_stop()  # an action may stop it
         if run.recovery.preemption.agreed and not ends:
             run.recovery.exit_on_signal()
-        loop.quiet_groups = self._groups_until_due() - 1
+        loop.steps_until_check = self._groups_until_due() - 1
         if run.recovery.preemption.signal:  # may have arrived in this method
-            loop.look()
+            loop.check_next_step()
         return ends
 
     def _groups_until_due(self) -> int:
         """Return the number of steps until `_after_step` must run again. A stop request shortens it."""
-        run, state = self._run, self._run.history.state
+        run, state = self._run, self._run.progress.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step or run.loop.schedules.watch_steps:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))
@@ -188,9 +189,9 @@ class FitLoop:
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state, hooks = self._run, self._run.data, self._run.history.state, self._run.hooks.table
+        run, data, state, hooks = self._run, self._run.data, self._run.progress.state, self._run.hooks.table
         run.loop.group_end = None
-        place, before = data.take_place(), data.train().num_batches
+        place, before = data.enter_saved_position(), data.train().num_batches
         data.train().begin_epoch(state.epoch, place)
         if not self._metrics_begun:
             run.logs.metrics.begin("train")
@@ -204,40 +205,42 @@ class FitLoop:
             run.loop.validation = None  # its interval may be a fraction of the epoch
         self._validation.align(run.trainer)
         self._validates = data.has_validation
-        run.loop.quiet_groups = 0
+        run.loop.steps_until_check = 0
         groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a hook may have replaced the loader
         run.loop.restore_last()
-        if run.history.open_metrics and state.batch_in_epoch and run.loads.origin is None:
-            run.loads.restore_metrics(run.history.open_metrics, "the previous fit")
-        run.history.open_metrics = []
+        if run.progress.open_metrics and state.batch_in_epoch and run.loads.origin is None:
+            run.loads.restore_metrics(run.progress.open_metrics, "the previous fit")
+        run.progress.open_metrics = []
         run.logs.metrics.in_step = True
         return groups
 
-    def _end_epoch(self, closed: bool) -> None:
+    def _end_epoch(self, epoch_is_complete: bool) -> None:
         """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""
-        run, loop, state = self._run, self._run.loop, self._run.history.state
+        run, loop, state = self._run, self._run.loop, self._run.progress.state
         loop.read_clock(state)
         run.logs.metrics.in_step = False
-        if not closed and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
-            closed = True
+        if not epoch_is_complete and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
+            epoch_is_complete = True
             run.loop.schedules.after_epoch(state.epoch)
             if loop.validated_at != state.step and self._validation.in_epoch(state.epoch):
                 self._validate()
-        loop.epoch_closes = closed
+        loop.epoch_closes = epoch_is_complete
         loop.check_finite()
         run.logs.show_pending()
         run.hooks.fire("on_train_epoch_end")
-        run.logs.take(run.logs.metrics.flush_epoch(run.logs.exchange, keep=not closed, owner=run.task), "train")
-        if closed:
+        # An incomplete epoch keeps its aggregates, because a later fit may continue it.
+        flushed = run.logs.metrics.flush_epoch(run.logs.exchange, keep=not epoch_is_complete, owner=run.task)
+        run.logs.take(flushed, "train")
+        if epoch_is_complete:
             run.loop.schedules.after_epoch_metrics(state.epoch, run.logs.shown.callback)
         else:
-            run.history.open_metrics = run.engine.data_ranks.gather(run.contents.metrics_state())
-        state.epoch_done = closed
+            run.progress.open_metrics = run.engine.data_ranks.gather(run.contents.metrics_state())
+        state.epoch_done = epoch_is_complete
         run.saves.execute_requests()
         self._agree()
         if run.recovery.preemption.agreed:
             run.recovery.exit_on_signal()
-        if closed:
+        if epoch_is_complete:
             loop.group_end = None
             state.begin_next_epoch()
             every = run.settings.arguments.reload_dataloaders_every_n_epochs
@@ -247,7 +250,7 @@ class FitLoop:
 
     def _advance(self, group: Group, stepped: bool) -> None:
         """Update the progress after a step, and step the learning-rate schedules that are due."""
-        run, state, n = self._run, self._run.history.state, len(group.batches)
+        run, state, n = self._run, self._run.progress.state, len(group.batches)
         if stepped:
             state.step += 1
             state.step_in_epoch += 1

@@ -21,7 +21,7 @@ from trainwright.trainer.schedule import Stop, ValidationSchedule
 class Guard(Protocol):
     """Protocol of the check of losses and gradients in `recovery.non_finite`."""
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if a loss or gradient since the last check was not finite. Collective."""
 
     def is_bad_here(self) -> bool:
@@ -43,7 +43,7 @@ class LoopState:
         validated_at: completed steps at the last completed validation; -1 before the first.
         validation: validation schedule; None until the training data is known.
         clock: `time.perf_counter()` at the last update of `state.seconds`.
-        quiet_groups: number of coming steps without a check of what is due; 0 makes the next step check.
+        steps_until_check: number of coming steps without a check of what is due; 0 makes the next step check.
         stop: stop request of this rank.
         stop_agreed: strongest stop request of all ranks at their last exchange.
         stop_reason: reason of the last stop request, or None.
@@ -63,7 +63,7 @@ class LoopState:
     validated_at: int = -1
     validation: ValidationSchedule | None = None
     clock: float = 0.0
-    quiet_groups: int = 0
+    steps_until_check: int = 0
     stop: Stop = Stop.NOT
     stop_agreed: Stop = Stop.NOT
     stop_reason: str | None = None
@@ -90,11 +90,11 @@ class LoopState:
             NonFiniteError: on every rank.
         """
         if self.guard is not None:
-            self.guard.look()
+            self.guard.check()
 
-    def look(self) -> None:
+    def check_next_step(self) -> None:
         """Make the loop check after the current step whether a validation, flush, save or stop is due."""
-        self.quiet_groups = 0
+        self.steps_until_check = 0
 
     def read_clock(self, state: TrainState) -> None:
         """Add the seconds since the last call to `state.seconds`."""
@@ -106,7 +106,7 @@ class LoopState:
         """Store a stop request. Every rank calls it with the same `request`; ranks do not exchange it."""
         self.stop_reason = reason
         self.stop, self.stop_agreed = max(self.stop, request), max(self.stop_agreed, request)
-        self.look()
+        self.check_next_step()
 
     def owes_validation(self, state: TrainState) -> bool:
         """Return whether a validation is due after the current step and has not been run."""

@@ -75,7 +75,7 @@ class _Work:
         found = {
             "result": result,
             "weights": {name: value.detach().cpu() for name, value in _tensors(self._task)},
-            "history": replace(trainer.history, state=state),
+            "progress": replace(trainer.progress, state=state),
             "callbacks": [vars(callback) for callback in trainer.settings.callbacks],
             "loggers": [logger.__getstate__() for logger in trainer.settings.loggers],
             "shown": run.logs.shown,
@@ -91,7 +91,7 @@ def _tensors(task: TaskModule) -> Iterable[tuple[str, torch.Tensor]]:
 def _take(trainer: Any, task: TaskModule, received: tuple[dict[str, Any]]) -> Any:
     (found,) = received
     task.load_state_dict(found["weights"], strict=False)
-    trainer.history.take(found["history"])
+    trainer.progress.take(found["progress"])
     run = trainer.run
     run.logs.shown = found["shown"]
     run.interrupted = found["interrupted"]

@@ -51,7 +51,7 @@ from trainwright.trainer.planning.forecast import data_types
 from trainwright.trainer.planning.setting_sources import as_data, planned_settings
 from trainwright.trainer.profiling import StageProfiler
 from trainwright.trainer.recovery.recovery import Recovery
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 from trainwright.trainer.schedule import Stop
 from trainwright.trainer.untrained_values import warn_of_other_hyperparameters, watch_trained_weights
 
@@ -62,7 +62,7 @@ class StageRun:
     Args:
         trainer: the Trainer, which hooks receive. It forwards the members of `Run` to this object and its parts.
         settings: the Trainer's settings.
-        history: the progress of training, which the stage continues.
+        progress: the progress of training, which the stage continues.
         stage: the stage. Default: None, for a run that executes nothing and only provides the Trainer's attributes.
         task: the user's task. Default: None.
         sources: data sources. Default: none.
@@ -89,7 +89,7 @@ class StageRun:
         self,
         trainer: Run,
         settings: Settings,
-        history: History,
+        progress: RunProgress,
         stage: Stage | None = None,
         task: TaskModule | None = None,
         sources: Sources | None = None,
@@ -99,7 +99,7 @@ class StageRun:
     ) -> None:
         self.trainer = trainer
         self.settings = settings
-        self.history = history
+        self.progress = progress
         self.stage = stage
         self.is_trial = is_trial
         self.is_running = stage is not None
@@ -110,17 +110,17 @@ class StageRun:
         profiler: Profiler = PassThroughProfiler() if is_trial else settings.profiler
         arguments = settings.arguments
         self.hooks = hooks = StageHooks(trainer, engine, task, callbacks)
-        self.data = data = StageData(Sources({}) if sources is None else sources, task, engine, settings, history)
+        self.data = data = StageData(Sources({}) if sources is None else sources, task, engine, settings, progress)
         self.loop = loop = LoopState(Schedules([], task))
         self.evaluation = EvaluationState()
-        self.logs = logs = Logs(settings, engine, hooks, history, loop, self.evaluation, stage, is_trial=is_trial)
+        self.logs = logs = Logs(settings, engine, hooks, progress, loop, self.evaluation, stage, is_trial=is_trial)
         self.manual = ManualOptimization(arguments, engine, hooks)
         self.profiler = StageProfiler(profiler, stage, engine, data)
-        self.places = places = CheckpointPlaces(settings.root, hooks, history)
-        self.contents = contents = CheckpointContents(engine, hooks, history, data, loop, logs, self.evaluation)
+        self.places = places = CheckpointPlaces(settings.root, hooks, progress)
+        self.contents = contents = CheckpointContents(engine, hooks, progress, data, loop, logs, self.evaluation)
         self.saves = Saves(arguments, engine, places, contents, hooks, loop, logs, profiler, is_trial=is_trial)
-        self.loads = Loads(settings, engine, places, contents, hooks, history, data, loop, logs, stage)
-        self.recovery = Recovery(settings, engine, hooks, history, data, loop, logs, places, self.saves, self.loads)
+        self.loads = Loads(settings, engine, places, contents, hooks, progress, data, loop, logs, stage)
+        self.recovery = Recovery(settings, engine, hooks, progress, data, loop, logs, places, self.saves, self.loads)
 
     @property
     def running_stage(self) -> Stage | None:
@@ -130,7 +130,7 @@ class StageRun:
     @property
     def state(self) -> TrainState:
         """Training progress."""
-        return self.history.state
+        return self.progress.state
 
     @property
     def task(self) -> TaskModule:
@@ -149,12 +149,12 @@ class StageRun:
         """Start the engine's communication with other ranks, and agree on the run's identity and seed. Collective."""
         topology = detect("torchrun") if started_by_trainer() else self.settings.selection.topology
         self.engine.start(topology)
-        processes, history = self.engine.processes, self.history
+        processes, progress = self.engine.processes, self.progress
         if processes.world_size > 1:
             self.logs.exchange = lambda value: self.engine.data_ranks.gather(value)
-            history.run_id = processes.broadcast_object(history.run_id)
-        if history.seed is None:
-            history.seed = processes.broadcast_object(torch.initial_seed())
+            progress.run_id = processes.broadcast_object(progress.run_id)
+        if progress.seed is None:
+            progress.seed = processes.broadcast_object(torch.initial_seed())
         if processes.world_size > 1:
             self.hooks.print(f"trainwright: {describe(topology)}")
         if self.stage == "fit":
@@ -272,7 +272,7 @@ class StageRun:
             if owner is not None:
                 hyperparameters |= kept_and_left_out(owner.hparams)[0]
         return {
-            "run_id": self.history.run_id,
+            "run_id": self.progress.run_id,
             "resumed_from": None if self.loads.origin is None else str(self.loads.origin),
             "task": type(self.task).__qualname__,
             "parameters": sum(full_numel(parameter) for parameter in self.task.parameters()),
@@ -284,7 +284,7 @@ class StageRun:
             "precision": data_types(self.task, selection.settings.precision, outline, self.engine.processes.world_size),
             "device": str(self.engine.device),
             "processes": self.engine.processes.world_size,
-            "seed": self.history.seed,
+            "seed": self.progress.seed,
             "callbacks": [type(callback).__name__ for callback in self.hooks.callbacks],
             "loggers": [type(logger).__name__ for logger in self.settings.loggers],
             "folders": {

@@ -1,7 +1,7 @@
-"""The state of a Trainer (`trainer.state`) and the history of a run.
+"""The state of a Trainer (`trainer.state`) and the progress of a run.
 
 The state has the training progress and, under Lightning's names, the stage and its status. All stages of a Trainer
-share the history. Checkpoints contain it.
+share the progress. Checkpoints contain it.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class RunState(TrainState):
 
 
 @dataclass(slots=True)
-class History:
-    """The history of a run.
+class RunProgress:
+    """The progress of a run, which all stages of a Trainer continue.
 
     Attributes:
         state: training progress.
@@ -137,14 +137,14 @@ class History:
     skipped_in_a_row: int = 0
     open_metrics: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, other: History) -> None:
-        """Take over the history of the same run in another process."""
+    def take(self, other: RunProgress) -> None:
+        """Take over the progress of the same run in another process."""
         self.state.load_dict(other.state.to_dict())
         for each in fields(self):
             if each.name != "state":  # users hold the object
                 setattr(self, each.name, getattr(other, each.name))
 
-    def for_trial(self, state: TrainState) -> History:
+    def for_trial(self, state: TrainState) -> RunProgress:
         """Return a copy with the given progress, for a trial."""
         return replace(self, state=state, skipped_batches=list(self.skipped_batches), abandoned=set(self.abandoned))
 

@@ -40,7 +40,7 @@ from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.planning.planner import Planner
 from trainwright.trainer.recovery.preemption import listen
 from trainwright.trainer.run import StageRun
-from trainwright.trainer.run_state import History, RunState
+from trainwright.trainer.run_state import RunProgress, RunState
 from trainwright.trainer.schedule import Stop
 from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
 
@@ -257,10 +257,10 @@ class Trainer(Planner, LightningNames):
             on_interrupt=on_interrupt,
         )
         self.settings = settings = configure(arguments)
-        self.history = History(RunState(self), settings.arguments.seed)
+        self.progress = RunProgress(RunState(self), settings.arguments.seed)
         self.verb: Stage | None = None
         self.status = "initializing"
-        self.run = StageRun(self, settings, self.history)
+        self.run = StageRun(self, settings, self.progress)
         if settings.preemption_grace_s is not None:
             listen(is_main=settings.selection.topology.rank == 0, requeue=settings.arguments.auto_requeue)
 
@@ -440,14 +440,14 @@ class Trainer(Planner, LightningNames):
 
     def _after_search(self, searched: StageRun) -> StageRun:
         """Return a run that provides the Trainer's attributes after a search: its task, data module and loaders."""
-        run = StageRun(self, self.settings, self.history, task=searched.task, sources=searched.data.sources)
+        run = StageRun(self, self.settings, self.progress, task=searched.task, sources=searched.data.sources)
         run.data.shown = searched.data.shown
         return run
 
     def _begin(self, stage: Stage, task: TaskModule, sources: Sources, is_trial: bool) -> StageRun:
         with nothing_else_runs(stage, self.run, task):
-            history = self.history.for_trial(RunState(self, self.state)) if is_trial else self.history
-            self.run = StageRun(self, self.settings, history, stage, task, sources, is_trial=is_trial)
+            progress = self.progress.for_trial(RunState(self, self.state)) if is_trial else self.progress
+            self.run = StageRun(self, self.settings, progress, stage, task, sources, is_trial=is_trial)
         self.verb, self.status = stage, "running"
         return self.run
 
@@ -465,8 +465,8 @@ class Trainer(Planner, LightningNames):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.history.state = RunState(self, self.history.state)
-        self.run = StageRun(self, self.settings, self.history)
+        self.progress.state = RunState(self, self.progress.state)
+        self.run = StageRun(self, self.settings, self.progress)
 
     # Attributes that can be changed between two stages, and some of them in hooks
 
@@ -540,7 +540,7 @@ class Trainer(Planner, LightningNames):
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self.run.loop.stop = Stop.AND_CLOSE_EPOCH if stop else Stop.NOT
-        self.run.loop.look()
+        self.run.loop.check_next_step()
 
     def save_checkpoint(
         self, filepath: str | Path, weights_only: bool | None = None, storage_options: Mapping[str, Any] | None = None

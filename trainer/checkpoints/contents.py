@@ -27,7 +27,7 @@ from trainwright.trainer.evaluation_state import EvaluationState
 from trainwright.trainer.hooks import StageHooks
 from trainwright.trainer.logs import Logs
 from trainwright.trainer.loop_state import LoopState
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 
 
 class CheckpointContents:
@@ -36,7 +36,7 @@ class CheckpointContents:
     Args:
         engine: provides weights, optimizers and ranks.
         hooks: the task and the callbacks, whose hooks may add entries.
-        history: provides the training progress, the seed and skipped data.
+        progress: provides the training progress, the seed and skipped data.
         data: provides the position in the training data.
         loop: provides the schedules and the check of losses.
         logs: provides metrics and loggers.
@@ -50,7 +50,7 @@ class CheckpointContents:
         self,
         engine: Engine,
         hooks: StageHooks,
-        history: History,
+        progress: RunProgress,
         data: StageData,
         loop: LoopState,
         logs: Logs,
@@ -59,7 +59,7 @@ class CheckpointContents:
         self.attempt = Attempt()
         self._engine = engine
         self._hooks = hooks
-        self._history = history
+        self._progress = progress
         self._data = data
         self._loop = loop
         self._logs = logs
@@ -176,7 +176,7 @@ class CheckpointContents:
         if engine.state.saves_shards:
             model, optimizers = engine.state.shards_of((model, optimizers))
         return Snapshot(
-            state=self._progress(),
+            state=self._progress_entries(),
             model=model,
             optimizers=optimizers,
             trainer=trainer,
@@ -188,9 +188,9 @@ class CheckpointContents:
             state_rests=engine.capabilities.state_rests,
         )
 
-    def _progress(self) -> dict[str, Any]:
+    def _progress_entries(self) -> dict[str, Any]:
         """Return the training progress, including whether a validation is still due."""
-        state = self._history.state
+        state = self._progress.state
         owed = state.validation_owed or (self._loop.owes_validation(state) and self._data.has_validation)
         return {**state.to_dict(), "validation_owed": owed}
 
@@ -208,7 +208,7 @@ class CheckpointContents:
 
     def _trainer_entries(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the entries that only a full checkpoint has."""
-        engine, history, logs = self._engine, self._history, self._logs
+        engine, progress, logs = self._engine, self._progress, self._logs
         of_data_ranks = engine.data_ranks.pick(of_ranks) if of_ranks else []
         schedules = self._loop.schedules
         datamodule = self._data.datamodule
@@ -224,11 +224,11 @@ class CheckpointContents:
         if datamodule is not None:
             entries[DATAMODULE_HYPER_PARAMETERS] = datamodule.saved_hyperparameters()
         entries |= {
-            "left_out": history.skipped_data(),
+            "left_out": progress.skipped_data(),
             "metrics": [of_rank["metrics"] for of_rank in of_data_ranks],
             "frozen": frozen_names(self._hooks.task),
-            "seed": history.seed,
-            "run_id": history.run_id,
+            "seed": progress.seed,
+            "run_id": progress.run_id,
             "job": self.attempt.key,
             "precision": engine.precision.name,
         }
@@ -246,7 +246,7 @@ class CheckpointContents:
 
     def _shown(self, weights: dict[str, Any], optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
         """Return the checkpoint for hooks. `optimizers` is None for a weights-only checkpoint."""
-        state = self._history.state
+        state = self._progress.state
         read: dict[str, Callable[[], Any]] = {"epoch": lambda: state.epoch, "global_step": lambda: state.step}
         if optimizers is not None:
             read["callbacks"] = self._hooks.callback_states

@@ -34,7 +34,7 @@ from trainwright.trainer.data import StageData
 from trainwright.trainer.hooks import StageHooks
 from trainwright.trainer.logs import Logs
 from trainwright.trainer.loop_state import LoopState
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 
 
 class Loads:
@@ -46,7 +46,7 @@ class Loads:
         places: the folders and URLs of checkpoints.
         contents: knows the attempt of the launcher that the fit belongs to.
         hooks: the task and the callbacks.
-        history: receives the training progress.
+        progress: receives the training progress.
         data: receives the position in the training data.
         loop: receives the schedules, and the state to restore last.
         logs: receives metrics and the loggers' states.
@@ -64,7 +64,7 @@ class Loads:
         places: CheckpointPlaces,
         contents: CheckpointContents,
         hooks: StageHooks,
-        history: History,
+        progress: RunProgress,
         data: StageData,
         loop: LoopState,
         logs: Logs,
@@ -77,7 +77,7 @@ class Loads:
         self._places = places
         self._contents = contents
         self._hooks = hooks
-        self._history = history
+        self._progress = progress
         self._data = data
         self._loop = loop
         self._logs = logs
@@ -106,7 +106,7 @@ class Loads:
             self._hooks.print(f"trainwright: start {attempt.number + 1} of this job resumes {found.path}.")
             request = replace(request, ckpt_path=found.path, weights_only=False)
         elif request.ckpt_path is not None:
-            has_trained = self._history.state.step > 0
+            has_trained = self._progress.state.step > 0
             search = CheckpointSearch(request, stage, self._places, self._hooks, has_trained=has_trained)
             found = search.on_all_ranks(processes)
         if found is None:
@@ -131,7 +131,7 @@ class Loads:
             return
         self._load_weights(opened)
         if self._stage == "fit":
-            self._history.state.load_dict(TrainState().to_dict())
+            self._progress.state.load_dict(TrainState().to_dict())
             self._hooks.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
 
     def resume(self, opened: Opened) -> None:
@@ -143,7 +143,7 @@ class Loads:
             CheckpointError: a part is missing or does not match this task.
         """
         self._restore(opened)
-        state = self._history.state
+        state = self._progress.state
         if state.epoch_done:
             state.begin_next_epoch()
             if self._data.place is not None:
@@ -192,7 +192,7 @@ class Loads:
         snapshot, path = opened.snapshot, opened.path
         saved = Entries(snapshot.trainer, path, opened.request.allow_missing)
         self._load_weights(opened)
-        self._history.state.load_dict(snapshot.state)
+        self._progress.state.load_dict(snapshot.state)
         order_after(opened.found.manifest.created)
         self._logs.shown.load(snapshot.metrics)
         # Callbacks before optimizers: a callback may have to create the saved parameter groups in `on_fit_start`.
@@ -202,17 +202,17 @@ class Loads:
         data = saved.required("data")
         seed = saved.required("seed")
         if data:  # a converted checkpoint is at the start of an epoch and has no data state
-            self._history.seed = seed
+            self._progress.seed = seed
             self._data.load_state_dict(data)
-        self._history.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
-        self._history.run_id = saved.required("run_id")
+        self._progress.add_skipped_data(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
+        self._progress.run_id = saved.required("run_id")
         saved.restore_loggers(self._logs.group)
         saved.restore_datamodule(self._data.datamodule)
         self._restore_last(opened, order_is_known=bool(data))
 
     def _restore_last(self, opened: Opened, *, order_is_known: bool) -> None:
         """Have the loop restore metrics and generators just before training continues, after all hooks."""
-        snapshot, path, state, ranks = opened.snapshot, opened.path, self._history.state, self._engine.data_ranks
+        snapshot, path, state, ranks = opened.snapshot, opened.path, self._progress.state, self._engine.data_ranks
         to_restore = self._loop.to_restore
         if state.batch_in_epoch > 0 and not state.epoch_done:
             to_restore.append(partial(self.restore_metrics, snapshot.trainer.get("metrics", []), path))

@@ -15,7 +15,7 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
 from trainwright.core.run import SaveRequest
 from trainwright.trainer.hooks import StageHooks
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 
 CHECKPOINTS = "checkpoints"  # name of the folder of checkpoints
 DOWNLOADS = "downloaded"  # below `default_root_dir`
@@ -27,17 +27,17 @@ class CheckpointPlaces:
     Args:
         root: `default_root_dir`.
         hooks: provides each ModelCheckpoint, whose folder and URL come first.
-        history: provides the run's identity, which protects the checkpoints of other runs.
+        progress: provides the run's identity, which protects the checkpoints of other runs.
 
     Attributes:
         default_folder: folder of checkpoints that have no folder of their own.
     """
 
-    def __init__(self, root: Path, hooks: StageHooks, history: History) -> None:
+    def __init__(self, root: Path, hooks: StageHooks, progress: RunProgress) -> None:
         self.default_folder = root / CHECKPOINTS
         self._root = root
         self._hooks = hooks
-        self._history = history
+        self._progress = progress
 
     @property
     def folder(self) -> Path:
@@ -53,7 +53,7 @@ class CheckpointPlaces:
 
     def in_folder(self, folder: Path) -> RunFolder:
         """Return this run's checkpoints in a folder."""
-        return RunFolder(folder, run=self._history.run_id)
+        return RunFolder(folder, run=self._progress.run_id)
 
     def of_request(self, request: SaveRequest) -> Path:
         """Return the path of a requested checkpoint."""
@@ -149,4 +149,4 @@ class CheckpointPlaces:
         return original if original.is_dir() else self.fetch(place)
 
     def _remote_index(self, url: str, storage_options: Mapping[str, Any] | None = None) -> RemoteIndex:
-        return RemoteIndex(url, run=self._history.run_id, storage_options=storage_options)
+        return RemoteIndex(url, run=self._progress.run_id, storage_options=storage_options)

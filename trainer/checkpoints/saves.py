@@ -98,7 +98,7 @@ class Saves:
         """Call `action` once at the end of the current step; see `Run.at_step_end`. Trial steps discard it."""
         if not self._is_trial:
             self._actions.append(action)
-        self._loop.look()
+        self._loop.check_next_step()
 
     def request(self, request: SaveRequest) -> None:
         """Request a checkpoint at the end of the current step. Every rank makes the same request. Trials discard it."""
@@ -106,7 +106,7 @@ class Saves:
             request.remote = self._places.remote
         if not self._is_trial:
             self._requests.append(request)
-        self._loop.look()
+        self._loop.check_next_step()
 
     @property
     def is_requested(self) -> bool:

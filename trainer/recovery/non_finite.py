@@ -37,7 +37,7 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
     here = loader.position(state.batch_in_epoch)
     ahead = [
         skipped
-        for skipped in run.history.skipped_batches
+        for skipped in run.progress.skipped_batches
         if skipped.epoch == state.epoch
         and (skipped.stop is None or here.get(skipped.unit, skipped.stop) < skipped.stop)
     ]
@@ -91,13 +91,13 @@ class GuardedStep:
         self._buffers.refresh()
         loss = engine.step.forward_backward(group)
         if loss is None or non_finite.is_finite(engine.step, loss, engine.data_ranks):
-            self._run.history.skipped_in_a_row = 0
+            self._run.progress.skipped_in_a_row = 0
             return loss
         self._decide(group, loss)
         group.last_output = {}
         return None
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if a loss or gradient of any rank since the last check is not finite. Collective; waits for the device.
 
         Raises:
@@ -141,11 +141,11 @@ class GuardedStep:
             self._log(group)
             raise self._error(found, "No weight has changed")
         most = run.settings.arguments.max_skipped
-        if most is not None and run.history.skipped_in_a_row >= most:
+        if most is not None and run.progress.skipped_in_a_row >= most:
             self._log(group)
             raise self._error(
                 found,
-                f"The {run.history.skipped_in_a_row} steps before it were skipped too, which reaches max_skipped="
+                f"The {run.progress.skipped_in_a_row} steps before it were skipped too, which reaches max_skipped="
                 f"{most}",
             )
         skipped = self._record(found, group)
@@ -153,11 +153,11 @@ class GuardedStep:
         if run.settings.arguments.on_nonfinite == "rollback":
             self._check_may_roll_back(found, group)
             path = run.recovery.find_checkpoint(run.state.step)
-        run.history.skipped_batches.append(skipped)
+        run.progress.skipped_batches.append(skipped)
         ids = skipped.sample_ids
         shown = None if ids is None else [of_rank[:_RECORDED_SAMPLES] for of_rank in ids]
         run.logs.note("skipped", **replace(skipped, sample_ids=shown).to_dict())
-        run.history.skipped_in_a_row += 1
+        run.progress.skipped_in_a_row += 1
         run.engine.step.discard_step()
         if path is not None:
             raise RollBack(RollbackRequest(path, found.text, skips_data=False))
@@ -210,14 +210,14 @@ class GuardedStep:
         run = self._run
         before = self._loader.position(group.first_idx)
         after = self._loader.position(group.first_idx + len(group.batches))
-        again = any(skipped.overlaps(found.epoch, before, after) for skipped in run.history.skipped_batches)
-        if again or run.history.num_rollbacks >= run.settings.arguments.max_rollbacks:
+        again = any(skipped.overlaps(found.epoch, before, after) for skipped in run.progress.skipped_batches)
+        if again or run.progress.num_rollbacks >= run.settings.arguments.max_rollbacks:
             self._log(group)
             raise self._error(
                 found,
                 "This data was already skipped once"
                 if again
-                else f"The run has rolled back {run.history.num_rollbacks} time(s), which reaches max_rollbacks="
+                else f"The run has rolled back {run.progress.num_rollbacks} time(s), which reaches max_rollbacks="
                 f"{run.settings.arguments.max_rollbacks}",
             )
 
@@ -245,7 +245,7 @@ class GuardedStep:
 
     def _warn(self, found: _Found, *, no_checkpoint: bool) -> None:
         run = self._run
-        count = len(run.history.skipped_batches)
+        count = len(run.progress.skipped_batches)
         if count > _WARNED_EACH and count & (count - 1):
             return
         how = (

@@ -106,7 +106,7 @@ class _Note(SignalHandler):
         """Store the signal."""
         before, leaves = self._before[number], self._preemption.agreed
         self._preemption.take(number)
-        self._loop.look()
+        self._loop.check_next_step()
         if is_users(before):
             before(number, frame)
         elif not self._loop.trains and not leaves:

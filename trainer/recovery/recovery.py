@@ -28,7 +28,7 @@ from trainwright.trainer.logs import Logs
 from trainwright.trainer.loop_state import LoopState
 from trainwright.trainer.recovery.failure import note_batch, note_missing_weights
 from trainwright.trainer.recovery.preemption import MARGIN_S, Preemption, requeue_job
-from trainwright.trainer.run_state import History
+from trainwright.trainer.run_state import RunProgress
 
 PREEMPTED_NAME = "preempted"  # one folder per run, replaced by each later preemption
 _MAX_TEXT = 2000  # characters of an error in the run's record
@@ -70,7 +70,7 @@ class Recovery:
         settings: provides `max_rollbacks` and `auto_requeue`.
         engine: communicates with other ranks.
         hooks: the task and the callbacks.
-        history: records rollbacks and skipped data.
+        progress: records rollbacks and skipped data.
         data: the data module, and the position in the training data.
         loop: the state of the training loop.
         logs: receives reports.
@@ -87,7 +87,7 @@ class Recovery:
         settings: Settings,
         engine: Engine,
         hooks: StageHooks,
-        history: History,
+        progress: RunProgress,
         data: StageData,
         loop: LoopState,
         logs: Logs,
@@ -99,7 +99,7 @@ class Recovery:
         self._settings = settings
         self._engine = engine
         self._hooks = hooks
-        self._history = history
+        self._progress = progress
         self._data = data
         self._loop = loop
         self._logs = logs
@@ -123,13 +123,13 @@ class Recovery:
         if self._settings.arguments.auto_requeue and name == "SIGUSR1" and self._engine.is_main:
             done += requeue_job()
         self._logs.note("preemption", signal=name, text=done)
-        step = self._history.state.step
+        step = self._progress.state.step
         self._hooks.print(f"trainwright: rank {self.preemption.receiver} received {name} at step {step}: {done}")
         raise Preempted(name)
 
     def _save_before_exit(self) -> str:
         """Write the checkpoint unless one exists or time is short. Returns a message for the user."""
-        state = self._history.state
+        state = self._progress.state
         if self._hooks.saver is None:
             return "no checkpoint was written, because checkpointing is disabled."
         try:
@@ -174,7 +174,7 @@ class Recovery:
         self._saves.at_step_end(partial(self._raise_rollback, reason, before_step))
 
     def _raise_rollback(self, reason: str, before_step: int) -> None:
-        num_done = self._history.num_rollbacks
+        num_done = self._progress.num_rollbacks
         most = self._settings.arguments.max_rollbacks
         if num_done >= most:
             raise RollbackError(
@@ -203,7 +203,7 @@ class Recovery:
 
     def _find_newest(self, max_step: int) -> Path | None:
         """Choose among the checkpoints in the run's index and the one that the run was resumed from."""
-        folder, origin, abandoned = self._places.run_folder, self._loads.origin, self._history.abandoned
+        folder, origin, abandoned = self._places.run_folder, self._loads.origin, self._progress.abandoned
         candidates = folder.listed(
             lambda entry: entry.kind == "full" and entry.step <= max_step and entry.created not in abandoned
         )
@@ -218,13 +218,13 @@ class Recovery:
         Call it where nothing references the epoch's loader, so that the loader's workers end. Callbacks and loggers
         receive the same calls as for a resume in a new process, up to `on_fit_start`. Then start the loggers again.
         """
-        state, history, data = self._history.state, self._history, self._data.made
+        state, progress, data = self._progress.state, self._progress, self._data.made
         assert data is not None  # an epoch was running
         before = state.to_dict()
         stop = data.loader.position(state.batch_in_epoch)
-        history.num_rollbacks += 1
+        progress.num_rollbacks += 1
         if self._engine.is_main:
-            history.abandoned |= self._places.run_folder.written_after(request.path)
+            progress.abandoned |= self._places.run_folder.written_after(request.path)
         self._engine.step.discard_step()
         self._saves.forget_requests()
         metrics = self._logs.metrics
@@ -251,7 +251,7 @@ class Recovery:
         self._engine.phase = Phase.BETWEEN_STEPS
         self._hooks.warn(
             f"{request.reason}. Rolled back from step {before['step']} to step {state.step} ({request.path}); rollback "
-            f"{history.num_rollbacks} of at most {self._settings.arguments.max_rollbacks}."
+            f"{progress.num_rollbacks} of at most {self._settings.arguments.max_rollbacks}."
         )
 
     def _skip_since(self, before: dict[str, Any], stop: dict[str, int], reason: str) -> None:
@@ -262,14 +262,14 @@ class Recovery:
             stop: the position in its epoch before the rollback.
             reason: the reason of the rollback.
         """
-        state = self._history.state
+        state = self._progress.state
         place = (self._data.place or {}).get("position") or {"batch": 0, "samples": 0, "micro_batches": 0}
         unit = unit_of(stop)
         for epoch in range(state.epoch, before["epoch"] + 1):
             begins_here = epoch == state.epoch
             ends_here = epoch == before["epoch"]
             first_batch = int(place["batch"]) if begins_here else 0
-            self._history.skipped_batches.append(
+            self._progress.skipped_batches.append(
                 SkippedData(
                     reason=reason,
                     epoch=epoch,
@@ -288,7 +288,7 @@ class Recovery:
         """Add a note about the step and its batch to an error of the task; see `failure.note_batch`."""
         processes = self._engine.processes
         rank = processes.rank if processes.world_size > 1 else None
-        note_batch(error, type(self._hooks.task).__name__, step, batch, batch_idx, self._history.state, rank)
+        note_batch(error, type(self._hooks.task).__name__, step, batch, batch_idx, self._progress.state, rank)
 
     def report_error(self, error: BaseException) -> Exception | None:
         """Write an error into the run's record, and call `on_exception` of every callback and of the data module.
@@ -336,4 +336,4 @@ class Recovery:
             )
         else:
             text = f"{folder} has no checkpoint of this run that a fit can resume."
-        self._hooks.print(f"trainwright: Ctrl-C at step {self._history.state.step}: {text}")
+        self._hooks.print(f"trainwright: Ctrl-C at step {self._progress.state.step}: {text}")

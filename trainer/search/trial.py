@@ -210,9 +210,9 @@ class StageTrialSteps:
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
         clock.validation_owed = clock.epoch_done = False
-        stage, sources, history = run.running_stage, run.data.sources, run.history.for_trial(clock)
+        stage, sources, progress = run.running_stage, run.data.sources, run.progress.for_trial(clock)
         trial = StageRun(
-            run.trainer, _for_trial(run.settings), history, stage, run.task, sources, self._engine, is_trial=True
+            run.trainer, _for_trial(run.settings), progress, stage, run.task, sources, self._engine, is_trial=True
         )
         trial.logs.exchange = None if self._alone else run.logs.exchange
         trial.hooks.table = HookTable((), run.task)
