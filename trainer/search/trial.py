@@ -64,7 +64,8 @@ class StageTrialSteps:
         remakes_loaders: bool,
     ) -> None:
         self._run = run
-        self._show, self._new_clock = show, new_clock
+        self._show = show
+        self._new_clock = new_clock
         self._alone = alone
         self._processes = run.engine.processes  # the engine of a single-rank trial has none
         self._engine = run.engine
@@ -145,17 +146,22 @@ class StageTrialSteps:
 
     def capacity(self) -> int | None:
         """Return the largest batch that the data can fill on every rank; see `core.run.TrialSteps`."""
-        run, lengths = self._run, []
-        for kind in ("train", "validate") if self._kind == "train" else (self._kind,):
-            if kind == self._kind or run.data.has_validation:
-                made = run.data.sources.make(kind, run.task)
-                loaders = leaves_of(getattr(made, "iterables", made))
+        run = self._run
+        kinds = [self._kind]
+        if self._kind == "train" and run.data.has_validation:
+            kinds.append("validate")
+        lengths = []
+        for kind in kinds:
+            made = run.data.sources.make(kind, run.task)
+            for loader in leaves_of(getattr(made, "iterables", made)):
                 # A validation set may be smaller than a batch, unless incomplete batches are dropped.
-                wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
-                lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
-        mine = min(lengths) // run.engine.data_ranks.num_readers if lengths else None
-        reports = [found for found in self._processes.gather_object(mine) if found is not None]
-        return min(reports) if reports else None
+                limits_batch = kind == self._kind or getattr(loader, "drop_last", False)
+                length = _num_samples(loader)
+                if limits_batch and length is not None:
+                    lengths.append(length)
+        capacity_here = min(lengths) // run.engine.data_ranks.num_readers if lengths else None
+        capacities = [found for found in self._processes.gather_object(capacity_here) if found is not None]
+        return min(capacities, default=None)
 
     def try_out(self, num_steps: int) -> Trial:
         """Run some steps of the current stage and return the outcome; see `core.run.TrialSteps`."""
@@ -257,8 +263,10 @@ class _Probe(Callback):
         after_step: Callable[[Any], bool] | None = None,
         validates: bool = False,
     ) -> None:
-        self._num_steps, self._trial = num_steps, trial
-        self._before, self._after = before_step, after_step
+        self._num_steps = num_steps
+        self._trial = trial
+        self._before = before_step
+        self._after = after_step
         self._validates = validates and trial.data.has_validation
         self._done_before = 0
         self.done = 0
@@ -307,10 +315,11 @@ def _num_samples(loader: object) -> int | None:
 def _generators_of(given: dict[str, Any]) -> list[Any]:
     """Return the random number generators of user-created loaders. Reading an epoch draws from them."""
     found = []
-    for loader in [part for each in given.values() for part in leaves_of(getattr(each, "iterables", each))]:
-        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-            found.append(getattr(part, "generator", None))
-            found.append(getattr(getattr(part, "sampler", None), "generator", None))
+    for each in given.values():
+        for loader in leaves_of(getattr(each, "iterables", each)):
+            for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+                found.append(getattr(part, "generator", None))
+                found.append(getattr(getattr(part, "sampler", None), "generator", None))
     return [generator for generator in found if generator is not None]
 
 
