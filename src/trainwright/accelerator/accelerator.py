@@ -220,7 +220,7 @@ class Accelerator:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.schedule_steps = schedule_steps_of(schedule_steps)
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
-        self._others: list[Any] = []
+        self._registered: list[Any] = []
         self._trackers = LoopTrackers(self.log_with, self.project_configuration.logging_dir)
         self._traces: list[str] = []
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
@@ -1068,7 +1068,7 @@ class Accelerator:
         for one in objects:
             if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise ConfigurationError(f"{type(one).__name__} has no state_dict and load_state_dict. Define both.")
-        self._others.extend(objects)
+        self._registered.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` on every rank before each `save_state`.
@@ -1183,18 +1183,18 @@ class Accelerator:
 
     def _objects(self) -> LoopObjects:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._prepared.models]
-        kept = self._prepared
+        prepared = self._prepared
         # Preparing a loader has set the seed of all ranks. Without loaders the seed has no effect.
-        seed = torch.initial_seed() if kept.seed is None else kept.seed
+        seed = torch.initial_seed() if prepared.seed is None else prepared.seed
         return LoopObjects(
-            models,
-            kept.optimizers,
-            kept.schedulers,
-            kept.dataloaders,
-            self._scale,
-            self._others,
-            seed,
-            None if self._seed_is_given else kept.use_seed,
+            models=models,
+            optimizers=prepared.optimizers,
+            schedulers=prepared.schedulers,
+            loaders=prepared.dataloaders,
+            scale=self._scale,
+            registered=self._registered,
+            seed=seed,
+            use_seed=None if self._seed_is_given else prepared.use_seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:
