@@ -64,7 +64,7 @@ class LoopGroups(StepGroups):
     """The groups of an Accelerator's loop.
 
     Args:
-        loop: See `LoopGradients`.
+        engine: See `LoopGradients`.
         num_steps: Micro-batches of one optimizer step.
         plugin: Options of accumulation.
         warns: Warn about the first short group if the plugin's `short_group` is None.
@@ -94,8 +94,9 @@ class LoopGroups(StepGroups):
         if living:
             return living[-1]
         host = torch.device("cpu")
-        alone = LoopGradients(Gradients(host), DataRanks.of(Processes()), host, lambda models: [])
-        return LoopGroups(alone, 1, GradientAccumulationPlugin(), warns=False)
+        one_process = DataRanks.of(Processes())
+        engine = LoopGradients(Gradients(host), one_process, host, lambda models: [])
+        return LoopGroups(engine, 1, GradientAccumulationPlugin(), warns=False)
 
 
 class GradientState:
@@ -163,7 +164,9 @@ class GradientState:
     def active_dataloader(self) -> Any:
         """The innermost prepared loader that is being read, or None."""
         reading = self._groups.reading
-        return None if reading is None else reading.loader
+        if reading is None:
+            return None
+        return reading.loader
 
     @property
     def in_dataloader(self) -> bool:
@@ -180,4 +183,6 @@ class GradientState:
     def remainder(self) -> int:
         """Samples of a pass's last micro-batch on all ranks. 0 if it is full. -1 if unknown or no loader is read."""
         loader = self.active_dataloader
-        return -1 if loader is None else loader.remainder
+        if loader is None:
+            return -1
+        return loader.remainder
