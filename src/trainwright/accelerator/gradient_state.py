@@ -164,9 +164,7 @@ class GradientState:
     def active_dataloader(self) -> Any:
         """The innermost prepared loader that is being read, or None."""
         reading = self._groups.reading
-        if reading is None:
-            return None
-        return reading.loader
+        return None if reading is None else reading.loader
 
     @property
     def in_dataloader(self) -> bool:
@@ -183,6 +181,4 @@ class GradientState:
     def remainder(self) -> int:
         """Samples of a pass's last micro-batch on all ranks. 0 if it is full. -1 if unknown or no loader is read."""
         loader = self.active_dataloader
-        if loader is None:
-            return -1
-        return loader.remainder
+        return -1 if loader is None else loader.remainder
