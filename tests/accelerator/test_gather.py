@@ -44,6 +44,7 @@ def _misuse() -> dict[str, str]:
     PartialState().debug = True
     found["padded dtype in debug mode"] = _raised(lambda: pad_across_processes(ones if rank else ones.long()))
     assert accelerator.gather(torch.tensor([rank])).tolist() == [0, 1]  # all are still there
+    assert accelerator.gather_for_metrics(torch.ones(2, 0)).shape == (4, 0)
     return found
 
 

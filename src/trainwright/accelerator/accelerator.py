@@ -68,7 +68,7 @@ from trainwright.profilers.pytorch import ProfileKwargs, profiled
 from trainwright.strategies.group import LoopGradients, MicroBatchBlock
 from trainwright.strategies.launcher_variables import DynamoBackend, TorchDynamoPlugin
 from trainwright.strategies.select import PLUGINS
-from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 from trainwright.strategies.steps.loss_scale import LossScale
 from trainwright.strategies.strategy import Strategy
 
@@ -220,14 +220,16 @@ class Accelerator:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.schedule_steps = schedule_steps_of(schedule_steps)
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
-        self._others: list[Any] = []
+        self._registered: list[Any] = []
         self._trackers = LoopTrackers(self.log_with, self.project_configuration.logging_dir)
         self._traces: list[str] = []
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(
             self._loader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
         )
-        self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
+        self._trigger = False
+        self._joins = False  # within join_uneven_inputs
+        self._num_met_clips = 0
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
         self.state.mixed_precision = self.mixed_precision
@@ -722,13 +724,15 @@ class Accelerator:
 
     def _accumulated_parameters(self, models: Sequence[nn.Module]) -> list[torch.Tensor]:
         """Return the parameters of models, and of the optimizers of these models. Without models, of all."""
-        of_models = (p for model in models or self._prepared.models for p in model.parameters())
-        found = {id(p): p for p in self.engine.gradients.stored(of_models)}
+        of_models: list[torch.Tensor] = []
+        for model in models or self._prepared.models:
+            of_models.extend(model.parameters())
+        parameters = dict.fromkeys(self.engine.gradients.stored(of_models))  # in order, without duplicates
         for optimizer in self._prepared.optimizers:
-            held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-            if not models or not held.keys().isdisjoint(found):
-                found |= held
-        return list(found.values())
+            of_optimizer = parameters_of([optimizer])
+            if not models or not parameters.keys().isdisjoint(of_optimizer):
+                parameters.update(dict.fromkeys(of_optimizer))
+        return list(parameters)
 
     def no_sync(self, model: nn.Module) -> Any:
         """Return a context in which backward does not average gradients over processes.
@@ -778,7 +782,8 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=3,
             )
-            block, even_batches = nullcontext(), None
+            block = nullcontext()
+            even_batches = None
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self._prepared.dataloaders:
@@ -867,19 +872,23 @@ class Accelerator:
         """Divide the gradients of `optimizer` (None: of all prepared optimizers) by the fp16 scale, once per step."""
         if self._scale is None:
             return
-        chosen = self._prepared.optimizers if optimizer is None else optimizer
-        for one in [chosen] if isinstance(chosen, Optimizer) else list(chosen):
+        if optimizer is None:
+            optimizers: Iterable[Optimizer] = self._prepared.optimizers
+        elif isinstance(optimizer, Optimizer):
+            optimizers = [optimizer]
+        else:
+            optimizers = optimizer
+        for one in optimizers:
             self._scale.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def _unscale_those_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Unscale the optimizers of the parameters. Other optimizers may still accumulate gradients."""
-        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._scale is not None:
-            wanted = set(map(id, found))
             for optimizer in self._prepared.optimizers:
-                if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+                if not set(clipped).isdisjoint(parameters_of([optimizer])):
                     self.unscale_gradients(optimizer)
-        return found
+        return clipped
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -966,19 +975,17 @@ class Accelerator:
             input_data: Tensors with rows, in nested lists, tuples and dicts, or a list of other objects.
             use_gather_object: Gather picklable objects, and return the concatenated lists of all ranks. Default: False.
         """
-        reading, micro_batch = self._groups.reading, self._groups.micro_batch
+        reading = self._groups.reading
+        micro_batch = self._groups.micro_batch
         # Of the ranks that see the same data, one is counted.
-        padding = (
-            micro_batch.is_padding
-            or micro_batch.num_rows == 0
-            or self.state.process_index not in self.engine.data_ranks.members
-        )
+        is_counted = self.state.process_index in self.engine.data_ranks.members
+        is_padding = micro_batch.is_padding or micro_batch.num_rows == 0 or not is_counted
         if reading is not None and micro_batch.num_rows is not None:
             input_data = reading.loader.trim_rows(input_data, micro_batch.num_rows)
         if use_gather_object or next(iterate_tensors(input_data), None) is None:
             values = input_data if isinstance(input_data, (list, tuple)) else [input_data]
-            return gather_objects([] if padding else list(values), self.state.joined())
-        return gather_real(input_data, padding, self.state.joined())
+            return gather_objects([] if is_padding else list(values), self.state.joined())
+        return gather_real(input_data, is_padding, self.state.joined())
 
     def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum (`reduction="mean"`: the mean) of all ranks' tensors, times `scale`. Collective."""
@@ -1005,8 +1012,11 @@ class Accelerator:
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has dispatched the model, or a part of the model, to several devices."""
-        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
-        return any(one is not None and len(set(one.values())) > 1 for one in maps)
+        for module in model.modules():
+            device_map = getattr(module, "hf_device_map", None)
+            if device_map is not None and len(set(device_map.values())) > 1:
+                return True
+        return False
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model, with the names of the unwrapped model. `unwrap` has no effect.
@@ -1017,13 +1027,19 @@ class Accelerator:
         if self._shards:
             self._meet("get_state_dict()")
         self.engine.begin_save()
-        own = self.unwrap_model(model, keep_torch_compile=False)
-        state, values = self.engine.make_state(own, []), own.state_dict(keep_vars=True)
-        missing = {id(value): value for value in values.values() if state.missing_like(value) is not None}
-        if not missing:
-            return dict(own.state_dict())
-        full = {key: state.gather_tensor(value).detach() for key, value in missing.items()}
-        return {name: full.get(id(v), v) for name, v in values.items()} if self.state.is_main_process else {}
+        unwrapped_model = self.unwrap_model(model, keep_torch_compile=False)
+        state = self.engine.make_state(unwrapped_model, [])
+        values = unwrapped_model.state_dict(keep_vars=True)
+        # By the tensor's id, so that a tied tensor is gathered once. A value may be any object, also without a hash.
+        full: dict[int, torch.Tensor] = {}
+        for value in values.values():
+            if id(value) not in full and state.missing_like(value) is not None:
+                full[id(value)] = state.gather_tensor(value).detach()
+        if not full:
+            return dict(unwrapped_model.state_dict())
+        if not self.state.is_main_process:
+            return {}
+        return {name: full.get(id(value), value) for name, value in values.items()}
 
     def save_model(
         self,
@@ -1038,13 +1054,13 @@ class Accelerator:
         """
         if self._shards:
             self._meet("save_model()")
-        own = self.unwrap_model(model, keep_torch_compile=False)
-        values = own.state_dict(keep_vars=True)
-        state = self.engine.make_state(own, [])
+        unwrapped_model = self.unwrap_model(model, keep_torch_compile=False)
+        values = unwrapped_model.state_dict(keep_vars=True)
+        state = self.engine.make_state(unwrapped_model, [])
         if any(state.missing_like(value) is not None for value in values.values()):
             save_sharded_model(values, state, self.engine.processes, save_directory, max_shard_size, safe_serialization)
         elif self.state.is_main_process:
-            save_model(own, save_directory, max_shard_size, safe_serialization)
+            save_model(unwrapped_model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
         """Write an object with `torch.save`, on the main process only. Not collective.
@@ -1068,7 +1084,7 @@ class Accelerator:
         for one in objects:
             if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
                 raise ConfigurationError(f"{type(one).__name__} has no state_dict and load_state_dict. Define both.")
-        self._others.extend(objects)
+        self._registered.extend(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` on every rank before each `save_state`.
@@ -1183,18 +1199,18 @@ class Accelerator:
 
     def _objects(self) -> LoopObjects:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._prepared.models]
-        kept = self._prepared
+        prepared = self._prepared
         # Preparing a loader has set the seed of all ranks. Without loaders the seed has no effect.
-        seed = torch.initial_seed() if kept.seed is None else kept.seed
+        seed = torch.initial_seed() if prepared.seed is None else prepared.seed
         return LoopObjects(
-            models,
-            kept.optimizers,
-            kept.schedulers,
-            kept.dataloaders,
-            self._scale,
-            self._others,
-            seed,
-            None if self._seed_is_given else kept.use_seed,
+            models=models,
+            optimizers=prepared.optimizers,
+            schedulers=prepared.schedulers,
+            loaders=prepared.dataloaders,
+            scale=self._scale,
+            registered=self._registered,
+            seed=seed,
+            use_seed=None if self._seed_is_given else prepared.use_seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
     if processes.world_size == 1:
         return values
     compare_calls(processes, "gather_for_metrics", "other objects", _HINT)
-    return [value for of_rank in processes.gather_object(values) for value in of_rank]
+    return list(itertools.chain.from_iterable(processes.gather_object(values)))
 
 
 def gather_real(tree: object, is_padding: bool, processes: Processes, operation: str = "gather_for_metrics") -> Any:
@@ -46,74 +47,85 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
     """
     if processes.world_size == 1:
         return tree
-    leaves: list[torch.Tensor] = []
-    refused = _collect(tree, leaves, operation)
-    shapes = [(tuple(leaf.shape) or (1,), leaf.dtype, is_padding) for leaf in leaves]
+    tensors, refused = _tensors_of(tree, operation)
     names = [(name or "the tensor",) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    described = str(refused) if refused else [names, shapes]
+    own_sizes = [_Size(tuple(tensor.shape) or (1,), tensor.dtype, is_padding) for tensor in tensors]
+    # A rank with a refused leaf exchanges its error like the others their sizes: if it raised at once, they would wait.
+    described = str(refused) if refused else [names, own_sizes]
     if same_on_all_ranks(processes, (operation, described)):
         if refused:
             raise refused
-        of_ranks = [shapes] * processes.world_size
+        sizes_of_ranks = [own_sizes] * processes.world_size
     else:
         calls = processes.gather_object((operation, str(refused) if refused else names))
         if any(call != calls[0] for call in calls):
             raise refused or different_calls(calls, _HINT)
-        of_ranks = processes.gather_object(shapes)
-    places = [f"{operation}: {name}" for (name,) in names]
-    counts = [
-        _rows_of_ranks(place, of_tensor) for place, of_tensor in zip(places, zip(*of_ranks, strict=True), strict=True)
-    ]
-    of_tensors = iter(counts)
+        sizes_of_ranks = processes.gather_object(own_sizes)
+    row_counts = []
+    for (name,), sizes in zip(names, zip(*sizes_of_ranks, strict=True), strict=True):
+        row_counts.append(_rows_of_ranks(f"{operation}: {name}", sizes))
+    remaining = iter(row_counts)  # `recursively_apply` visits the tensors in the same order
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
-        of_ranks = next(of_tensors)
-        rows = tensor.detach().reshape(-1, *tensor.shape[1:]) if tensor.dim() else tensor.detach().reshape(1)
-        padded, _ = pad_to(rows[: of_ranks[processes.rank]], max(of_ranks))
-        found = [torch.empty_like(padded) for _ in of_ranks]
-        dist.all_gather(found, padded.contiguous(), group=processes.group_for(padded.device))
-        return trim(found, of_ranks)
+    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
+        counts = next(remaining)
+        rows = tensor.detach()
+        if rows.dim() == 0:
+            rows = rows.reshape(1)
+        padded, _ = pad_to(rows[: counts[processes.rank]], max(counts))
+        gathered = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(gathered, padded.contiguous(), group=processes.group_for(padded.device))
+        return trim(gathered, counts)
 
-    return recursively_apply(one, tree)
+    return recursively_apply(gather_one, tree)
 
 
-def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Exception | None:
-    """Append the tensors of `tree` to `leaves`. Return the error for a leaf that is not a tensor, or None."""
-    wrong: list[Exception] = []
+class _Size(NamedTuple):
+    """What a rank gathers at one place of the tree."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_padding: bool
+
+
+def _tensors_of(tree: object, operation: str) -> tuple[list[torch.Tensor], Exception | None]:
+    """Return the tensors of `tree`, and the error for its first leaf that is not a tensor, or None."""
+    tensors: list[torch.Tensor] = []
+    errors: list[Exception] = []
     for_metrics = operation == "gather_for_metrics"
 
-    def note(leaf: object) -> None:
+    def collect(leaf: object) -> None:
         if isinstance(leaf, torch.Tensor):
-            leaves.append(leaf)
+            tensors.append(leaf)
         elif for_metrics:
             message = (
                 f"gather_for_metrics got tensors and a {type(leaf).__name__}, which it would not gather. Gather "
                 "tensors and other objects in two calls, or all with use_gather_object=True."
             )
-            wrong.append(ConfigurationError(message))
+            errors.append(ConfigurationError(message))
         else:
             message = f"{operation} got a value of type {type(leaf).__name__}. It takes tensors; see gather_object."
-            wrong.append(TypeError(message))
+            errors.append(TypeError(message))
 
-    recursively_apply(note, tree, test_type=lambda leaf: leaf is not None or not for_metrics)
-    return wrong[0] if wrong else None
+    # Models return None for outputs that were not requested. gather_for_metrics leaves them as they are.
+    recursively_apply(collect, tree, test_type=lambda leaf: leaf is not None or not for_metrics)
+    return tensors, errors[0] if errors else None
 
 
-def _rows_of_ranks(place: str, of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> list[int]:
-    """Return each rank's number of rows, given (shape, dtype, is_padding) of each rank. Check the other sizes."""
-    sizes = [shape[1:] for shape, _, _ in of_ranks]
-    if len(set(sizes)) > 1:
+def _rows_of_ranks(place: str, sizes: Sequence[_Size]) -> list[int]:
+    """Return each rank's number of rows that are not padding. Raise an error if ranks differ in more than rows."""
+    row_shapes = [size.shape[1:] for size in sizes]
+    if len(set(row_shapes)) > 1:
         raise DistributedOperationException(
-            f"{place} has rows of different shapes: {_by_process(sizes)}. Make the shapes equal with "
+            f"{place} has rows of different shapes: {_by_process(row_shapes)}. Make the shapes equal with "
             "accelerator.pad_across_processes(tensor, dim=…) first."
         )
-    dtypes = [dtype for _, dtype, _ in of_ranks]
+    dtypes = [size.dtype for size in sizes]
     if len(set(dtypes)) > 1:
         raise DistributedOperationException(
             f"{place} has different dtypes: {_by_process(dtypes)}. Convert them to one dtype with tensor.to(dtype) "
             "first."
         )
-    return [0 if is_padding else shape[0] for shape, _, is_padding in of_ranks]
+    return [0 if size.is_padding else size.shape[0] for size in sizes]
 
 
 def _by_process(values: Sequence[object]) -> str:

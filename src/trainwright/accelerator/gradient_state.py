@@ -64,7 +64,7 @@ class LoopGroups(StepGroups):
     """The groups of an Accelerator's loop.
 
     Args:
-        loop: See `LoopGradients`.
+        engine: See `LoopGradients`.
         num_steps: Micro-batches of one optimizer step.
         plugin: Options of accumulation.
         warns: Warn about the first short group if the plugin's `short_group` is None.
@@ -94,8 +94,9 @@ class LoopGroups(StepGroups):
         if living:
             return living[-1]
         host = torch.device("cpu")
-        alone = LoopGradients(Gradients(host), DataRanks.of(Processes()), host, lambda models: [])
-        return LoopGroups(alone, 1, GradientAccumulationPlugin(), warns=False)
+        one_process = DataRanks.of(Processes())
+        engine = LoopGradients(Gradients(host), one_process, host, lambda models: [])
+        return LoopGroups(engine, 1, GradientAccumulationPlugin(), warns=False)
 
 
 class GradientState:

@@ -7,8 +7,7 @@ import os
 import shlex
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,33 +45,48 @@ class LoopObjects:
 
     Attributes:
         models: The user's models, without wrappers.
-        optimizers, schedulers, loaders: The results of `prepare`.
-        scale: Loss scale of fp16. None: the loss is not scaled.
-        others: The user's objects with `state_dict` and `load_state_dict`, with equal states on every rank.
-        seed: Seed of the data order.
-        use_seed: Function that sets another seed, which a loaded state has. None: the user has passed the seed.
-        weights: Save the weights of the models. Default: True.
+        optimizers, schedulers, loaders: The results of `prepare`. Default: `()` for schedulers and loaders.
+        scale: Loss scale of fp16. Default: None, the loss is not scaled.
+        registered: The user's objects with `state_dict` and `load_state_dict`, with equal states on every rank.
+            Default: `()`.
+        seed: Seed of the data order. Default: 0.
+        use_seed: Function that sets another seed, which a loaded state has. Default: None, the user has passed the
+            seed.
+        with_weights: Save and load the weights of the models. Default: True.
     """
 
     models: Sequence[nn.Module]
     optimizers: Sequence[AcceleratedOptimizer]
-    schedulers: Sequence[AcceleratedScheduler]
-    loaders: Sequence[AcceleratedLoader]
-    scale: LossScale | None
-    others: Sequence[Any]
-    seed: int
+    schedulers: Sequence[AcceleratedScheduler] = ()
+    loaders: Sequence[AcceleratedLoader] = ()
+    scale: LossScale | None = None
+    registered: Sequence[Any] = ()
+    seed: int = 0
     use_seed: Callable[[int], None] | None = None
-    weights: bool = True
+    with_weights: bool = True
 
     @property
     def counts(self) -> dict[str, int]:
-        """The number of objects of each kind."""
-        kinds = ("models", "optimizers", "schedulers", "loaders", "others")
-        return {kind: len(getattr(self, kind)) for kind in kinds}
+        """The number of objects of each kind, by the names that checkpoints and errors use."""
+        return {
+            "models": len(self.models),
+            "optimizers": len(self.optimizers),
+            "schedulers": len(self.schedulers),
+            "loaders": len(self.loaders),
+            "others": len(self.registered),
+        }
 
     def prefix(self, index: int) -> str:
         """Return the prefix of a model's weights in a checkpoint. Empty if there is only one model."""
-        return "" if len(self.models) == 1 else f"model_{index}."
+        # A Trainer's checkpoint has one model and no prefix. So each front end reads the other's.
+        if len(self.models) == 1:
+            return ""
+        return f"model_{index}."
+
+    def weights_of(self, index: int, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weights of one model, by the model's own names, out of the weights of all models."""
+        prefix = self.prefix(index)
+        return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
     def state(self, engine: Engine) -> FullState:
         """Return the state of all models and optimizers."""
@@ -82,15 +96,19 @@ class LoopObjects:
             module = nn.Module()
             for index, model in enumerate(self.models):
                 module.add_module(f"model_{index}", model)
-        own = {id(parameter) for parameter in module.parameters()}
-        others = {  # of no model: a temperature, for example
-            parameter: f"optimizer_{number}.group_{i}.parameter_{j}"
-            for number, optimizer in enumerate(self.optimizers)
-            for i, group in enumerate(optimizer.param_groups)
-            for j, parameter in enumerate(group["params"])
-            if id(parameter) not in own
-        }
-        return engine.make_state(module, [one.optimizer for one in self.optimizers], others)
+        optimizers = [optimizer.optimizer for optimizer in self.optimizers]
+        return engine.make_state(module, optimizers, self._names_outside(module))
+
+    def _names_outside(self, module: nn.Module) -> dict[torch.Tensor, str]:
+        """Return names for the optimizers' parameters that belong to no model, such as a temperature."""
+        in_models = set(module.parameters())
+        names = {}
+        for number, optimizer in enumerate(self.optimizers):
+            for i, group in enumerate(optimizer.param_groups):
+                for j, parameter in enumerate(group["params"]):
+                    if parameter not in in_models:
+                        names[parameter] = f"optimizer_{number}.group_{i}.parameter_{j}"
+        return names
 
 
 class LoopCheckpoints:
@@ -102,8 +120,9 @@ class LoopCheckpoints:
     """
 
     def __init__(self, engine: Engine, folders: StateFolders) -> None:
-        self._engine, self.folders, self.configuration = engine, folders, folders.configuration
-        self._writer = AsyncWriter() if self.configuration.async_save else None
+        self.folders = folders
+        self._engine = engine
+        self._writer = AsyncWriter() if folders.configuration.async_save else None
         self._states = StateWriter(engine, self._writer)
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -147,64 +166,66 @@ class LoopCheckpoints:
         )
         path = self.folders.on_disk(place)
         self.folders.count_from(path.name)  # even if the save fails: its number may be on the disk
-        published = partial(self.folders.published, place)
         if not alone:
             engine.begin_save()
-        loaders = [loader.state_dict() for loader in objects.loaders]
+        # Raises if a group of micro-batches is not complete. So it comes before tensors are gathered.
+        positions = [loader.state_dict() for loader in objects.loaders]
         state = objects.state(engine)
-        weights, optimizers = state.model_state() if objects.weights else {}, state.optimizer_states()
-        extra = self._call_save_hooks(path, objects, weights, processes)
+        weights = state.model_state() if objects.with_weights else {}
+        optimizers = state.optimizer_states()
+        hook_folder = self._call_save_hooks(path, objects, weights, processes)
         in_shards = state.saves_shards
         if in_shards:
+            # One call for both: a tensor that both contain must become the same object.
             weights, optimizers = state.shards_of((weights, optimizers))
-        others = [other.state_dict() for other in objects.others]
+        registered = [one.state_dict() for one in objects.registered]
         # After all code of the user, which may draw random numbers: the resumed loop continues with those after it.
-        own = {"rng": rng_state(engine.device), "loaders": loaders}
-        of_ranks = processes.gather_object(own)
+        of_ranks = processes.gather_object((rng_state(engine.device), positions))
         steps = [optimizer.num_steps for optimizer in objects.optimizers]
+        entry = {
+            "counts": objects.counts,
+            "others": registered,
+            "other_classes": class_names(objects.registered),
+            "loaders": [positions_of_rank for _, positions_of_rank in of_ranks],
+            "steps": steps,
+            "seed": objects.seed,
+        }
         snapshot = Snapshot(
             state=TrainState(step=max(steps, default=0)).to_dict(),
             model=weights,
             optimizers=optimizers,
-            trainer=self._entries(objects, others, of_ranks, steps),
-            rng=[of_rank["rng"] for of_rank in of_ranks],
+            trainer=self._trainer_part(objects, entry),
+            rng=[generators for generators, _ in of_ranks],
             world_size=processes.world_size,
             in_shards=in_shards,
-            extra=extra,
+            extra=hook_folder,
         )
+        target = SaveTarget(path, metrics={}, then=partial(self.folders.published, place))
         try:
-            self._states.save(snapshot, [SaveTarget(path, {}, published)], before=self.wait, alone=alone)
+            self._states.save(snapshot, [target], before=self.wait, alone=alone)
         except BaseException:
-            if extra is not None and extra.is_dir():
-                remove_folder(extra)
+            if hook_folder is not None and hook_folder.is_dir():
+                remove_folder(hook_folder)
             raise
         return place
 
-    def _entries(
-        self, objects: LoopObjects, others: list[Any], of_ranks: list[Any], steps: list[int]
-    ) -> dict[str, Any]:
+    def _trainer_part(self, objects: LoopObjects, entry: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint's values besides tensors: those that a Trainer reads, and the loop's own."""
-        schedules = [scheduler_state(scheduler) for scheduler in objects.schedulers]
-        scale = None if objects.scale is None else objects.scale.state_dict()
+        strategy = self._engine.state_dict()
+        if objects.scale is not None:
+            strategy = strategy | {"scaler": objects.scale.state_dict()}
         return {
             "callbacks": {},
-            "schedulers": schedules,
+            "schedulers": [scheduler_state(scheduler) for scheduler in objects.schedulers],
             "schedule_classes": class_names(one.scheduler for one in objects.schedulers),
-            "strategy": self._engine.state_dict() | ({} if scale is None else {"scaler": scale}),
+            "strategy": strategy,
             "data": {},  # a Trainer begins an epoch
             "loggers": [],
             "datamodule": {},
             "seed": objects.seed,
             "run_id": self.folders.run_id,
             "precision": self._engine.precision.name,
-            _ENTRY: {
-                "counts": objects.counts,
-                "others": others,
-                "other_classes": class_names(objects.others),
-                "loaders": [of_rank["loaders"] for of_rank in of_ranks],
-                "steps": steps,
-                "seed": objects.seed,
-            },
+            _ENTRY: entry,
         }
 
     def _call_save_hooks(
@@ -226,33 +247,28 @@ class LoopCheckpoints:
             return folder
 
         folder: Path = processes.on_main_rank(make, f"make a folder beside {path}")
-        prefixes = [objects.prefix(index) for index in range(len(objects.models))]
-        dicts = [
-            {name.removeprefix(prefix): v for name, v in weights.items() if name.startswith(prefix)}
-            for prefix in prefixes
-        ]
-        left = list(dicts)
         models = list(objects.models)
+        state_dicts = [objects.weights_of(index, weights) for index in range(len(models))]
+        list_of_hooks = list(state_dicts)  # the hooks may remove items
         try:
             for hook in list(self.save_hooks.values()):
-                hook(models, left, str(folder))
-            if not all(any(one is own for own in dicts) for one in left):
-                raise ConfigurationError(
-                    "a hook of register_save_state_pre_hook has put another object into its list of state dicts. "
-                    "Change a state dict in place, or remove it from the list."
-                )
+                hook(models, list_of_hooks, str(folder))
+            for item in list_of_hooks:
+                if not _contains(state_dicts, item):
+                    raise ConfigurationError(
+                        "a hook of register_save_state_pre_hook has put another object into its list of state dicts. "
+                        "Change a state dict in place, or remove it from the list."
+                    )
         except BaseException:
             if folder.is_dir():
                 remove_folder(folder)
             raise
         processes.barrier()  # every rank has written its files
-        for prefix, own in zip(prefixes, dicts, strict=True):
-            is_left = any(one is own for one in left)
-            saved = {f"{prefix}{name}": value for name, value in own.items()} if is_left else {}
-            for name in [name for name in weights if name.startswith(prefix)]:
-                if name not in saved:
-                    del weights[name]
-            weights.update(saved)
+        weights.clear()
+        for index, state_dict in enumerate(state_dicts):
+            if _contains(list_of_hooks, state_dict):
+                prefix = objects.prefix(index)
+                weights.update({f"{prefix}{name}": value for name, value in state_dict.items()})
         return folder
 
     def wait(self) -> None:
@@ -288,10 +304,10 @@ class LoopCheckpoints:
             return self.folders.fetch(input_dir)
 
         place = input_dir or self.folders.folder
-        found = self._engine.processes.on_main_rank(fetch, f"fetch a state from {place}")
-        if found is None:
+        local_path = self._engine.processes.on_main_rank(fetch, f"fetch a state from {place}")
+        if local_path is None:
             raise FileNotFoundError(f"there is no valid state in {place}. Pass input_dir=, or save a state first.")
-        return Path(found)
+        return Path(local_path)
 
     def load(self, path: Path, objects: LoopObjects) -> None:
         """Restore the state of a loop, also from a checkpoint of a Trainer. Every rank reads the same folder.
@@ -313,16 +329,23 @@ class LoopCheckpoints:
         snapshot = read_checkpoint(path, copy_model=False, allow_missing=["model"])
         entry = snapshot.trainer.get(_ENTRY)
         state = objects.state(self._engine)
-        self._check(path, snapshot, objects)
-        if not self.load_hooks:  # which may load weights themselves
-            self._checked_weights(snapshot, objects, objects.models if objects.weights else [])
-        for own, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
-            state.check_optimizer_state(own, saved)
-        self._load_weights(path, snapshot, objects)
-        for own, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
-            state.load_optimizer_state(own, saved)
-        for optimizer in objects.optimizers:
-            optimizer.num_steps = int(snapshot.state.get("step", 0))
+        models = list(objects.models) if objects.with_weights else []
+        # Everything is checked before anything is changed.
+        _check_objects(path, snapshot, objects)
+        if entry is not None:
+            _check_entry(path, entry, objects, processes.world_size)
+        if not self.load_hooks:  # a hook may remove a model whose weights do not fit, and load others itself
+            self._weights_to_load(snapshot, objects, models)
+        for optimizer, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
+            state.check_optimizer_state(optimizer, saved)
+
+        for hook in list(self.load_hooks.values()):
+            hook(models, str(path))
+        for model_state, weights in self._weights_to_load(snapshot, objects, models):
+            model_state.load_model_state(weights)
+        self._engine.weights_changed()
+        for optimizer, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
+            state.load_optimizer_state(optimizer, saved)
         for scheduler, saved in zip(objects.schedulers, snapshot.trainer.get("schedulers", []), strict=True):
             scheduler.load_state_dict(saved)
         scale = snapshot.trainer.get("strategy", {}).get("scaler")
@@ -330,6 +353,8 @@ class LoopCheckpoints:
             objects.scale.load_state_dict(scale)
         self.folders.continues(snapshot.trainer.get("run_id", ""), path, is_main=self._engine.is_main)
         if entry is None:
+            for prepared in objects.optimizers:
+                prepared.num_steps = int(snapshot.state.get("step", 0))
             warnings.warn(_begins_an_epoch(path, snapshot, objects), TrainwrightWarning, stacklevel=3)
         else:
             self._load_entry(entry, objects)
@@ -340,80 +365,82 @@ class LoopCheckpoints:
     def _load_entry(self, entry: dict[str, Any], objects: LoopObjects) -> None:
         """Restore what only a loop has saved: registered objects, numbers of steps and the positions of loaders."""
         processes = self._engine.processes
-        for other, saved in zip(objects.others, entry["others"], strict=True):
-            other.load_state_dict(saved)
+        for registered, saved in zip(objects.registered, entry["others"], strict=True):
+            registered.load_state_dict(saved)
         for optimizer, steps in zip(objects.optimizers, entry["steps"], strict=True):
             optimizer.num_steps = steps
         if objects.use_seed is not None:
             objects.use_seed(entry["seed"])  # before the loaders, whose positions are those of its order
+        # Positions count samples of all ranks, so those of rank 0 are right for any number of ranks. The state of a
+        # data set belongs to one rank; `_check_entry` refuses it for another number of ranks.
         same_ranks = len(entry["loaders"]) == processes.world_size
-        for loader, saved in zip(objects.loaders, entry["loaders"][processes.rank if same_ranks else 0], strict=True):
-            loader.load_state_dict(saved)
+        positions = entry["loaders"][processes.rank if same_ranks else 0]
+        for loader, position in zip(objects.loaders, positions, strict=True):
+            loader.load_state_dict(position)
 
-    def _load_weights(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
-        """Call the load hooks, and load the weights of models that no hook has removed."""
-        left = list(objects.models) if objects.weights else []
-        for hook in list(self.load_hooks.values()):
-            hook(left, str(path))
-        loads = self._checked_weights(snapshot, objects, left)
-        with torch.no_grad() if self.load_hooks else nullcontext():
-            for state, weights in loads:
-                state.load_model_state(weights)
-        self._engine.weights_changed()
-
-    def _checked_weights(
+    def _weights_to_load(
         self, snapshot: Snapshot, objects: LoopObjects, models: Sequence[nn.Module]
     ) -> list[tuple[FullState, dict[str, Any]]]:
-        """Return the states of models with their weights in a checkpoint, which fit all of them."""
-        saved = {} if snapshot.model is None else snapshot.model
-        found = []
+        """Return the states of `models` with their weights in a checkpoint. Raise an error if weights do not fit."""
+        to_load = []
         for index, model in enumerate(objects.models):
-            if any(model is one for one in models):
-                prefix = objects.prefix(index)
-                weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
-                state = self._engine.make_state(model, [])
-                state.check_model_state(weights)
-                found.append((state, weights))
-        return found
+            if not _contains(models, model):
+                continue
+            weights = objects.weights_of(index, snapshot.model or {})
+            state = self._engine.make_state(model, [])
+            state.check_model_state(weights)
+            to_load.append((state, weights))
+        return to_load
 
-    def _check(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
-        """Check that a checkpoint fits the objects apart from tensors, before any object is changed."""
-        TrainState().load_dict(snapshot.state)
-        schedules = [one.scheduler for one in objects.schedulers]
-        entry, world_size = snapshot.trainer.get(_ENTRY), self._engine.processes.world_size
-        if entry is None:
-            counts = {
-                "models": 1,
-                "optimizers": len(snapshot.optimizers),
-                "schedulers": len(snapshot.trainer.get("schedulers", [])),
-            }
-        else:
-            counts = entry["counts"]
-        for kind, count in counts.items():
-            if objects.counts[kind] != count:
-                raise CheckpointError(
-                    f"{path} holds the state of {count} {kind}, but {objects.counts[kind]} are prepared or registered. "
-                    "Prepare and register the same as when it was saved, in the same order; load_checkpoint_in_model "
-                    "loads weights alone."
-                )
-        compare_classes("learning-rate schedule", schedules, snapshot.trainer.get("schedule_classes"), path)
-        if entry is None:
-            return
-        compare_classes("registered object", objects.others, entry.get("other_classes"), path)
-        _check_counts(path, entry["steps"])
-        _check_counts(path, [[loader["epoch"], loader["position"]] for rank in entry["loaders"] for loader in rank])
-        if _needs_other_seed(objects, entry["seed"]):
+
+def _contains(objects: Iterable[object], searched: object) -> bool:
+    """Return whether `searched` itself is among `objects`. The operator `in` would compare tensors by value."""
+    return any(one is searched for one in objects)
+
+
+def _check_objects(path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
+    """Check that a checkpoint of a loop or of a Trainer has the state of these objects, apart from tensors."""
+    TrainState().load_dict(snapshot.state)  # raises an error if a counter is damaged
+    entry = snapshot.trainer.get(_ENTRY)
+    if entry is None:
+        counts = {
+            "models": 1,
+            "optimizers": len(snapshot.optimizers),
+            "schedulers": len(snapshot.trainer.get("schedulers", [])),
+        }
+    else:
+        counts = entry["counts"]
+    for kind, count in counts.items():
+        if objects.counts[kind] != count:
             raise CheckpointError(
-                f"{path} was written with seed={entry['seed']}, and the data of this loop has the order of "
-                f"seed={objects.seed}. Pass Accelerator(seed={entry['seed']})."
+                f"{path} holds the state of {count} {kind}, but {objects.counts[kind]} are prepared or registered. "
+                "Prepare and register the same as when it was saved, in the same order; load_checkpoint_in_model "
+                "loads weights alone."
             )
-        wrote = len(entry["loaders"])
-        if wrote != world_size and any(state["loader"] is not None for state in entry["loaders"][0]):
-            raise ConfigurationError(
-                f"{path} was written by {wrote} processes, each with the state of its own loader, which cannot be "
-                f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
-                "counted in samples."
-            )
+    schedules = [one.scheduler for one in objects.schedulers]
+    compare_classes("learning-rate schedule", schedules, snapshot.trainer.get("schedule_classes"), path)
+
+
+def _check_entry(path: Path, entry: dict[str, Any], objects: LoopObjects, world_size: int) -> None:
+    """Check that what a loop has saved besides tensors is valid for these objects and ranks."""
+    compare_classes("registered object", objects.registered, entry.get("other_classes"), path)
+    _check_counts(path, entry["steps"])
+    for positions in entry["loaders"]:
+        for position in positions:
+            _check_counts(path, [position["epoch"], position["position"]])
+    saved_seed = entry["seed"]
+    if _needs_other_seed(objects, saved_seed):
+        raise CheckpointError(
+            f"{path} was written with seed={saved_seed}, and the data of this loop has the order of "
+            f"seed={objects.seed}. Pass Accelerator(seed={saved_seed})."
+        )
+    wrote = len(entry["loaders"])
+    if wrote != world_size and any(position["loader"] is not None for position in entry["loaders"][0]):
+        raise ConfigurationError(
+            f"{path} was written by {wrote} processes, each with the state of its own loader, which cannot be "
+            f"divided among {world_size}. Start {wrote} processes, or use map-style data, whose position is "
+            "counted in samples."
+        )
 
 
 def _begins_an_epoch(path: Path, snapshot: Snapshot, objects: LoopObjects) -> str:
@@ -421,7 +448,7 @@ def _begins_an_epoch(path: Path, snapshot: Snapshot, objects: LoopObjects) -> st
     program = snapshot.trainer.get("converted_from")
     origin = "is a checkpoint of a Trainer" if program is None else f"was converted from a checkpoint ({program})"
     text = f"{path} {origin}: weights, optimizers, schedules and generators are restored, and loaders begin an epoch."
-    if objects.others:
+    if objects.registered:
         text += " Registered objects are not restored."
     return text
 

@@ -75,7 +75,8 @@ class ProjectConfiguration:
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Set the folder of the project. The trackers use this folder, too, unless `logging_dir` is set."""
         self.project_dir = None if project_dir is None else os.fspath(project_dir)
-        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
 
 
 class StateFolders:
@@ -99,13 +100,17 @@ class StateFolders:
     @property
     def _root(self) -> Path:
         project = self.configuration.project_dir
-        return Path() if project is None or is_url(project) else Path(project)
+        if project is None or is_url(project):
+            return Path()
+        return Path(project)
 
     @property
     def folder(self) -> str:
         """The folder or URL of automatically named states."""
         project = self.configuration.project_dir
-        return f"{project.rstrip('/')}/checkpoints" if is_url(project) else os.fspath(self._root / "checkpoints")
+        if is_url(project):
+            return f"{project.rstrip('/')}/checkpoints"
+        return os.fspath(self._root / "checkpoints")
 
     @property
     def _local_folder(self) -> Path:
@@ -175,9 +180,7 @@ class StateFolders:
             names.update(remote_names(self.folder))
         number = self.configuration.iteration
         for name in names:
-            found = _NAME.fullmatch(name)
-            if found is not None:
-                number = max(number, int(found[1]) + 1)
+            number = max(number, _number_after(name))
         return number
 
     def check_source(self, input_dir: str | os.PathLike[str] | None) -> None:
@@ -197,16 +200,19 @@ class StateFolders:
             CheckpointError: The state is damaged, or the service cannot be reached.
             MissingPackageError: The package of the service is not installed.
         """
-        if url is None:
-            local = RunFolder(self._local_folder).newest()
-            newest = fetch_newest(self.folder, self._root / "downloaded", than=local) if is_url(self.folder) else None
-            if newest is None and local is not None:
-                newest = local.path
-            return None if newest is None else os.fspath(newest)
-        try:
-            return os.fspath(fetch_checkpoint(url, self._root / "downloaded"))
-        except FileNotFoundError:
-            return None
+        downloaded = self._root / "downloaded"
+        if url is not None:
+            try:
+                return os.fspath(fetch_checkpoint(url, downloaded))
+            except FileNotFoundError:
+                return None
+        local = RunFolder(self._local_folder).newest()
+        if is_url(self.folder):
+            # A state whose upload failed is on this machine only, and may be newer than all uploads.
+            newest_upload = fetch_newest(self.folder, downloaded, than=local)
+            if newest_upload is not None:
+                return os.fspath(newest_upload)
+        return None if local is None else os.fspath(local.path)
 
     def published(self, place: str, path: Path) -> None:
         """Upload the state in `path` if `place` is a URL, and delete states beyond the limit. Main rank only.
@@ -236,10 +242,10 @@ class StateFolders:
     def _beyond_limit(self, entries: Sequence[IndexEntry] | Sequence[RemoteEntry], newest: str) -> list[str]:
         """Return the names of the oldest states, all but `newest` and `total_limit - 1` others."""
         assert self.configuration.total_limit is not None
-        older = [one for one in entries if one.name != newest and _NAME.fullmatch(one.name) is not None]
-        older.sort(key=lambda one: one.created)
+        older = [entry for entry in entries if entry.name != newest and _number_after(entry.name) > 0]
+        older.sort(key=lambda entry: entry.created)
         num_deleted = max(0, len(older) - (self.configuration.total_limit - 1))
-        return [one.name for one in older[:num_deleted]]
+        return [entry.name for entry in older[:num_deleted]]
 
     def continues(self, run_id: str, path: Path, *, is_main: bool) -> None:
         """Adopt the run of a loaded state, and count automatic names from the state's name. Not collective.
@@ -259,6 +265,12 @@ class StateFolders:
 
     def count_from(self, name: str) -> None:
         """Set the number of the next automatic name to one more than the number in `name`."""
-        found = _NAME.fullmatch(name)
-        if found is not None and self.configuration.automatic_checkpoint_naming:
-            self.configuration.iteration = int(found[1]) + 1
+        number = _number_after(name)
+        if number > 0 and self.configuration.automatic_checkpoint_naming:
+            self.configuration.iteration = number
+
+
+def _number_after(name: str) -> int:
+    """Return one more than the number in an automatic name. 0 for any other name."""
+    match = _NAME.fullmatch(name)
+    return 0 if match is None else int(match[1]) + 1

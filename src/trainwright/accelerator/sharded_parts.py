@@ -120,6 +120,7 @@ def _checkpoints(accelerator: Accelerator) -> LoopCheckpoints:
 
 
 def _objects(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None) -> LoopObjects:
-    own = [] if optimizer is None else [accelerator.prepare_optimizer(optimizer)]
+    """Return the optimizer without the model's weights, or the model alone if there is no optimizer."""
+    optimizers = [] if optimizer is None else [accelerator.prepare_optimizer(optimizer)]
     models = [accelerator.unwrap_model(model, keep_torch_compile=False)]
-    return LoopObjects(models, own, [], [], None, [], 0, weights=optimizer is None)
+    return LoopObjects(models, optimizers, with_weights=optimizer is None)

@@ -75,23 +75,24 @@ class AcceleratedLoader(SkippableLoader):
     ) -> None:
         self.given = given
         self.prepared = prepared
-        self._mover, self._rng_types = mover, rng_types
+        self._mover = mover
+        self._rng_types = rng_types
         self._groups = groups
         self._continues = continues
         self._models = models
         self._epoch = 0
-        self._saved: dict[str, Any] | None = None  # the loaded state of an interrupted pass that has not continued
+        self._interrupted: dict[str, Any] | None = None  # the loaded state of a pass that has not continued yet
         self._replays = False  # the pass that continues fetches the batches before its position, and drops them
         self._trained_at_load = False
-        self._reading: Pass | None = None  # the present pass
+        self._reading: Pass | None = None  # the pass that has begun and not ended
         self._newest: Pass | None = None  # the newest pass, finished or not
 
     def __len__(self) -> int:
         """Return the number of micro-batches of one pass, equal on every rank unless `even_batches` is False."""
-        found = self.prepared.num_batches if self.even_batches else self._own_batches
-        if found is None:
+        num_batches = self._num_batches
+        if num_batches is None:
             raise TypeError(f"{type(self.prepared.raw).__name__} has no length")
-        return found
+        return num_batches
 
     @property
     def even_batches(self) -> bool:
@@ -109,11 +110,14 @@ class AcceleratedLoader(SkippableLoader):
             self.prepared.use(before)
 
     @property
-    def _own_batches(self) -> int | None:
+    def _num_batches(self) -> int | None:
         """Number of this rank's micro-batches in one pass, or None if unknown."""
-        counts, options = self.prepared.counts, self.prepared.options
+        if self.even_batches:
+            return self.prepared.num_batches
+        counts = self.prepared.counts
         if counts is None:
             return None
+        options = self.prepared.options
         return min(counts) if options.uneven == "stop" else counts[options.rank]
 
     @property
@@ -168,26 +172,24 @@ class AcceleratedLoader(SkippableLoader):
         An evaluation before the interrupted pass continues reads the epoch from its beginning, and does not count.
         """
         # A generator: an iterator that is never read must not begin a pass. tqdm.auto makes one in its constructor.
-        yield from self._begun_pass(first)
-
-    def _begun_pass(self, first: int | None) -> Iterator[Any]:
         if self._rng_types is not None:
             synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
-        continues = self._saved is None or not self._evaluates()
-        position = self._take_position(first, continues)
+        postpones = self._interrupted is not None and self._evaluates()
+        position = self._take_position(first, postpones=postpones)
         if position is not None and self._replays:
             first = position["batch"]
             position = None
         self.prepared.set_epoch(self._epoch, position)
-        if continues:
+        if not postpones:
             self._epoch += 1
         if position is not None:
-            return self._batches(position["batch"], reads_from=position["batch"])
+            yield from self._batches(position["batch"], reads_from=position["batch"])
+            return
         raw = self.prepared.raw
         if isinstance(raw, DataLoader) and raw.generator is None:
             torch.empty((), dtype=torch.int64).random_()  # torch's loader draws a seed for each pass, too
         first = first or 0
-        return self._batches(first, reads_from=first if self.prepared.can_seek else 0)
+        yield from self._batches(first, reads_from=first if self.prepared.can_seek else 0)
 
     def _evaluates(self) -> bool:
         """Return whether the pass that begins now is an evaluation, as far as torch knows."""
@@ -198,57 +200,72 @@ class AcceleratedLoader(SkippableLoader):
     def _in_training_mode(self) -> bool:
         return any(model.training for model in self._models)
 
-    def _take_position(self, first: int | None, continues: bool) -> dict[str, int] | None:
+    def _take_position(self, first: int | None, *, postpones: bool) -> dict[str, int] | None:
         """Return the position at which the interrupted pass continues now. None: the pass begins at `first`, or 0."""
-        saved = self._saved
-        if saved is None:
+        interrupted = self._interrupted
+        if interrupted is None:
             return None
-        position: dict[str, int] = saved["position"]
-        if not continues:
+        if postpones:
             self._report("An evaluation reads the epoch from its beginning. The next pass that trains continues.")
             return None
-        if self._epoch != saved["epoch"]:
+        position: dict[str, int] = interrupted["position"]
+        same_epoch = self._epoch == interrupted["epoch"]
+        if not same_epoch:
             self._report(f"The loop begins epoch {self._epoch} instead of continuing.")
         elif first is None:
             self._report("This pass continues there, so the loop must not skip batches itself.")
-        self._saved = None
-        if self._epoch != saved["epoch"] or first not in (None, position["batch"]):
+        self._interrupted = None
+        # skip_first_batches(loader, n) with the position's n names the same pass. Another n is the loop's decision.
+        same_start = first is None or first == position["batch"]
+        if not same_epoch or not same_start:
             return None
-        if saved["loader"] is not None:
-            self.prepared.load_state_dict(saved["loader"])
+        if interrupted["loader"] is not None:
+            self.prepared.load_state_dict(interrupted["loader"])
         return position
 
     def _report(self, text: str) -> None:
         """Log a line about the loaded position, unless the user has set whether passes continue."""
-        if self._continues is None and self._saved is not None and detect().rank == 0:
-            # A line of level INFO would not be shown, and a loop that skips batches by itself would lose data unseen.
-            _LOG.warning(
-                "The loaded state was saved after batch %d of epoch %d. %s "
-                "DataLoaderConfiguration(use_stateful_dataloader=True) continues without this line; with False every "
-                "epoch begins at its first batch.",
-                self._saved["position"]["batch"],
-                self._saved["epoch"],
-                text,
-            )
+        if self._continues is not None or self._interrupted is None or detect().rank != 0:
+            return
+        # A line of level INFO would not be shown, and a loop that skips batches by itself would lose data unseen.
+        _LOG.warning(
+            "The loaded state was saved after batch %d of epoch %d. %s "
+            "DataLoaderConfiguration(use_stateful_dataloader=True) continues without this line; with False every "
+            "epoch begins at its first batch.",
+            self._interrupted["position"]["batch"],
+            self._interrupted["epoch"],
+            text,
+        )
 
     def _batches(self, first: int, *, reads_from: int) -> Iterator[Any]:
-        trains = torch.is_grad_enabled() and self._in_training_mode()
-        outer, reading = self._reading, Pass(self, first, trains)
-        self._reading = self._newest = reading
-        self._groups.begin_pass(reading)
+        """Yield micro-batches from `first` on. Those from `reads_from` to `first` are fetched and dropped."""
         prepared = self.prepared
-        rounds = prepared.num_batches if self.even_batches else self._own_batches
+        trains = torch.is_grad_enabled() and self._in_training_mode()
+        outer = self._reading  # a loop may evaluate on the same loader within its training
+        reading = Pass(self, first, trains)
+        self._reading = reading
+        self._newest = reading
+        self._groups.begin_pass(reading)
+        num_batches = self._num_batches
         # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
-        full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
+        num_surely_full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
         try:
-            own: dict[str, Any] = {} if self.even_batches else {"limit": self._own_batches, "world": 1}
-            for group in iterate_groups(prepared, start_batch=reads_from, **own):
-                if group.first_idx < first:
+            if self.even_batches:
+                groups = iterate_groups(prepared, start_batch=reads_from)
+            else:  # each rank ends after its own data, and does not wait for the others
+                groups = iterate_groups(prepared, start_batch=reads_from, limit=num_batches, world=1)
+            for group in groups:
+                index = group.first_idx
+                if index < first:
                     continue  # the loop skips it, and has not received it
-                batch, index = group.batches.pop(), group.first_idx  # only the loop holds it, and may free it
-                num_left = 0 if group.is_last else None if rounds is None else rounds - index - 1
-                is_full = index < full and group.weights is None
-                reading.deliver(FULL if is_full else self._described(group, batch), num_left)
+                batch = group.batches.pop()  # only the loop holds it, and may free it
+                num_left: int | None = None
+                if group.is_last:
+                    num_left = 0
+                elif num_batches is not None:
+                    num_left = num_batches - index - 1
+                is_full = index < num_surely_full and group.weights is None
+                reading.deliver(FULL if is_full else self._micro_batch(group, batch), num_left)
                 if self._mover is not None:
                     batch = self._mover(batch)
                 yield batch
@@ -259,14 +276,17 @@ class AcceleratedLoader(SkippableLoader):
             if self._reading is reading:
                 self._reading = outer
 
-    def _described(self, group: Group, batch: object) -> MicroBatch:
+    def _micro_batch(self, group: Group, batch: object) -> MicroBatch:
         """Return what is known about the batch of a group of one batch."""
+        is_padding = group.weights == [0.0]
+        num_real = group.num_real
         num_rows = self._num_rows(batch, group.first_idx)
-        is_repeated = group.weights == [0.0]
-        if self.prepared.options.completes_rounds:  # repeated samples have the weight of other samples
-            num_rows, is_padding, num_real = 0 if is_repeated else num_rows, False, None
-        else:
-            is_padding, num_real = is_repeated, group.num_real
+        if self.prepared.options.completes_rounds:
+            # Repeated samples weigh as much as others. Only gathered results are without them.
+            if is_padding:
+                num_rows = 0
+            is_padding = False
+            num_real = None
         if not is_padding and num_real is None and num_rows is None:
             return FULL
         return MicroBatch(is_padding, num_real, num_rows)
@@ -274,15 +294,17 @@ class AcceleratedLoader(SkippableLoader):
     def _num_rows(self, batch: object, index: int) -> int | None:
         """Return the number of samples of this rank's batch that are not repeated. None if unknown, or all of them."""
         prepared = self.prepared
-        real = prepared.real_rows(index)
-        if real is not None:
-            return real
-        full, found = self._full_rows, prepared.samples_in_round(index)
-        if full is None or found == full * prepared.real_ranks(index):
+        real_rows = prepared.real_rows(index)
+        if real_rows is not None:
+            return real_rows
+        full = self._full_rows
+        in_round = prepared.samples_in_round(index)
+        if full is None or in_round == full * prepared.real_ranks(index):
             return None
-        if found is not None and prepared.options.world == 1:
-            return found
-        return batch_size(batch) if next(iterate_tensors(batch), None) is not None else None
+        if in_round is not None and prepared.options.world == 1:
+            return in_round
+        has_tensors = next(iterate_tensors(batch), None) is not None
+        return batch_size(batch) if has_tensors else None
 
     def trim_rows(self, tree: object, num_rows: int) -> Any:
         """Return results for a micro-batch of `num_rows` samples without further rows.
@@ -292,9 +314,17 @@ class AcceleratedLoader(SkippableLoader):
         full = self._full_rows
         if full is None or num_rows >= full:
             return tree
-        if isinstance(tree, list) and len(tree) == full and next(iterate_tensors(tree), None) is None:
-            return tree[:num_rows]
-        return map_tensors(lambda rows: rows[:num_rows] if rows.dim() and len(rows) == full else rows, tree)
+        if isinstance(tree, list) and len(tree) == full:
+            has_tensors = next(iterate_tensors(tree), None) is not None
+            if not has_tensors:
+                return tree[:num_rows]
+
+        def trim(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() and len(tensor) == full:
+                return tensor[:num_rows]
+            return tensor
+
+        return map_tensors(trim, tree)
 
     @property
     def _full_rows(self) -> int | None:
@@ -318,13 +348,14 @@ class AcceleratedLoader(SkippableLoader):
                 loop has fetched batches ahead, and the data has its own state, which cannot go back.
         """
         self._groups.refuse_open()
-        if self._saved is not None:
-            return self._saved
-        found: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
+        if self._interrupted is not None:
+            return self._interrupted
+        state: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
         reading = self._reading
         num_held = 0 if reading is None else self._groups.num_held(reading)
-        if reading is not None and (num_held or not reading.ends_data):  # the pass has incremented the epoch
-            found |= {"epoch": self._epoch - 1, "position": self.prepared.position(reading.position - num_held)}
+        if reading is not None and (num_held or not reading.ends_data):
+            state["epoch"] = self._epoch - 1  # the pass has incremented it at its start
+            state["position"] = self.prepared.position(reading.position - num_held)
         if self.prepared.stateful:
             if num_held:
                 raise ConfigurationError(
@@ -332,8 +363,8 @@ class AcceleratedLoader(SkippableLoader):
                     "trained. The loader's own state is after these batches, so that a resumed run would skip them. "
                     "Call it when all received batches were trained."
                 )
-            found["loader"] = self.prepared.state_dict()
-        return found
+            state["loader"] = self.prepared.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a position. The next pass that trains begins at this position, unless `continues` is False.
@@ -341,18 +372,19 @@ class AcceleratedLoader(SkippableLoader):
         A data set that can neither seek nor restore its own position is read from its beginning if `continues` is True.
         Otherwise, the epoch restarts with a warning.
         """
-        position, own = state["position"], state["loader"]
+        position = state["position"]
+        loader_state = state["loader"]
         self._epoch = state["epoch"]
-        self._saved = None
+        self._interrupted = None
         self._replays = False
         if position is None:
-            if own is not None:
-                self.prepared.load_state_dict(own, at_epoch_start=True)
+            if loader_state is not None:
+                self.prepared.load_state_dict(loader_state, at_epoch_start=True)
             return
         if self._continues is False:
             return
         try:
-            self.prepared.check_resume(position["batch"], has_state=own is not None)
+            self.prepared.check_resume(position["batch"], has_state=loader_state is not None)
         except ConfigurationError as error:
             if not self._continues:
                 warnings.warn(
@@ -364,7 +396,7 @@ class AcceleratedLoader(SkippableLoader):
                 )
                 return
             self._replays = True
-        self._saved = dict(state)
+        self._interrupted = dict(state)
         self._trained_at_load = self._in_training_mode()
 
     def __getattr__(self, name: str) -> Any:
@@ -402,9 +434,14 @@ def _new_stateful_loader() -> AcceleratedLoader:
 
 def _generator_of(loader: object) -> torch.Generator | None:
     """Return the generator of a user's loader, or of its sampler or data set."""
-    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
-    found = (getattr(part, "generator", None) for part in parts)
-    return next((one for one in found if isinstance(one, torch.Generator)), None)
+    parts = [loader]
+    for name in ("sampler", "batch_sampler", "dataset"):
+        parts.append(getattr(loader, name, None))
+    for part in parts:
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
 
 
 class SkippedStart(SkippableLoader):

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -48,9 +48,11 @@ class AcceleratedModel(nn.Module):
         super().__init__()
         self.module = module
         self.make_context = make_context
-        self._explain, self._no_sync = explain, no_sync
         self.prepared = prepared
-        vars(self).update(call=call)  # not a child: its parameters are the module's
+        self._explain = explain
+        self._no_sync = no_sync
+        # Not by setattr, which would make a module a child: its parameters are those of `module`.
+        vars(self).update(call=call)
         self._num_forwards = 0  # that run now
         self._guard: Any = None
         if isinstance(prepared.call, nn.Module) and prepared.call is not module:
@@ -96,8 +98,10 @@ class AcceleratedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the user's model's state dict. In the state dict of a parent module, names contain `module.`."""
-        within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
-        return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
+        is_within_parent = args or kwargs.get("destination") is not None or kwargs.get("prefix")
+        if is_within_parent:
+            return super().state_dict(*args, **kwargs)
+        return self.module.state_dict(**kwargs)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -137,15 +141,19 @@ class AcceleratedModel(nn.Module):
             top_p_decay: See `trainwright.generation.generate`. 0 means no decay.
             add_BOS: Insert the BOS token of the model's configuration before each prompt.
         """
-        bos_token = (
-            getattr(getattr(self.prepared.attributes, "config", None), "bos_token_id", None) if add_BOS else None
-        )
-        if add_BOS and bos_token is None:
-            raise ConfigurationError("add_BOS=True needs bos_token_id in the model's configuration.")
-        new = (max_length or 128) - inputs.shape[1] if max_new_tokens is None else max_new_tokens
-        options |= {"top_p": 1.0 if top_p is None else top_p, "top_p_decay": top_p_decay or 1.0}
+        bos_token = None
+        if add_BOS:
+            model_config = getattr(self.prepared.attributes, "config", None)
+            bos_token = getattr(model_config, "bos_token_id", None)
+            if bos_token is None:
+                raise ConfigurationError("add_BOS=True needs bos_token_id in the model's configuration.")
+        if max_new_tokens is None:
+            max_new_tokens = (max_length or 128) - inputs.shape[1]
+        options["top_p"] = 1.0 if top_p is None else top_p
+        options["top_p_decay"] = top_p_decay or 1.0  # 1 is no decay for `generate`
+        # In Accelerate, None means the default of an option.
         options = {name: value for name, value in options.items() if value is not None}
-        return generate(self, inputs, attention_mask, max_new_tokens=new, bos_token=bos_token, **options)
+        return generate(self, inputs, attention_mask, max_new_tokens=max_new_tokens, bos_token=bos_token, **options)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -165,19 +173,24 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
     compiled: Any = None
     while True:
         if isinstance(inner, AcceleratedModel):
-            compiled = inner.call if compiled is None and inner.call is not inner.prepared.call else compiled
+            if compiled is None and inner.call is not inner.prepared.call:
+                compiled = inner.call
             inner = inner.module
         elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = inner.module
         elif is_compiled_module(inner):
-            compiled, inner = inner if compiled is None else compiled, inner._orig_mod
+            if compiled is None:
+                compiled = inner
+            inner = inner._orig_mod
         else:
             break
-    found: nn.Module = inner
-    if compiled is not None and keep_torch_compile:
-        # A new one, if needed: the loop may still train through the prepared model that the old one wraps.
-        found = compiled if compiled._orig_mod is inner else type(compiled)(inner, compiled.dynamo_ctx)
-    return found
+    user_model: nn.Module = inner
+    if compiled is None or not keep_torch_compile:
+        return user_model
+    if compiled._orig_mod is user_model:
+        return cast(nn.Module, compiled)
+    # A new one: the loop may still train through the prepared model that the old one wraps.
+    return cast(nn.Module, type(compiled)(user_model, compiled.dynamo_ctx))
 
 
 def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
@@ -185,7 +198,8 @@ def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, arg
     if torch.compiler.is_compiling():
         return
     owner = prepared()
-    if owner is None or owner.is_in_forward or not (torch.is_grad_enabled() and module.training):
+    trains = torch.is_grad_enabled() and module.training
+    if owner is None or owner.is_in_forward or not trains:
         return
     raise ConfigurationError(
         f"{type(module).__name__} was called directly or by one of its own methods, not through the model that "

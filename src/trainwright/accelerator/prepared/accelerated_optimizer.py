@@ -49,7 +49,8 @@ class AcceleratedOptimizer(Optimizer):
         *,
         groups: LoopGroups | None = None,
     ) -> None:
-        self.optimizer = self.given = optimizer
+        self.given = optimizer
+        self.optimizer = optimizer
         self.device_placement = device_placement
         self._scales_itself = isinstance(scaler, torch.amp.GradScaler)
         self.scaler = LossScale(scaler) if isinstance(scaler, torch.amp.GradScaler) else scaler
@@ -167,8 +168,8 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self._groups = groups or LoopGroups.newest()
         if further is None:
-            per_process = step_with_optimizer and not split_batches
-            further = PartialState().num_processes - 1 if per_process else 0
+            advances_per_process = step_with_optimizer and not split_batches
+            further = PartialState().num_processes - 1 if advances_per_process else 0
         self._further = further
         self._has_warned = False
 
@@ -202,9 +203,12 @@ class AcceleratedScheduler:
         if self._has_warned:
             return
         self._has_warned = True
-        name, end = type(self.scheduler).__name__, self.scheduler.total_steps
-        text = f"{name} has ended after total_steps={end}. The learning rate does not change any more."
-        warnings.warn(text, TrainwrightWarning, stacklevel=3)
+        warnings.warn(
+            f"{type(self.scheduler).__name__} has ended after total_steps={self.scheduler.total_steps}. The learning "
+            "rate does not change any more.",
+            TrainwrightWarning,
+            stacklevel=3,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state."""
@@ -216,8 +220,8 @@ class AcceleratedScheduler:
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""
-        found: list[float] = self.scheduler.get_last_lr()
-        return found
+        rates: list[float] = self.scheduler.get_last_lr()
+        return rates
 
     def print_lr(self, is_verbose: bool, group: object, lr: float, epoch: int | None = None) -> None:
         """Print a learning rate of a parameter group, as schedules of earlier torch versions do."""
@@ -235,8 +239,9 @@ def is_scheduler(value: object) -> bool:
     """Return whether `value` is a learning-rate schedule of torch, or has the methods of one."""
     if isinstance(value, LRScheduler):
         return True
-    has = ("step", "state_dict", "load_state_dict", "optimizer")
-    return not isinstance(value, (Optimizer, nn.Module)) and all(hasattr(value, name) for name in has)
+    if isinstance(value, (Optimizer, nn.Module)):
+        return False
+    return all(hasattr(value, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -46,12 +47,16 @@ class DispatchedLoader(PreparedLoader):
     ) -> None:
         super().__init__(raw, replace(options, agree=None))
         self._processes = processes
-        self._slice_fn, self._cut = slice_fn, slice_fn or slice_batch
-        self._transfer = RoundTransfer(processes, [row[0] for row in processes.gather_integers([options.rank])])
-        self._inner: PreparedLoader | None = None
-        self._anchor_round = self._anchor_batch = 0
-        self._short_rounds: dict[int, int] = {}
-        self._real_rows: dict[int, int] = {}  # of rounds that were completed
+        self._slice_fn = slice_fn
+        ranks = [row[0] for row in processes.gather_integers([options.rank])]
+        self._transfer = RoundTransfer(processes, ranks)
+        self._inner: PreparedLoader | None = None  # on the first process
+        # The epoch's part that this number of processes reads begins at this round, and at this batch of the user's
+        # loader. They differ from 0 after a resume, before which a round may have had another number of batches.
+        self._anchor_round = 0
+        self._anchor_batch = 0
+        self._short_rounds: dict[int, int] = {}  # round: its number of processes with a batch
+        self._real_rows: dict[int, int] = {}  # round that was completed: this process's number of real samples
         self._snapshot: Any = None
         self._can_seek, self._keeps_state, self._size = _from_first(self._prepare, processes, options)
         self.count_batches()
@@ -119,13 +124,15 @@ class DispatchedLoader(PreparedLoader):
         self._restored = False
         received = self._open(start_batch)
         for index in itertools.count(start_batch):
-            found = None if index == self.num_batches else next(received, None)
-            if found is None:
+            if index == self.num_batches:
                 return
-            batch, (real, rows_of_ranks) = found
-            del found
-            if real < self.options.world:
-                short[index] = real
+            delivery = next(received, None)
+            if delivery is None:
+                return
+            batch, (num_real, rows_of_ranks) = delivery
+            del delivery  # only the caller holds the batch after `yield`, and may free it
+            if num_real < self.options.world:
+                short[index] = num_real
             if rows_of_ranks is not None:
                 rows[index] = rows_of_ranks[self.options.rank]
             yield batch
@@ -136,12 +143,14 @@ class DispatchedLoader(PreparedLoader):
 
     def _read(self, start_batch: int) -> Iterator[Round]:
         """Yield each round's list of one batch per process, and the number of real batches. First process only."""
-        inner, options = self._on_first, self.options
+        inner = self._on_first
+        options = self.options
         batches = inner.iterate(self._batches_before(start_batch))
         groups = rounds_of(batches, self._per_round)
-        beginning: list[Any] | None = None
+        beginning: list[Any] | None = None  # the first round
         while True:
             if inner.stateful:
+                # Without the round that is read ahead now: the loop that saves has not received it.
                 self._snapshot = inner.state_dict()
             group = next(groups, None)
             if group is None:
@@ -150,24 +159,30 @@ class DispatchedLoader(PreparedLoader):
             if options.completes_rounds:
                 if self._drops_last and len(group) < self._per_round:
                     return
-                beginning = list(group) if beginning is None else beginning
+                if beginning is None:
+                    beginning = list(group)
                 group, rows = self._completed(group, beginning)
-            shares = self._parts(group) if options.split_batches or self._slice_fn is not None else group
-            real = len(shares)
-            yield [*shares, *shares[:1] * (options.world - real)], (real, rows)
-            del group, shares
+            shares = group
+            if options.split_batches or self._slice_fn is not None:
+                shares = self._parts(group)
+            num_real = len(shares)
+            padding = shares[:1] * (options.world - num_real)
+            yield [*shares, *padding], (num_real, rows)
+            del group, shares, padding
 
     def _completed(self, group: list[Any], beginning: list[Any]) -> tuple[list[Any], list[int] | None]:
         """Complete a short round with samples of the first one. Return it, and each process's number of real samples.
 
         None if the round is not short, or has no known size.
         """
-        world, size = self.options.world, self._size
+        world = self.options.world
+        size = self._size
         if size is None:
             return group, None
         num_rows = sum(map(batch_size, group))
         if num_rows >= size * world:
             return group, None
+        # 10 samples, 4 for each of 4 processes: 4, 4, 2, 0.
         rows = [min(size, max(0, num_rows - size * rank)) for rank in range(world)]
         if not all(map(_holds_rows, group)):
             return group, rows
@@ -185,14 +200,20 @@ class DispatchedLoader(PreparedLoader):
         world = self.options.world
         batch = group[0] if self.options.split_batches else concatenate(group)
         rows = batch_size(batch)
-        part = self._size or (-(-rows // world) if self.options.split_batches else batch_size(group[0]))
+        if self._size is not None:
+            part = self._size
+        elif self.options.split_batches:
+            part = math.ceil(rows / world)
+        else:
+            part = batch_size(group[0])
         slices = [slice(start, start + part) for start in range(0, rows, part)]
         if len(slices) > world:
             raise ConfigurationError(
                 f"{self.options.title} returned a batch of {rows} samples, more than {part} for each of {world} "
                 "processes. Return batches of the DataLoader's batch size."
             )
-        return [self._cut(batch, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
+        cut = self._slice_fn or slice_batch
+        return [cut(batch, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
 
     def _batches_before(self, start_batch: int) -> int:
         """Return the number of the user's batches before a round."""
@@ -204,19 +225,24 @@ class DispatchedLoader(PreparedLoader):
         return 1 if self.options.split_batches else self.options.world
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        self._anchor_round = int(resume["batch"]) if resume else 0
-        self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * self._per_round)) if resume else 0
+        self._anchor_round = 0
+        self._anchor_batch = 0
+        if resume:
+            self._anchor_round = int(resume["batch"])
+            self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * self._per_round))
 
     def _count(self) -> list[int] | int | None:
         def count() -> int | None:
             self._on_first.set_epoch(self.epoch)
             return self._on_first.num_batches
 
-        found = _from_first(count, self._processes, self.options)
-        if found is None:
+        num_batches = _from_first(count, self._processes, self.options)
+        if num_batches is None:
             return None
-        left = max(0, found - self._anchor_batch)
-        rounds = left // self._per_round if self._drops_last else -(-left // self._per_round)
+        num_left = max(0, num_batches - self._anchor_batch)
+        rounds, rest = divmod(num_left, self._per_round)
+        if rest and not self._drops_last:
+            rounds += 1
         return [self._anchor_round + rounds] * self.options.world
 
     @property
@@ -243,17 +269,20 @@ def _from_first(work: Callable[[], T], processes: Processes, options: LoaderOpti
 
     An error is raised on the first process, and as a WorkerError on the other processes.
     """
-    problem, result = None, None
+    problem: Exception | None = None
+    description: str | None = None
+    result: T | None = None
     if processes.rank == 0:
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 -- it is raised on every process
             problem = error
-    told, result = processes.broadcast_object((problem and f"{type(problem).__name__}: {problem}", result))
+            description = f"{type(error).__name__}: {error}"
+    description, result = processes.broadcast_object((description, result))
     if problem is not None:
         raise problem
-    if told is not None:
-        raise WorkerError(f"the first process could not prepare {options.title}: {told}")
+    if description is not None:
+        raise WorkerError(f"the first process could not prepare {options.title}: {description}")
     return cast(T, result)
 
 
@@ -261,7 +290,10 @@ def _holds_rows(batch: object) -> bool:
     """Return whether a batch consists of tensors with one row for each sample."""
     leaves = [leaf for _, leaf in named_leaves(batch)]
     rows = batch_size(batch)
-    return bool(leaves) and all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == rows for leaf in leaves)
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or len(leaf) != rows:
+            return False
+    return bool(leaves)
 
 
 def slice_batch(batch: object, tensor_slice: slice, process_index: int, num_processes: int) -> Any:
@@ -272,9 +304,10 @@ def slice_batch(batch: object, tensor_slice: slice, process_index: int, num_proc
     def visit(part: Any) -> Any:
         if isinstance(part, torch.Tensor):
             return part[tensor_slice] if part.dim() else part
-        is_list = isinstance(part, (list, tuple)) and len(part) == rows
-        if is_list and not any(isinstance(entry, torch.Tensor) or is_container(entry) for entry in part):
-            return part[tensor_slice]
+        if isinstance(part, (list, tuple)) and len(part) == rows:
+            holds_more = any(isinstance(entry, torch.Tensor) or is_container(entry) for entry in part)
+            if not holds_more:  # one text for each sample, for example
+                return part[tensor_slice]
         return rebuild(part, visit)
 
     return visit(batch)

@@ -80,9 +80,11 @@ class _Loader(RoundLoader):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the next pass, also in the sampler or the data set."""
         self.iteration = epoch
-        found = [sampler for sampler in self._samplers if sets_epoch(sampler)]
-        for each in found or ([self.dataset] if sets_epoch(self.dataset) else []):
-            each.set_epoch(epoch)
+        samplers = [sampler for sampler in self._samplers if sets_epoch(sampler)]
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        if not samplers and sets_epoch(self.dataset):
+            self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the newest batch of the present pass, for `load_state_dict` on the same process.
@@ -116,8 +118,11 @@ class _Loader(RoundLoader):
 
     @property
     def _sampler_generator(self) -> torch.Generator | None:
-        found = (getattr(sampler, "generator", None) for sampler in self._samplers)
-        return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+        for sampler in self._samplers:
+            generator = getattr(sampler, "generator", None)
+            if isinstance(generator, torch.Generator):
+                return generator
+        return None
 
     def _begin(self) -> int:
         """Prepare for a pass. Return the number of batches to skip at its start."""
@@ -126,7 +131,8 @@ class _Loader(RoundLoader):
         num_skipped = self._first_batch or self.skip_batches
         self._first_batch = 0
         self._num_read = num_skipped
-        self.end_of_dataloader, self.remainder = False, -1
+        self.end_of_dataloader = False
+        self.remainder = -1
         if not self._drop_last:
             with contextlib.suppress(TypeError):  # the data set has no length
                 self.remainder = self.total_dataset_length % self.total_batch_size
@@ -166,7 +172,9 @@ class DataLoaderShard(_Loader):
     ) -> None:
         super().__init__(dataset, skip_batches, use_stateful_dataloader, _drop_last, _non_blocking, iteration, kwargs)
         del torch_device_mesh
-        self.device, self.rng_types, self.synchronized_generator = device, rng_types, synchronized_generator
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
 
     @property
     def total_batch_size(self) -> int:
@@ -181,6 +189,8 @@ class DataLoaderShard(_Loader):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         num_skipped = self._begin()
         batches = islice(super().__iter__(), num_skipped, None)
+        # One batch is read ahead, because `end_of_dataloader` must be right while the loop uses the last batch. A list,
+        # not None at the end: None may be a batch.
         ahead = list(islice(batches, 1))
         while ahead:
             batch = ahead.pop()
@@ -252,7 +262,8 @@ class DataLoaderDispatcher(_Loader):
         num_skipped = self._begin()
         for number, (batch, (rows, is_last)) in enumerate(self._transfer.iterate(self._read)):
             if is_last:
-                self.end_of_dataloader, self.remainder = True, rows
+                self.end_of_dataloader = True
+                self.remainder = rows
             if number >= num_skipped:
                 self._num_read = number + 1
                 yield send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
@@ -262,11 +273,7 @@ class DataLoaderDispatcher(_Loader):
     def _read(self) -> Iterator[Round]:
         """Yield each round's parts, its number of rows, and True for the last round. First process only."""
         world = self._world
-        rounds = (
-            found[0] if len(found) == 1 else concatenate(found)
-            for found in rounds_of(super().__iter__(), self.batches_per_round)
-            if len(found) == self.batches_per_round or not self._drop_last
-        )
+        rounds = self._joined_rounds(super().__iter__())
         first: Any = None
         batch = next(rounds, None)
         while batch is not None:
@@ -276,10 +283,18 @@ class DataLoaderDispatcher(_Loader):
             if first is None and not self._drop_last:
                 first = self._slice(batch, 0, world, 0)
             if upcoming is None and rows % world and not self._drop_last:
-                batch, share = concatenate([batch, first]), share + 1
+                batch = concatenate([batch, first])
+                share += 1
             shares = [self._slice(batch, place * share, (place + 1) * share, place) for place in range(world)]
             yield shares, (rows, upcoming is None)
             batch = upcoming
+
+    def _joined_rounds(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the samples of each round as one batch."""
+        for batches_of_round in rounds_of(batches, self.batches_per_round):
+            if self._drop_last and len(batches_of_round) < self.batches_per_round:
+                return
+            yield batches_of_round[0] if len(batches_of_round) == 1 else concatenate(batches_of_round)
 
     def _slice(self, batch: object, start: int, stop: int, place: int) -> Any:
         return self.slice_fn(batch, slice(start, stop), process_index=place, num_processes=self._world)
@@ -340,9 +355,11 @@ def prepare_data_loader(
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
     sampler = getattr(batches, "sampler", None)
     if use_seedable_sampler and isinstance(sampler, RandomSampler):
-        source, options_of = sampler.data_source, (sampler.replacement, sampler._num_samples, sampler.generator)
-        batches = copy.copy(batches)
-        batches.sampler = sampler = SeedableRandomSampler(source, *options_of, data_seed=data_seed)
+        sampler = SeedableRandomSampler(
+            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
+        )
+        batches = copy.copy(batches)  # the user's loader keeps its order
+        batches.sampler = sampler
     size = dataloader.batch_size
     generator = None
     if world > 1 and not dispatches:
@@ -351,7 +368,8 @@ def prepare_data_loader(
         elif is_iterable:
             generator = getattr(dataset, "generator", None)
             dataset = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, world, index, split_batches)
-            size = size // world if split_batches and size else size
+            if split_batches and size:
+                size //= world
         elif batches is None:
             raise ConfigurationError("prepare_data_loader divides batches: give the DataLoader a batch size.")
         else:
@@ -361,7 +379,8 @@ def prepare_data_loader(
         rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
     options = fetch_options(dataloader)
     options |= _batching(dataloader, batches, size)
-    options["_drop_last"], options["_non_blocking"] = dataloader.drop_last, non_blocking
+    options["_drop_last"] = dataloader.drop_last
+    options["_non_blocking"] = non_blocking
     options["use_stateful_dataloader"] = use_stateful_dataloader
     if dispatches:
         options |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
@@ -381,11 +400,11 @@ def _batching(loader: DataLoader[Any], batches: object, size: int | None) -> dic
 
 def _together(mesh: DeviceMesh | None) -> int:
     """Return the number of adjacent processes that get the same batches."""
-    found = 1
+    num_adjacent = 1
     for name in ("tp", "cp"):
         if mesh is not None and name in (mesh.mesh_dim_names or ()):
-            found *= mesh[name].size()
-    return found
+            num_adjacent *= mesh[name].size()
+    return num_adjacent
 
 
 def _has_hub_shards(dataset: object, world: int) -> bool:
@@ -397,7 +416,8 @@ def _generator_of(sampler: object) -> torch.Generator | None:
     """Return the generator of a sampler. A sampler without a generator receives a seeded generator."""
     if not hasattr(sampler, "generator"):
         return None
-    found: torch.Generator = sampler.generator or torch.Generator()
     if sampler.generator is None:
-        sampler.generator = found.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return found
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        sampler.generator = torch.Generator().manual_seed(seed)
+    generator: torch.Generator = sampler.generator
+    return generator

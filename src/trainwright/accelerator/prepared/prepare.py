@@ -66,6 +66,15 @@ class LoopPlan:
     estimated_stepping_batches: int | float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class _NewModel:
+    """A model that no Accelerator has prepared, its index among the arguments, and whether it moves to the device."""
+
+    index: int
+    model: nn.Module
+    moves: bool
+
+
 class PreparedObjects:
     """The objects that an Accelerator has prepared. An object that is passed again gets its earlier result.
 
@@ -97,11 +106,16 @@ class PreparedObjects:
         schedule_steps: Literal["once", "per_process"] | None = None,
         megatron: MegatronLoop | None = None,
     ) -> None:
-        self._state, self._engine, self._groups = state, engine, groups
-        self._scale, self._make_context = scale, make_context
+        self._state = state
+        self._engine = engine
+        self._groups = groups
+        self._scale = scale
+        self._make_context = make_context
         self.loader_config = loaders
-        self.seed, self._rng_types = seed, rng_types
-        self._schedule_steps, self.megatron = schedule_steps, megatron
+        self.seed = seed
+        self._rng_types = rng_types
+        self._schedule_steps = schedule_steps
+        self.megatron = megatron
         self.run_group: RunGroup | None = None
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -118,9 +132,11 @@ class PreparedObjects:
         It is made at its first use, because the lists are empty or incomplete while an Accelerator is unpickled.
         """
         known: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        for one in (*self.models, *self.optimizers, *self.schedulers, *self.dataloaders):
-            own = prepared_from(one)
-            known[id(one if own is None else own)] = one
+        for prepared in (*self.models, *self.optimizers, *self.schedulers, *self.dataloaders):
+            original = prepared_from(prepared)
+            if original is None:  # a model that the loop calls as it is
+                original = prepared
+            known[id(original)] = prepared
         return known
 
     def __bool__(self) -> bool:
@@ -130,8 +146,8 @@ class PreparedObjects:
     def rank_options(self) -> LoaderOptions:
         """Settings that are the same for all loaders. The first use is collective, and reads the seed of torch."""
         ranks = self._engine.data_ranks
-        own = torch.initial_seed() if self.seed is None else self.seed
-        self.seed = self._state.joined().broadcast_object(own)
+        seed = torch.initial_seed() if self.seed is None else self.seed
+        self.seed = self._state.joined().broadcast_object(seed)
         return LoaderOptions(
             rank=ranks.reader,
             world=ranks.num_readers,
@@ -167,29 +183,31 @@ class PreparedObjects:
         `values` may have any order. `placements` contains True for each value that is moved to the device. With
         `steps_with_optimizer=False`, every call of a scheduler's `step` advances the scheduler. Collective.
         """
-        found = list(values)
-        parts = itertools.count()
+        results = list(values)
+        megatron_parts = itertools.count()
         for i, (value, placed) in enumerate(zip(values, placements, strict=True)):
-            if isinstance(value, SkippedStart) and self._own(value) is value.loader:
+            if isinstance(value, SkippedStart) and self._original(value) is value.loader:
                 continue
             if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
-                found[i] = self.loader(value, placed=placed)
+                results[i] = self.loader(value, placed=placed)
             elif isinstance(value, MegatronLMDummyDataLoader):
-                loader = value.loader(next(parts))
-                found[i] = None if loader is None else _without_end(self.loader(loader, placed=placed))
+                loader = value.loader(next(megatron_parts))
+                results[i] = None if loader is None else _without_end(self.loader(loader, placed=placed))
             elif isinstance(value, Optimizer):
-                found[i] = self._wrapped_optimizer(value)
+                results[i] = self._wrapped_optimizer(value)
+        # The models after the loaders and optimizers: the engine prepares models and all optimizers together, and reads
+        # the batch size of the first loader. The schedules after the models: the engine completes DummySchedulers.
         models = {i: value for i, value in enumerate(values) if isinstance(value, nn.Module)}
         schedules = [value for value in values if is_scheduler(value)]
-        found_models = self.prepare_models(models.values(), [placements[i] for i in models], schedules=schedules)
-        for i, model in zip(models, found_models, strict=True):
-            found[i] = model
-        for i, value in enumerate(found):
+        prepared_models = self.prepare_models(models.values(), [placements[i] for i in models], schedules=schedules)
+        for i, model in zip(models, prepared_models, strict=True):
+            results[i] = model
+        for i, value in enumerate(results):
             if isinstance(value, AcceleratedScheduler) or is_scheduler(value):
-                found[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
+                results[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
         if models:
-            _warn_of_other_parameters(found, self.models, self.optimizers)
-        return found
+            _warn_of_other_parameters(results, self.models, self.optimizers)
+        return results
 
     def prepare_models(
         self,
@@ -200,41 +218,43 @@ class PreparedObjects:
         evaluation_mode: bool = False,
     ) -> list[nn.Module]:
         """Return the module that the loop calls instead of each model; see `Accelerator.prepare_model`."""
-        found: list[nn.Module] = []
-        new: list[tuple[int, nn.Module, bool]] = []
+        results: list[nn.Module] = []
+        new: list[_NewModel] = []
         for i, (model, placed) in enumerate(zip(models, placements, strict=True)):
-            own = self._own(model)
-            found.append(own)
-            if own is model and isinstance(model, AcceleratedModel):
+            original = self._original(model)
+            results.append(original)
+            if original is model and isinstance(model, AcceleratedModel):
                 continue
-            if id(own) in self._known:
-                found[i] = self._known[id(own)]
-            elif any(is_sharded(parameter) for parameter in own.parameters()):
+            if id(original) in self._known:
+                results[i] = self._known[id(original)]
+            elif any(is_sharded(parameter) for parameter in original.parameters()):
                 raise ConfigurationError(
-                    f"{type(own).__name__} was sharded by another Accelerator. Prepare and train it with that one, or "
-                    "create the model again."
+                    f"{type(original).__name__} was sharded by another Accelerator. Prepare and train it with that "
+                    "one, or create the model again."
                 )
-            elif (
-                isinstance(model, AcceleratedModel) and model.prepared.call is not own
-            ):  # joined once, by another Accelerator
+            elif isinstance(model, AcceleratedModel) and model.prepared.call is not original:
+                # Another Accelerator has joined the processes for this model, which is done once.
                 model.release()
-                found[i] = self._once(own, self.models, partial(self._around, own, model.prepared))
+                results[i] = self._once(original, self.models, partial(self._around, original, model.prepared))
             else:
-                new.append((i, own, placed and not self._check_placement(own, placed, evaluation_mode)))
-        trained = [model for _, model, placed in new if placed and not evaluation_mode]
-        if trained and self._state.num_processes > 1:
-            self._compare(trained)
+                is_dispatched = self._check_placement(original, placed, evaluation_mode)
+                new.append(_NewModel(i, original, moves=placed and not is_dispatched))
+        trained = [] if evaluation_mode else [one.model for one in new if one.moves]
         if trained:
+            if self._state.num_processes > 1:
+                self._compare(trained)
             self._engine.precision.convert(trained, self._engine.device, self._engine.conversions)
         from_engine = iter(self._prepare_by_engine(trained, schedules).models)
-        for i, model, placed in new:
-            if placed and not evaluation_mode:
+        for one in new:
+            if one.moves and not evaluation_mode:
                 prepared = next(from_engine)
+            elif one.moves:
+                prepared = PreparedModel.unchanged(move_module(one.model, self._state.device))
             else:
-                prepared = PreparedModel.unchanged(move_module(model, self._state.device) if placed else model)
+                prepared = PreparedModel.unchanged(one.model)
             self.run_group = self.run_group or prepared.run_group
-            found[i] = self._once(model, self.models, partial(self._around, model, prepared))
-        return found
+            results[one.index] = self._once(one.model, self.models, partial(self._around, one.model, prepared))
+        return results
 
     def _prepare_by_engine(self, models: Sequence[nn.Module], schedules: Sequence[Any] = ()) -> Prepared:
         """Let the engine prepare new models, and all optimizers so far. Collective."""
@@ -242,27 +262,30 @@ class PreparedObjects:
         # The first loader is the training data.
         size = self.dataloaders[0].prepared.batch_size if self.dataloaders else None
         plan = LoopPlan(configs, self._groups.num_steps, size)
-        found = self._engine.prepare(models, [optimizer.given for optimizer in self.optimizers], plan)
-        for optimizer, stepped in zip(self.optimizers, found.optimizers, strict=True):
+        prepared = self._engine.prepare(models, [optimizer.given for optimizer in self.optimizers], plan)
+        for optimizer, stepped in zip(self.optimizers, prepared.optimizers, strict=True):
             optimizer.optimizer = stepped
             if self.megatron is not None:
                 self.megatron.clip(stepped)
-        return found
+        return prepared
 
     def _compare(self, models: Sequence[nn.Module]) -> None:
         """Raise an error on every rank if the ranks prepare different models. Collective."""
         processes = self._state.joined()
-        described = [
-            [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-            for model in models
-        ]
+        described = []
+        for model in models:
+            described.append([(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()])
         if same_on_all_ranks(processes, ("prepare", described)):
             return
         of_ranks = processes.gather_object(described)
-        rank = next(rank for rank, other in enumerate(of_ranks) if other != of_ranks[0])
-        entries = [[entry for model in of_ranks[each] for entry in model] for each in (0, rank)]
-        pairs = itertools.zip_longest(*entries)
-        here, there = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        rank = next(rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0])
+        of_first = itertools.chain.from_iterable(of_ranks[0])
+        of_other = itertools.chain.from_iterable(of_ranks[rank])
+        here, there = None, None
+        for pair in itertools.zip_longest(of_first, of_other):
+            if pair[0] != pair[1]:
+                here, there = pair
+                break
         raise ConfigurationError(
             f"ranks prepare different models: parameter {_text(here)} on rank 0, and {_text(there)} on rank {rank}. "
             "Create the same models on every rank, and pass them to prepare() in the same order."
@@ -286,60 +309,68 @@ class PreparedObjects:
         if call is model and self._make_context is None:
             model._is_accelerate_prepared = True  # type: ignore[assignment]  # as `AcceleratedModel` has it
             return model
-        engine = self._engine
-        return AcceleratedModel(model, prepared, call, self._make_context, engine.explain_error, engine.no_sync)
+        return AcceleratedModel(
+            model, prepared, call, self._make_context, self._engine.explain_error, self._engine.no_sync
+        )
 
     def inner_of(self, model: object) -> Any:
         """Return the engine's wrapper of a prepared model, or the optimizer that a prepared optimizer steps."""
         prepared = self._known.get(id(model), model)
         if isinstance(prepared, AcceleratedOptimizer):
             return prepared.optimizer
-        return prepared.prepared.call if isinstance(prepared, AcceleratedModel) else model
+        if isinstance(prepared, AcceleratedModel):
+            return prepared.prepared.call
+        return model
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Prepare an optimizer; see `Accelerator.prepare_optimizer`."""
-        found = self._wrapped_optimizer(optimizer)
+        wrapped = self._wrapped_optimizer(optimizer)
         self._prepare_by_engine([])
-        return found
+        return wrapped
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
-        own = self._own(optimizer)
-        if isinstance(own, AcceleratedOptimizer):
-            return own
+        original = self._original(optimizer)
+        if isinstance(original, AcceleratedOptimizer):
+            return original
 
         def make() -> AcceleratedOptimizer:
-            return AcceleratedOptimizer(own, scaler=self._scale, groups=self._groups)
+            return AcceleratedOptimizer(original, scaler=self._scale, groups=self._groups)
 
-        return self._once(own, self.optimizers, make)
+        return self._once(original, self.optimizers, make)
 
     def scheduler(self, scheduler: object, *, steps_with_optimizer: bool) -> AcceleratedScheduler:
         """Prepare a schedule, which advances with its optimizer's steps or with each call of `step`."""
-        own = self._own(scheduler)
-        if isinstance(own, AcceleratedScheduler):
-            return own
+        original = self._original(scheduler)
+        if isinstance(original, AcceleratedScheduler):
+            return original
 
         def make() -> AcceleratedScheduler:
-            steps = [one for one in self.optimizers if getattr(own, "optimizer", None) in (one, one.optimizer)]
-            if self.megatron is not None and isinstance(own, MegatronLMDummyScheduler):
-                inner = (steps or self.optimizers)[0].optimizer
-                self.megatron.schedule(own, inner, per_process=self._schedule_steps == "per_process")
-            per_step = self._per_step() if isinstance(own, LRScheduler) and steps_with_optimizer else 1
-            further = per_step - 1 if steps_with_optimizer else 0
+            optimizer = getattr(original, "optimizer", None)
+            own_optimizers = [one for one in self.optimizers if optimizer in (one, one.optimizer)]
+            # A schedule of an optimizer that is not prepared advances with all prepared ones.
+            optimizers = own_optimizers or self.optimizers
+            if self.megatron is not None and isinstance(original, MegatronLMDummyScheduler):
+                per_process = self._schedule_steps == "per_process"
+                self.megatron.schedule(original, optimizers[0].optimizer, per_process=per_process)
+            num_advances = 1
+            if isinstance(original, LRScheduler) and steps_with_optimizer:
+                num_advances = self._per_step()
             return AcceleratedScheduler(
-                own,
-                steps or self.optimizers,
+                original,
+                optimizers,
                 steps_with_optimizer,
                 self.loader_config.split_batches,
                 groups=self._groups,
-                further=further,
+                further=num_advances - 1,
             )
 
-        return self._once(own, self.schedulers, make)
+        return self._once(original, self.schedulers, make)
 
     def _per_step(self) -> int:
         """Return the number of advances of a schedule per optimizer step."""
         world = 1 if self.loader_config.split_batches else self._state.num_processes
-        if world > 1 and self._schedule_steps is None and self._state.is_main_process and not self.schedulers:
+        is_first = self._state.is_main_process and not self.schedulers  # one warning is enough
+        if world > 1 and self._schedule_steps is None and is_first:
             warnings.warn(
                 f"a schedule advances once per optimizer step here, and {world} times in Accelerate, once for each "
                 "process. A schedule whose length was multiplied by the number of processes, or counted before "
@@ -352,25 +383,32 @@ class PreparedObjects:
 
     def loader(self, loader: object, *, placed: bool, slice_fn: Callable[..., Any] | None = None) -> AcceleratedLoader:
         """Return a loader of this process's part of the data; see `prepare_loader` and `DispatchedLoader`."""
-        own = self._own(loader)
-        if isinstance(own, AcceleratedLoader):
-            return own
+        original = self._original(loader)
+        if isinstance(original, AcceleratedLoader):
+            return original
 
         def make() -> AcceleratedLoader:
-            mover = self._engine.batch_mover() if placed else None
-            options = self._loader_options(own)
-            used = own if self.megatron is None else self.megatron.enlarge(own)
-            if self._is_cut_into_shards(own):
-                used = copy_loader(used, dataset=ShardedIterable(used.dataset))
-            if self._dispatches(own):
-                prepared: PreparedLoader = DispatchedLoader(used, options, self._state.joined(), slice_fn)
+            options = self._loader_options(original)
+            raw = original if self.megatron is None else self.megatron.enlarge(original)
+            if self._is_cut_into_shards(original):
+                raw = copy_loader(raw, dataset=ShardedIterable(raw.dataset))
+            if self._dispatches(original):
+                prepared: PreparedLoader = DispatchedLoader(raw, options, self._state.joined(), slice_fn)
             else:
-                prepared = prepare_loader(used, options)
+                prepared = prepare_loader(raw, options)
             continues = self.loader_config.use_stateful_dataloader
-            kind = stateful_loader_class() if continues else AcceleratedLoader
-            return kind(own, prepared, self._groups, mover, self._rng_types, continues, self.models)
+            loader_class = stateful_loader_class() if continues else AcceleratedLoader
+            return loader_class(
+                original,
+                prepared,
+                self._groups,
+                mover=self._engine.batch_mover() if placed else None,
+                rng_types=self._rng_types,
+                continues=continues,
+                models=self.models,
+            )
 
-        return self._once(own, self.dataloaders, make)
+        return self._once(original, self.dataloaders, make)
 
     def _dispatches(self, loader: object) -> bool:
         """Return whether only the first process reads a loader."""
@@ -384,36 +422,40 @@ class PreparedObjects:
             return False
         return _is_undivided(loader)
 
-    def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
+    def _once(self, original: object, results: list[T], make: Callable[[], T]) -> T:
         """Return the earlier result for an object. Without an earlier result, create and store it."""
-        if id(value) not in self._known:  # a result keeps its object alive, so that no other object has its id
-            self._known[id(value)] = found = make()
-            kept.append(found)
-        return cast(T, self._known[id(value)])
+        if id(original) not in self._known:  # a result keeps its object alive, so that no other object has its id
+            result = make()
+            self._known[id(original)] = result
+            results.append(result)
+        return cast(T, self._known[id(original)])
 
-    def _own(self, value: object) -> Any:
+    def _original(self, value: object) -> Any:
         """Return the user's object for an object that another Accelerator prepared, or that `free_memory` released.
 
         Other objects are returned unchanged.
         """
         if isinstance(value, SkippedStart):
             value = value.loader
-        raw = prepared_from(value)
-        return value if raw is None or self._known.get(id(raw)) is value else raw
+        original = prepared_from(value)
+        is_ours = self._known.get(id(original)) is value
+        return value if original is None or is_ours else original
 
 
 def _is_undivided(loader: object) -> bool:
     """Return whether a loader reads an iterable data set that does not declare how it is divided over processes."""
-    data = loader.dataset if isinstance(loader, DataLoader) else None
-    return isinstance(data, IterableDataset) and not is_divided(data)
+    if not isinstance(loader, DataLoader) or not isinstance(loader.dataset, IterableDataset):
+        return False
+    return not is_divided(loader.dataset)
 
 
 def _text(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     """Describe a parameter: its name, shape, dtype and whether it is trained."""
     if entry is None:
         return "nothing"
-    name, shape, dtype, trained = entry
-    return f"{name!r} ({'×'.join(map(str, shape))}, {dtype}{'' if trained else ', frozen'})"
+    name, shape, dtype, is_trained = entry
+    frozen = "" if is_trained else ", frozen"
+    return f"{name!r} ({'×'.join(map(str, shape))}, {dtype}{frozen})"
 
 
 def prepared_from(value: object) -> Any:
@@ -424,7 +466,9 @@ def prepared_from(value: object) -> Any:
         return value.given
     if isinstance(value, AcceleratedScheduler):
         return value.scheduler
-    return value.given if isinstance(value, AcceleratedLoader) else None
+    if isinstance(value, AcceleratedLoader):
+        return value.given
+    return None
 
 
 def _without_end(loader: Iterable[Any]) -> Iterator[Any]:
@@ -437,14 +481,14 @@ def _warn_of_other_parameters(
     prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
 ) -> None:
     """Warn of each optimizer without a parameter of a prepared model, if a prepared model has no optimizer."""
-    trained = set(map(id, parameters_of(optimizers)))
-    ids = [{id(p) for p in model.parameters() if p.requires_grad} for model in models]
-    if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):
+    in_optimizers = set(parameters_of(optimizers))
+    of_models = [{p for p in model.parameters() if p.requires_grad} for model in models]
+    if not any(of_model and in_optimizers.isdisjoint(of_model) for of_model in of_models):
         return
     for one in prepared:
         if not isinstance(one, AcceleratedOptimizer) or one.optimizer is not one.given:  # its engine knows the model
             continue
-        if set().union(*ids).isdisjoint(map(id, parameters_of([one]))):
+        if set().union(*of_models).isdisjoint(parameters_of([one])):
             warnings.warn(
                 f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps do not change the "
                 "models. Create it from the parameters of the model that is passed to prepare().",

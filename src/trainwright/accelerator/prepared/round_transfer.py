@@ -48,19 +48,24 @@ class RoundTransfer:
         processes. Every process must read the same number of rounds.
         """
         self._pass += 1
-        return self._received() if self._processes.rank else self._sent(read)
+        if self._processes.rank == 0:
+            return self._sent(read)
+        return self._received()
 
     def _sent(self, read: Callable[[], Iterator[Round]]) -> Iterator[tuple[Any, Any]]:
         rounds = _deferring(read)
         try:
-            error, found = next(rounds)
-            self._send(error, found)
-            while found is not None:
-                own, facts = found[0][self._places[0]], found[1]
-                error, found = next(rounds)
-                self._send(error, found)
-                yield own, facts
-                del own
+            error, current = next(rounds)
+            self._send(error, current)
+            while current is not None:
+                shares, facts = current
+                share = shares[self._places[0]]
+                # The next round is read and sent first, so that the other processes can receive it while all train.
+                error, current = next(rounds)
+                self._send(error, current)
+                del shares
+                yield share, facts
+                del share  # only the loop holds the batch now, and may free it
             if error is not None:
                 raise error
         finally:
@@ -68,8 +73,9 @@ class RoundTransfer:
 
     def _wait(self) -> None:
         """Wait until the other processes have received all messages."""
-        pending, self._pending = self._pending, []
-        for work, _ in pending:
+        pending = self._pending
+        self._pending = []
+        for work, _ in pending:  # with its message, whose memory must live until it has been sent
             work.wait()
 
     def _received(self) -> Iterator[tuple[Any, Any]]:
@@ -85,32 +91,40 @@ class RoundTransfer:
                 yield share, facts
                 del share
         finally:
-            wait([ahead])  # it has been sent
+            wait([ahead])  # its message has been sent; two threads that receive would mix their messages
 
-    def _send(self, error: Exception | None, found: Round | None) -> None:
+    def _send(self, error: Exception | None, current: Round | None) -> None:
         """Start to send a round, or the end of the pass, once the previous messages have been received."""
         self._wait()
-        kind, facts = ("round", found[1]) if found else ("end", None)
+        shares: Sequence[Any] | None = None
+        facts: Any = None
         if error is not None:
-            kind, facts = "error", f"{type(error).__name__}: {error}"
+            kind = "error"
+            facts = f"{type(error).__name__}: {error}"
+        elif current is not None:
+            kind = "round"
+            shares, facts = current
+        else:
+            kind = "end"
         group = self._processes.group_for(_CPU)
         for process in range(1, self._processes.world_size):
-            share = None if found is None else found[0][self._places[process]]
-            described, content = _encode((kind, facts, share))
-            header = torch.tensor([self._pass, described, len(content)])
+            share = None if shares is None else shares[self._places[process]]
+            pickle_length, content = _encode((kind, facts, share))
+            header = torch.tensor([self._pass, pickle_length, len(content)])
             for message in (header, content):
-                self._pending.append((dist.isend(message, process, group=group, tag=_TAG), message))
+                work = dist.isend(message, process, group=group, tag=_TAG)
+                self._pending.append((work, message))
 
     def _receive(self) -> tuple[str, Any, Any]:
         group = self._processes.group_for(_CPU)
         while True:
             header = torch.empty(3, dtype=torch.int64)
             dist.recv(header, 0, group=group, tag=_TAG)
-            number, described, size = header.tolist()
+            number, pickle_length, size = header.tolist()
             content = torch.empty(size, dtype=torch.uint8)
             dist.recv(content, 0, group=group, tag=_TAG)
             if number == self._pass:  # otherwise it belongs to a pass that this process has left
-                kind, facts, share = _decode(content, described)
+                kind, facts, share = _decode(content, pickle_length)
                 return kind, facts, share
 
 
@@ -132,34 +146,38 @@ class _Slot:
     """Replacement of a tensor in a pickled message: its dtype and shape."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.shape = tensor.dtype, tensor.shape
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
 
 
 def _encode(value: object) -> tuple[int, torch.Tensor]:
-    """Return the bytes of all tensors in `value` followed by a pickle of the rest, and the pickle's length."""
+    """Return the pickle's length, and the bytes of all tensors in `value` followed by a pickle of the rest."""
     parts: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor | _Slot:
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            return tensor
+            return tensor  # has no plain bytes: it is pickled
         parts.append(torch.from_numpy(host_bytes(tensor.resolve_conj())))
         return _Slot(tensor)
 
-    described = bytearray(pickle.dumps(recursively_apply(keep, value)))
-    return len(described), torch.cat([*parts, torch.frombuffer(described, dtype=torch.uint8)])
+    pickled = bytearray(pickle.dumps(recursively_apply(keep, value)))
+    return len(pickled), torch.cat([*parts, torch.frombuffer(pickled, dtype=torch.uint8)])
 
 
-def _decode(content: torch.Tensor, described: int) -> Any:
+def _decode(content: torch.Tensor, pickle_length: int) -> Any:
     """Return the argument of `_encode`. Tensors that are aligned in `content` share its memory."""
     end = 0
 
     def fill(slot: _Slot) -> torch.Tensor:
         nonlocal end
-        start, end = end, end + slot.shape.numel() * slot.dtype.itemsize
-        part = content[start:end] if start % slot.dtype.itemsize == 0 else content[start:end].clone()
+        start = end
+        end = start + slot.shape.numel() * slot.dtype.itemsize
+        part = content[start:end]
+        if start % slot.dtype.itemsize != 0:
+            part = part.clone()  # `view` needs an aligned start
         return part.view(slot.dtype).view(slot.shape)
 
-    structure = pickle.loads(content[len(content) - described :].numpy().data)
+    structure = pickle.loads(content[len(content) - pickle_length :].numpy().data)
     return recursively_apply(fill, structure, test_type=lambda leaf: isinstance(leaf, _Slot))
 
 
