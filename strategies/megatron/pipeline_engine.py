@@ -6,8 +6,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,11 @@ from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.process import Topology
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.strategies.engine import Models, Optimizers, Prepared, PreparedModel, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import discard_weights, materialize, widen
 from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding
 from trainwright.strategies.fsdp.state import ShardedState
-from trainwright.strategies.fsdp.strategy import FSDPEngine
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
 from trainwright.strategies.megatron.runner import PipelineRunner, ranks_of_stages
 from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks
@@ -36,21 +38,37 @@ from trainwright.strategies.shards import local_shard
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.units import replace_parameters
 
-if TYPE_CHECKING:
-    from trainwright.strategies.megatron.strategy import MegatronStrategy  # imports this module
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options of a pipeline. For the meanings see `MegatronStrategy`, and `find_stages` for `split_points`."""
+
+    pp: int
+    stages_per_rank: int
+    num_micro_batches: int
+    schedule: str
+    split_points: Sequence[str] | None
 
 
 class PipelineEngine(FSDPEngine):
-    """Engine that trains pipeline stages on several ranks. Further ranks shard each stage and split its layers."""
+    """Engine that trains pipeline stages on several ranks. Further ranks shard each stage and split its layers.
 
-    strategy: MegatronStrategy
+    Args:
+        strategy, settings: See `Engine`.
+        options: Options of the pipeline.
+    """
+
     mesh: DeviceMesh
     state: PipelineState
+
+    def __init__(self, strategy: FSDPStrategy, settings: EngineSettings, *, options: PipelineOptions) -> None:
+        super().__init__(strategy, settings)
+        self._options = options
 
     def start(self, topology: Topology) -> None:
         if "return_outputs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
             raise ConfigurationError(
-                f"pp={self.strategy.pp} needs a newer torch than {torch.__version__}, whose pipeline schedules have no "
+                f"pp={self._options.pp} needs a newer torch than {torch.__version__}, whose pipeline schedules have no "
                 "argument return_outputs. Torch 2.13 was tested."
             )
         super().start(topology)
@@ -77,18 +95,18 @@ class PipelineEngine(FSDPEngine):
         has_several_models = len(models) + len(self.gradients.models) > 1
         if has_several_models or plan.accumulate_grad_batches > 1 or self.precision.scaled:
             raise ConfigurationError(
-                f"{type(self.strategy).__name__}(pp={self.strategy.pp}) supports only one model in a user-written "
+                f"{type(self.strategy).__name__}(pp={self._options.pp}) supports only one model in a user-written "
                 "loop, with gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches instead of "
                 "gradient accumulation, and 'bf16'."
             )
 
     def _warn_of_idle_stages(self, plan: TrainingPlan) -> None:
-        num = plan.accumulate_grad_batches * self.strategy.num_micro_batches
-        if num < self.strategy.pp:
+        num = plan.accumulate_grad_batches * self._options.num_micro_batches
+        if num < self._options.pp:
             warnings.warn(
-                f"A step has {num} micro-batch(es), fewer than the pp={self.strategy.pp} pipeline stages, so some "
+                f"A step has {num} micro-batch(es), fewer than the pp={self._options.pp} pipeline stages, so some "
                 "stages are idle. Increase MegatronStrategy(num_micro_batches=) or Trainer(accumulate_grad_batches=) "
-                f"to a multiple of {self.strategy.pp}.",
+                f"to a multiple of {self._options.pp}.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -103,7 +121,7 @@ class PipelineEngine(FSDPEngine):
         after = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         for name, old in before.items():
             self._replaced[old] = after[name]
-        loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, self.strategy.num_micro_batches)
+        loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, self._options.num_micro_batches)
         return PreparedModel(call=loop, attributes=model, run_group=loop.forward_backward)
 
     def _sharding(self) -> Sharding | None:
@@ -114,14 +132,14 @@ class PipelineEngine(FSDPEngine):
     def _divide(self, task: nn.Module) -> None:
         """Divide a model into stages, and keep those of this rank. Collective."""
         self._model = task
-        options = self.strategy
+        options = self._options
         rank_of_stage = ranks_of_stages(options.schedule, options.pp, options.stages_per_rank)
         num_stages = len(rank_of_stage)
         links = StageLinks(self.mesh["pp"].get_group(), rank_of_stage, self.device)
         # Wrap recomputed layers first, so that the stages contain the wrappers.
         recomputed = self._recomputed()
         recomputed_layers: list[nn.Module] = []
-        if options.activation_checkpointing:
+        if self.strategy.activation_checkpointing:
             recomputed_layers.extend(layers_of(task, num_stages).values())
         recomputed.wrap(task, recomputed_layers)
         stages = find_stages(task, num_stages, options.split_points)
@@ -188,7 +206,7 @@ class PipelineEngine(FSDPEngine):
     # Parts
 
     def make_step(self, parts: StepParts) -> Step:
-        return PipelineStep(self._over_sequences(parts), self._runner(), self.strategy.num_micro_batches)
+        return PipelineStep(self._over_sequences(parts), self._runner(), self._options.num_micro_batches)
 
     def _runner(self) -> PipelineRunner:
         shape = self.strategy.mesh_shape(self.settings)
@@ -197,7 +215,7 @@ class PipelineEngine(FSDPEngine):
         source_place["pp"] = self.pipeline.links.ranks[-1]
         source_place["tp"] = 0
         return PipelineRunner(
-            self.strategy.schedule,
+            self._options.schedule,
             self.pipeline,
             self.gradients.models[0].synchronize,
             self._sum_shared,

@@ -24,7 +24,7 @@ from trainwright.strategies.fsdp.recompute import SavePolicy
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.megatron.core_engine import MegatronCoreEngine, check_options
 from trainwright.strategies.megatron.core_model import find_model, shape_of
-from trainwright.strategies.megatron.pipeline_engine import PipelineEngine
+from trainwright.strategies.megatron.pipeline_engine import PipelineEngine, PipelineOptions
 from trainwright.strategies.megatron.runner import SCHEDULES
 from trainwright.strategies.megatron.stages import find_stages
 from trainwright.strategies.mesh import MeshShape, nearest_meshes
@@ -244,7 +244,10 @@ class MegatronStrategy(FSDPStrategy):
         if self.library != "torch":
             return MegatronCoreEngine(self, settings, shape=self.mesh_shape(settings), recompute=self.recompute)
         if self.pp > 1:
-            return PipelineEngine(self, settings)
+            options = PipelineOptions(
+                self.pp, self.stages_per_rank, self.num_micro_batches, self.schedule, self.split_points
+            )
+            return PipelineEngine(self, settings, options=options)
         return FSDPEngine(self, settings)
 
 
