@@ -57,7 +57,8 @@ class MegatronCoreEngine(ParallelEngine):
         self, strategy: DataParallel, settings: EngineSettings, *, shape: MeshShape, recompute: str | None
     ) -> None:
         super().__init__(strategy, settings)
-        self._shape, self._recompute = shape, recompute
+        self._shape = shape
+        self._recompute = recompute
         self.trained: DistributedAdamW | None = None
         self._model: Any = None
 
@@ -65,9 +66,11 @@ class MegatronCoreEngine(ParallelEngine):
         super().start(topology)
         groups = core(".parallel_state")
         groups.initialize_model_parallel(tensor_model_parallel_size=self._shape.tp, create_gloo_process_groups=False)
-        apart = 1 < self._shape.dp_shard < self._shape.size
-        self.data_ranks = self._shape.data_ranks(self.processes, groups.get_data_parallel_group() if apart else None)
-        with torch.random.fork_rng([] if self.device.type == "cpu" else [self.device]):
+        is_some_ranks = 1 < self._shape.dp_shard < self._shape.size  # else none or all of them
+        data_group = groups.get_data_parallel_group() if is_some_ranks else None
+        self.data_ranks = self._shape.data_ranks(self.processes, data_group)
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices):
             core(".tensor_parallel").model_parallel_cuda_manual_seed(0)  # without dropout, only required by fork()
 
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
@@ -75,12 +78,13 @@ class MegatronCoreEngine(ParallelEngine):
             raise ConfigurationError(
                 "engine='megatron-core' works only with a Trainer. Use engine='torch' in user-written training loops."
             )
-        found = super().prepare(models, optimizers, plan, roots)
+        prepared = super().prepare(models, optimizers, plan, roots)
         if optimizers is not None:
-            check_optimizers(found.optimizers)
-            self.gradients = self.trained = DistributedAdamW(found.optimizers[0], self._gpt, self._weights, self.device)
+            check_optimizers(prepared.optimizers)
+            self.trained = DistributedAdamW(prepared.optimizers[0], self._gpt, self._weights, self.device)
+            self.gradients = self.trained
         self.to_gpt(self._from_main)
-        return found
+        return prepared
 
     def make_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
@@ -91,8 +95,12 @@ class MegatronCoreEngine(ParallelEngine):
         return None  # the GPTModel computes in its own dtype
 
     def _place(self, model: nn.Module) -> None:
-        self._model = inner = find_model(model).cpu()
-        places = [(owner, key) for owner in model.modules() for key, one in owner.named_children() if one is inner]
+        inner = find_model(model).cpu()
+        self._model = inner
+        # Take transformers' model out of the task, so that only the rest of the task moves to the device.
+        places: list[tuple[nn.Module, str]] = []
+        for owner in model.modules():
+            places.extend((owner, key) for key, child in owner.named_children() if child is inner)
         for owner, key in places:
             owner._modules[key] = None
         move_model(model, self.device)
@@ -131,10 +139,10 @@ class MegatronCoreEngine(ParallelEngine):
 
     def unshard(self) -> None:
         self.from_gpt()
-        trained, self.trained = self.trained, None
-        if trained is not None:
-            trained.handle.remove()
-            trained.fill()
+        if self.trained is not None:
+            self.trained.handle.remove()
+            self.trained.fill()
+        self.trained = None
 
     def close(self) -> None:
         if self._model is not None:
@@ -168,12 +176,15 @@ def check_options(options: Mapping[str, Any], settings: EngineSettings) -> None:
 def check_optimizers(optimizers: Sequence[Optimizer]) -> None:
     """Raise a `ConfigurationError` for optimizers other than one plain AdamW."""
     kinds = [type(optimizer).__name__ for optimizer in optimizers]
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    used = sorted({name for group in groups for name in _OFF if group.get(name)})
+    used: set[str] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            used.update(name for name in _OFF if group.get(name))
     if [type(optimizer) for optimizer in optimizers] != [AdamW] or used:
+        with_options = f" with {', '.join(sorted(used))}" if used else ""
         raise ConfigurationError(
             f"engine='megatron-core' trains with one torch.optim.AdamW, and configure_optimizers returned "
-            f"{', '.join(kinds)}{' with ' + ', '.join(used) if used else ''}. Return AdamW, or use engine='torch'."
+            f"{', '.join(kinds)}{with_options}. Return AdamW, or use engine='torch'."
         )
 
 
@@ -200,23 +211,26 @@ class DistributedAdamW(Gradients):
         options = parallel.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         self.replica = parallel.DistributedDataParallel(gpt.config, options, gpt)
         names = {parameter: name for name, parameter in self.replica.named_parameters()}
-        index = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        groups: dict[int, list[str]] = {}
+        group_of: dict[nn.Parameter, int] = {}
+        for i, group in enumerate(optimizer.param_groups):
+            group_of.update(dict.fromkeys(group["params"], i))
+        names_of_group: dict[int, list[str]] = {}
         for weight, own, originals in weights.rows:
-            found = {index.get(parameter) for parameter in originals}
-            if len(found) > 1 or None in found:
+            indices = {group_of.get(parameter) for parameter in originals}
+            if len(indices) > 1 or None in indices:
                 raise ConfigurationError(
                     f"The optimizer has {', '.join(weight.names)} in different parameter groups or in none, but "
                     "engine='megatron-core' trains them as one tensor. Put these parameters in one group."
                 )
-            groups.setdefault(found.pop() or 0, []).append(names[own])
+            names_of_group.setdefault(indices.pop() or 0, []).append(names[own])
         key = core(".optimizer.optimizer_config").ParamKey
         chained = library.get_megatron_optimizer(
             library.OptimizerConfig(
                 optimizer="adam", lr=0.0, use_distributed_optimizer=True, bf16=gpt.config.bf16, clip_grad=0.0
             ),
             [self.replica],
-            config_overrides={key(name=tuple(one)): {"task_group": i} for i, one in groups.items()},
+            # Parameters with equal overrides become one group, which `_step` finds by `task_group`.
+            config_overrides={key(name=tuple(group)): {"task_group": i} for i, group in names_of_group.items()},
             use_gloo_process_groups=False,
         )
         self.library = chained.chained_optimizers[0]
@@ -225,8 +239,8 @@ class DistributedAdamW(Gradients):
 
     def _step(self, *_: object) -> None:
         for group in self.library.param_groups:
-            given = self.optimizer.param_groups[group["task_group"]]
-            group.update({name: given[name] for name in _HYPERPARAMETERS})
+            task_group = self.optimizer.param_groups[group["task_group"]]  # schedulers change its learning rate
+            group.update({name: task_group[name] for name in _HYPERPARAMETERS})
         self.library.step()
         self.num_steps += 1
         self.free()
@@ -235,7 +249,11 @@ class DistributedAdamW(Gradients):
         core(".distributed").finalize_model_grads([self.replica])
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        counts = {own: weight.layout != "same" or not self.weights.rank for weight, own, _ in self.weights.rows}
+        counts: dict[nn.Parameter, bool] = {}
+        for weight, own, _ in self.weights.rows:
+            # Every tensor-parallel rank has the weights that are not split. The norm counts those of the first rank.
+            is_split = weight.layout != "same"
+            counts[own] = is_split or self.weights.rank == 0
         with torch.no_grad():
             return clip_shards([(shard, counts[own]) for own, shard in self.shards()], clip, self.device)
 
@@ -251,8 +269,8 @@ class DistributedAdamW(Gradients):
         """
         if own not in self.library.model_param_gbuf_map:
             return None
-        found = self.library._get_model_param_range_map(own)["param"]
-        return self.library._get_main_param_and_optimizer_states(own), slice(found.start, found.end)
+        bounds = self.library._get_model_param_range_map(own)["param"]
+        return self.library._get_main_param_and_optimizer_states(own), slice(bounds.start, bounds.end)
 
     def full(self, own: nn.Parameter, key: str) -> torch.Tensor:
         """Return a parameter of the GPTModel in float32 (`key="param"`), or one of its moments. Collective."""
@@ -275,7 +293,9 @@ class DistributedAdamW(Gradients):
     def fill(self) -> None:
         """Copy the state from megatron-core's optimizer to the task's optimizer. Collective."""
         self.optimizer.state.clear()
-        for key in _MOMENTS if self.num_steps else ():
+        if self.num_steps == 0:
+            return
+        for key in _MOMENTS:
             for parameter, full in self.weights.gather(partial(self.full, key=key)):
                 state = self.optimizer.state[parameter]
                 state.setdefault("step", torch.tensor(float(self.num_steps)))
@@ -284,9 +304,9 @@ class DistributedAdamW(Gradients):
     def load(self) -> None:
         """Move the state from the task's optimizer to megatron-core's optimizer. Not collective."""
         check_optimizers([self.optimizer])
-        given = self.optimizer.state
+        task_state = self.optimizer.state
         own_state = self.library.optimizer.state
-        steps = {int(state["step"]) for state in given.values()}
+        steps = {int(state["step"]) for state in task_state.values()}
         if len(steps) > 1:
             raise CheckpointError(
                 "engine='megatron-core' steps all parameters together, but the optimizer's state has the different "
@@ -296,18 +316,18 @@ class DistributedAdamW(Gradients):
         own_state.clear()
         self.num_steps = max(steps, default=0)
         for key in _MOMENTS if steps else ():
-            values = {parameter: state[key] for parameter, state in given.items()}
-            for own, part in self.weights.divide(values.__getitem__):
+            full = {parameter: state[key] for parameter, state in task_state.items()}
+            for own, part in self.weights.divide(full.__getitem__):
                 shard = self.shard(own)
                 if shard is not None:
-                    values_here, place = shard
-                    main = values_here["param"]
+                    values, place = shard
+                    main = values["param"]
                     own_state[main][key] = part.reshape(-1)[place].to(main.device, copy=True)
         for state in own_state.values():  # torch's AdamW reads the steps here, Transformer Engine's in the groups
             state["step"] = torch.tensor(float(self.num_steps))
         for group in self.library.param_groups:
             group["step"] = self.num_steps
-        given.clear()
+        task_state.clear()
 
 
 class CoreStep(AutomaticStep):
@@ -333,9 +353,9 @@ class CoreState(FullState):
         return super().model_state()
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        found = super().load_model_state(state, strict)
+        names = super().load_model_state(state, strict)
         self._engine.to_gpt(lambda parameter: parameter)
-        return found
+        return names
 
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         self._engine.from_gpt()
@@ -345,9 +365,9 @@ class CoreState(FullState):
         if self._engine.trained is None:
             return super().optimizer_states()
         self._engine.trained.fill()
-        found = super().optimizer_states()
+        states = super().optimizer_states()
         self._optimizers[0].state.clear()
-        return found
+        return states
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         super().load_optimizer_state(optimizer, state)

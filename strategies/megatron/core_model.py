@@ -52,18 +52,23 @@ def find_model(task: nn.Module) -> Any:
             "engine='megatron-core' trains one. Use engine='torch'."
         )
     model: Any = models[0]
-    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    if others := [name for name, parameter in task.named_parameters() if id(parameter) not in own]:
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    untrained = [name for name, parameter in task.named_parameters() if id(parameter) not in trained]
+    if untrained:
         raise ConfigurationError(
-            f"{others[0]!r} and {len(others) - 1} others are frozen or not in {type(model).__name__}, and "
+            f"{untrained[0]!r} and {len(untrained) - 1} others are frozen or not in {type(model).__name__}, and "
             "engine='megatron-core' trains all parameters of one model. Use engine='torch'."
         )
     config = model.config.to_dict()
     config["rope_type"] = (config.get("rope_parameters") or {}).get("rope_type", "default")
-    bad = [f"{name}={config[name]!r}" for name, only in _SUPPORTED.items() if config.get(name, only) != only]
-    if bad:
+    unsupported: list[str] = []
+    for name, supported in _SUPPORTED.items():
+        value = config.get(name, supported)
+        if value != supported:
+            unsupported.append(f"{name}={value!r}")
+    if unsupported:
         raise ConfigurationError(
-            f"engine='megatron-core' does not support {', '.join(bad)}. Change it, or use engine='torch'."
+            f"engine='megatron-core' does not support {', '.join(unsupported)}. Change it, or use engine='torch'."
         )
     if any(vars(module).get("gradient_checkpointing") for module in model.modules()):
         raise ConfigurationError(
@@ -90,10 +95,17 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
 
     `model` is the model of transformers whose configuration is used. For the other arguments see `MegatronCoreEngine`.
     """
-    gpt2, given = shape.kind == "gpt2", model.config
-    rope = {} if gpt2 else (given.to_dict().get("rope_parameters") or given.to_dict())
-    norm = "LayerNorm" if gpt2 else "RMSNorm"
-    full = {"recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    is_gpt2 = shape.kind == "gpt2"
+    theirs = model.config
+    norm = "LayerNorm" if is_gpt2 else "RMSNorm"
+    rotary_base = 10000
+    if not is_gpt2:
+        # transformers 5 has `rope_parameters`. Older versions have `rope_theta` in the configuration itself.
+        options = theirs.to_dict()
+        rotary_base = (options.get("rope_parameters") or options).get("rope_theta", rotary_base)
+    recompute_options: dict[str, Any] = {}
+    if recompute == "full":  # megatron-core requires a method
+        recompute_options = {"recompute_method": "uniform", "recompute_num_layers": 1}
     config = core(".transformer.transformer_config").TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -102,13 +114,13 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         kv_channels=shape.head,
         ffn_hidden_size=shape.mlp,
         perform_initialization=False,
-        add_bias_linear=gpt2,
+        add_bias_linear=is_gpt2,
         add_qkv_bias=shape.kind == "qwen2",
         qk_layernorm=shape.kind == "qwen3",
-        gated_linear_unit=not gpt2,
-        activation_func=partial(gelu, approximate="tanh") if gpt2 else silu,
+        gated_linear_unit=not is_gpt2,
+        activation_func=partial(gelu, approximate="tanh") if is_gpt2 else silu,
         normalization=norm,
-        layernorm_epsilon=given.layer_norm_epsilon if gpt2 else given.rms_norm_eps,
+        layernorm_epsilon=theirs.layer_norm_epsilon if is_gpt2 else theirs.rms_norm_eps,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -118,9 +130,10 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         params_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         recompute_granularity=recompute,
-        **full,
+        **recompute_options,
     )
-    specs, qk = core(".models.gpt.gpt_layer_specs"), shape.kind == "qwen3"
+    specs = core(".models.gpt.gpt_layer_specs")
+    qk = shape.kind == "qwen3"
     if core(".extensions.transformer_engine").HAVE_TE:
         layers = specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk)
     else:
@@ -131,8 +144,8 @@ def make_gpt(model: Any, shape: ModelShape, tp: int, recompute: str | None, dtyp
         vocab_size=shape.vocabulary,
         max_sequence_length=shape.positions,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="learned_absolute" if gpt2 else "rope",
-        rotary_base=rope.get("rope_theta", 10000),
+        position_embedding_type="learned_absolute" if is_gpt2 else "rope",
+        rotary_base=rotary_base,
         parallel_output=True,
     )
 
@@ -150,15 +163,21 @@ class WeightMap:
     """
 
     def __init__(self, model: nn.Module, gpt: nn.Module, shape: ModelShape, tp: int) -> None:
-        self._group, self._tp = core(".parallel_state").get_tensor_model_parallel_group(), tp
+        self._group = core(".parallel_state").get_tensor_model_parallel_group()
+        self._tp = tp
         self.rank = self._group.rank()
         base = "transformer." if shape.kind == "gpt2" else "model."
-        theirs, ours = dict(model.named_parameters()), dict(gpt.named_parameters())
+        originals_by_name = dict(model.named_parameters())
+        gpt_by_name = dict(gpt.named_parameters())
         self.rows: list[tuple[ModelWeight, nn.Parameter, list[nn.Parameter]]] = []
         for weight in shape.weights():
-            name = weight.name if weight.name in ours else joined_norms(weight.name)
-            found = [theirs[one if one.startswith("lm_head.") else base + one] for one in weight.names]
-            self.rows.append((weight, ours[name], found))
+            # Transformer Engine joins a norm and the linear layer after it, which changes the names of norms.
+            name = weight.name if weight.name in gpt_by_name else joined_norms(weight.name)
+            originals: list[nn.Parameter] = []
+            for original in weight.names:
+                in_base = not original.startswith("lm_head.")
+                originals.append(originals_by_name[base + original if in_base else original])
+            self.rows.append((weight, gpt_by_name[name], originals))
 
     @torch.no_grad()
     def divide(self, value: Callable[[nn.Parameter], torch.Tensor]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
@@ -201,11 +220,13 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
         use_cache: bool | None = False,
         **options: object,
     ) -> Any:
-        given = [name for name, value in options.items() if value is not None] + ["use_cache"] * bool(use_cache)
-        if given:
+        unsupported = [name for name, value in options.items() if value is not None]
+        if use_cache:
+            unsupported.append("use_cache")
+        if unsupported:
             raise ConfigurationError(
-                f"engine='megatron-core' does not support {', '.join(given)} in a call of a model. Remove them, or "
-                "use engine='torch'."
+                f"engine='megatron-core' does not support {', '.join(unsupported)} in a call of a model. Remove "
+                "them, or use engine='torch'."
             )
         length = input_ids.shape[1]
         arange = torch.arange(length, device=input_ids.device).expand_as(input_ids)
@@ -223,7 +244,10 @@ def forward_through(gpt: nn.Module, model: nn.Module) -> Callable[..., Any]:
             shift_labels = pad(labels, (0, 1), value=-100)[:, 1:]
         if shift_labels is None:
             return CausalOutput(logits=parallel.gather_from_tensor_model_parallel_region(logits))
-        full = None if model.training else parallel.gather_from_tensor_model_parallel_region(logits).clone()
+        full = None
+        if not model.training:
+            # Megatron-core 0.16's cross-entropy overwrites the logits.
+            full = parallel.gather_from_tensor_model_parallel_region(logits).clone()
         counted = shift_labels != -100
         losses = parallel.vocab_parallel_cross_entropy(logits, shift_labels.masked_fill(~counted, 0).contiguous())
         num_items = counted.sum() if num_items_in_batch is None else num_items_in_batch

@@ -74,7 +74,8 @@ class ParallelismConfig(KwargsHandler):
         for name in ("tp_handler", "cp_handler", "sp_handler"):
             if getattr(self, name) is not None:
                 raise ConfigurationError(f"{name} is not supported. Remove it.")
-        ep, shards = self._size("ep"), self._size("dp_shard")
+        ep = self._size("ep")
+        shards = self._size("dp_shard")
         if ep > 1 and self.pp_enabled:
             raise ConfigurationError(
                 f"ep_size={ep} and pp_size={self.pp_size}: experts cannot be divided within pipeline stages. Use "
@@ -142,19 +143,21 @@ class ParallelismConfig(KwargsHandler):
             ConfigurationError: The product of the sizes is not the number of processes, or the sizes need an FSDP
                 plugin.
         """
-        found: Strategy
+        return self.arranged(self._unarranged(), num_processes)
+
+    def _unarranged(self) -> Strategy:
+        """Return a strategy for the active axes. `arranged` sets the sizes of an `FSDPStrategy`."""
         if self.pp_enabled:
             sizes: dict[str, Any] = {axis: self._size(axis) for axis in _AXES}
-            found = MegatronStrategy(**sizes, num_micro_batches=sizes["pp"])
-        elif self.dp_shard_enabled:
+            return MegatronStrategy(**sizes, num_micro_batches=sizes["pp"])
+        if self.dp_shard_enabled:
             raise ConfigurationError(
                 f"dp_shard_size={self.dp_shard_size} shards a model. Pass Accelerator(fsdp_plugin=…) too."
             )
-        elif self.tp_enabled and not (self.cp_enabled or self.sp_enabled or self.dp_replicate_enabled):
-            found = TensorParallelStrategy(tp=self._size("tp"))
-        else:
-            found = FSDPStrategy() if self.cp_enabled or self.sp_enabled or self.tp_enabled else DDPStrategy()
-        return self.arranged(found, num_processes)
+        if self.active_mesh_dims == ["tp"]:
+            return TensorParallelStrategy(tp=self._size("tp"))
+        splits_models_or_sequences = self.tp_enabled or self.cp_enabled or self.sp_enabled
+        return FSDPStrategy() if splits_models_or_sequences else DDPStrategy()
 
     def arranged(self, strategy: Strategy, num_processes: int) -> Strategy:
         """Return another plugin's strategy with the sizes of this object. Only an `FSDPStrategy` is changed.
@@ -164,7 +167,8 @@ class ParallelismConfig(KwargsHandler):
         """
         self.__post_init__()  # a size may have been assigned since
         if self.total_size != num_processes:
-            sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in _AXES if axis != "sp" or self.sp_enabled)
+            shown_axes = [axis for axis in _AXES if axis != "sp" or self.sp_enabled]
+            sizes = " × ".join(f"{axis}_size={self._size(axis)}" for axis in shown_axes)
             raise ConfigurationError(
                 f"ParallelismConfig has {sizes} = {self.total_size} ranks, but there are {num_processes} processes. "
                 f"Start {self.total_size} processes, or change the sizes."
@@ -178,8 +182,6 @@ class ParallelismConfig(KwargsHandler):
             )
         options: dict[str, Any] = {axis: self._size(axis) for axis in ("tp", "cp", "sp", "ep")}
         if self.dp_replicate_enabled:
-            options |= {
-                "sharding_strategy": "HYBRID_SHARD",
-                "device_mesh": (self._size("dp_replicate"), self._size("dp_shard")),
-            }
+            options["sharding_strategy"] = "HYBRID_SHARD"
+            options["device_mesh"] = (self._size("dp_replicate"), self._size("dp_shard"))
         return strategy.with_options(**options)

@@ -64,12 +64,14 @@ class PipelineLoop:
         if self.pipeline.is_computing or not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
         count = target_counter(self.model)
-        parts = divide((args, kwargs), self.num_parts, None if count is None else lambda part: count(part[1]))
+        count_in_kwargs = None if count is None else lambda arguments: count(arguments[1])
+        parts = divide((args, kwargs), self.num_parts, count_in_kwargs)
 
-        def step(part: tuple[Any, Any]) -> torch.Tensor:
-            return loss_of_output(self.model(*part[0], **part[1]), type(self.model).__name__)
+        def step(arguments: tuple[Any, Any]) -> torch.Tensor:
+            part_args, part_kwargs = arguments
+            return loss_of_output(self.model(*part_args, **part_kwargs), type(self.model).__name__)
 
-        loss = self.forward_backward(step, [part for part, *_ in parts], [share for _, share, _ in parts])
+        loss = self.forward_backward(step, [part.data for part in parts], [part.weight for part in parts])
         return PipelineOutput(loss=loss)
 
     def forward_backward(
@@ -87,7 +89,7 @@ class PipelineLoop:
         """
         losses: list[torch.Tensor] = []
         weights = [1 / len(batches)] * len(batches) if shares is None else shares
-        device, source = self.pipeline.links.device, self.runner.source
+        device = self.pipeline.links.device
 
         def call(i: int, _is_last: bool) -> torch.Tensor:
             with self.precision.forward_context(device.type) or nullcontext():
@@ -101,10 +103,10 @@ class PipelineLoop:
         drawn = int(torch.randint(2**62, ()))  # makes random numbers differ between calls
         with torch.autocast(device.type, enabled=False):  # for backward; forwards enter their own context
             self.runner.run(batches, call, weigh, drawn)
-        mine = float(torch.stack(losses).sum()) if losses else 0.0
-        found = self.runner.processes.gather_object((source, mine))
-        sources = {source for source, _ in found}
-        mean = sum(found[source][1] for source in sources) / len(sources)
+        own_loss = float(torch.stack(losses).sum()) if losses else 0.0  # only the last stage has losses
+        of_ranks = self.runner.processes.gather_object((self.runner.source, own_loss))
+        sources = {source for source, _ in of_ranks}  # one rank for each pipeline
+        mean = sum(of_ranks[source][1] for source in sources) / len(sources)
         return torch.tensor(mean, device=device).requires_grad_()
 
 
@@ -114,15 +116,15 @@ def loss_of_output(output: object, name: str) -> torch.Tensor:
     Raises:
         TaskError: The output has no loss.
     """
-    found = output
+    loss = output
     if isinstance(output, dict):
-        found = output.get("loss")
+        loss = output.get("loss")
     elif isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        loss = output[0]
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TaskError(
             f"{name} returned no loss. A call of a model that is divided into pipeline stages also runs backward. Pass "
             "labels, so that the model returns its loss, or call accelerator.forward_backward with a function that "
             "computes the loss of a micro-batch."
         )
-    return found.reshape(())
+    return loss.reshape(())

@@ -148,7 +148,8 @@ class MegatronLMPlugin(KwargsHandler):
 
         `prepare` calls this method with the first DataLoader's batch size.
         """
-        self.micro_batch_size, self.data_parallel_size = micro_batch_size, dp_degree
+        self.micro_batch_size = micro_batch_size
+        self.data_parallel_size = dp_degree
         self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
 
     def strategy(self, num_processes: int, model: nn.Module | None = None) -> MegatronStrategy:
@@ -161,10 +162,7 @@ class MegatronLMPlugin(KwargsHandler):
         Raises:
             ConfigurationError: An option is unknown, or the strategy does not support it.
         """
-        for one in fields(self):
-            value, refusal = getattr(self, one.name), one.metadata.get("refusal")
-            if refusal and value is not None and value not in one.metadata["harmless"]:
-                raise ConfigurationError(f"{one.name}={value!r} of MegatronLMPlugin is not supported: {refusal}.")
+        self._refuse_unsupported()
         if self.recompute_granularity is not None:
             one_of("recompute_granularity", self.recompute_granularity, ("full", "selective"))
         one_of("lr_decay_style", self.lr_decay_style, ("linear", "cosine", "constant"))
@@ -172,19 +170,37 @@ class MegatronLMPlugin(KwargsHandler):
         options: dict[str, Any] = {"tp": self.tp_degree, "pp": self.pp_degree}
         if self.pp_degree != 1:
             options["num_micro_batches"] = self.num_micro_batches
-            virtual = self._virtual_stages(model)
-            options |= {} if virtual == 1 else {"virtual_stages": virtual, "schedule": "interleaved1f1b"}
+            virtual_stages = self._virtual_stages(model)
+            if virtual_stages > 1:
+                options |= {"virtual_stages": virtual_stages, "schedule": "interleaved1f1b"}
+        recompute = self.recompute_granularity
+        if recompute is None and self.recompute_activations:
+            recompute = "selective"
+        splits_layers = (self.tp_degree or 1) > 1
         return MegatronStrategy(
             **options,
-            recompute=self.recompute_granularity or ("selective" if self.recompute_activations else None),
+            recompute=recompute,
             distributed_optimizer=bool(self.use_distributed_optimizer),
-            sequence_parallel="auto" if self.sequence_parallelism and (self.tp_degree or 1) > 1 else False,
+            sequence_parallel="auto" if splits_layers and self.sequence_parallelism else False,
         )
 
+    def _refuse_unsupported(self) -> None:
+        """Raise an error for an option of Megatron-LM that would have an effect there and has none here."""
+        for option in fields(self):
+            refusal = option.metadata.get("refusal")
+            value = getattr(self, option.name)
+            if not refusal or value is None or value in option.metadata["harmless"]:
+                continue
+            raise ConfigurationError(f"{option.name}={value!r} of MegatronLMPlugin is not supported: {refusal}.")
+
     def _virtual_stages(self, model: nn.Module | None) -> int:
-        each, pp = self.num_layers_per_virtual_pipeline_stage, self.pp_degree or 1
-        if each is None or model is None:
-            return 1 if each is None else 2
+        """Return the number of stages per rank: 8 layers in pp=2 stages with 2 layers each are 2 stages per rank."""
+        each = self.num_layers_per_virtual_pipeline_stage
+        if each is None:
+            return 1
+        if model is None:
+            return 2
+        pp = self.pp_degree or 1
         num_layers = len(layers_of(model, pp))
         if each < 1 or num_layers % (pp * each):
             problem = f"{num_layers} layers cannot be divided by pp_degree={pp} × {each}"

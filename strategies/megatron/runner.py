@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ SCHEDULES = {
 }
 """Torch's name of a schedule → the number of stages on each rank. None: 2 or more."""
 
-IN_A_V = ("zbvzerobubble", "dualpipev")
+_IN_A_V = ("zbvzerobubble", "dualpipev")
 """Schedules with the first and the last stage on one rank."""
 
 _MOST_SCHEDULES = 8  # cached schedules, each of which holds activation buffers
@@ -42,10 +43,21 @@ def shape_of(batch: object) -> Shape:
 
 def ranks_of_stages(schedule: str, num_ranks: int, num_each: int) -> list[int]:
     """Return each stage's rank in the process group of a pipeline."""
-    rounds = [list(range(num_ranks)) for _ in range(num_each)]
-    if schedule in IN_A_V:
-        rounds[1].reverse()
-    return [rank for one in rounds for rank in one]
+    # 4 stages on 2 ranks: 0, 1, 0, 1. In a V: 0, 1, 1, 0.
+    ranks: list[int] = []
+    for i in range(num_each):
+        backwards = schedule in _IN_A_V and i == 1
+        ranks.extend(reversed(range(num_ranks)) if backwards else range(num_ranks))
+    return ranks
+
+
+@dataclass
+class _StageResult:
+    """Tensors of one stage's forward on a micro-batch, for its backward."""
+
+    stage: int
+    carry: torch.Tensor  # output of the previous stage, detached
+    output: torch.Tensor
 
 
 class PipelineRunner:
@@ -75,10 +87,15 @@ class PipelineRunner:
         ranks: DataRanks,
         source: int,
     ) -> None:
-        self._name, self._pipeline, self._synchronize, self._sum_shared = schedule, pipeline, synchronize, sum_shared
-        self.processes, self.source, self._ranks = processes, source, ranks
+        self.processes = processes
+        self.source = source
+        self._name = schedule
+        self._pipeline = pipeline
+        self._synchronize = synchronize
+        self._sum_shared = sum_shared
+        self._ranks = ranks
         self._base_seed: int | None = None
-        self._made: dict[tuple[int, Shape], Any] = {}
+        self._schedules: dict[tuple[int, Shape], Any] = {}  # the most recently used one is last
         # Shape of a micro-batch → the inputs and outputs of this rank's stages, on the device `meta`.
         self._known: dict[Shape, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
@@ -99,12 +116,14 @@ class PipelineRunner:
                 weighted loss (0-dim).
             step: A number that differs between optimizer steps. The seeds of random numbers depend on it.
         """
-        pipeline, before = self._pipeline, self._pipeline.run
+        pipeline = self._pipeline
+        before = pipeline.run
         if self._base_seed is None:  # a resumed run has now restored its generators
             self._base_seed = self.processes.broadcast_object(torch.initial_seed()) + self._ranks.rank
 
         def compute(stage: int, carry: torch.Tensor | None, i: int) -> torch.Tensor:
-            is_last, seed = stage == pipeline.last, hash((self._base_seed, step, i))
+            is_last = stage == pipeline.last
+            seed = hash((self._base_seed, step, i))
             output: Any = pipeline.compute_stage(stage, carry, lambda: call(i, is_last), seed=seed)
             return torch.stack([weigh(output, i)]) if is_last else output
 
@@ -113,8 +132,10 @@ class PipelineRunner:
         try:
             schedule = self._find(len(shapes), shapes[0]) if len(set(shapes)) == 1 else None
             # Data-parallel ranks call collectives in the same order only if all of them use the schedule.
-            without = schedule is None
-            if self.processes.any(without) if self._ranks.size > 1 else without:
+            is_one_by_one = schedule is None
+            if self._ranks.size > 1:
+                is_one_by_one = self.processes.any(is_one_by_one)
+            if is_one_by_one:
                 self._run_one_by_one(shapes)
             else:
                 self._run_schedule(schedule, len(shapes))
@@ -123,13 +144,16 @@ class PipelineRunner:
         self._sum_shared()
 
     def _run_schedule(self, schedule: Any, num: int) -> None:
-        indices, own = torch.arange(num), self._pipeline.links.own
-        self._synchronize(False)  # the schedule averages at its end
+        own = self._pipeline.links.own
+        # Each micro-batch's "input" and "target" is its index: a stage finds the data by the index.
+        indices = torch.arange(num)
+        args = (indices,) if 0 in own else ()
         options: dict[str, Any] = {"micro_batch": indices}
         if self._pipeline.last in own:
             options |= {"target": indices, "losses": []}
+        self._synchronize(False)  # the schedule averages at its end
         try:
-            schedule.step(*((indices,) if 0 in own else ()), return_outputs=False, **options)
+            schedule.step(*args, return_outputs=False, **options)
         except RuntimeError as error:
             # Torch wraps the error of a stage.
             if isinstance(error.__cause__, Exception) and "failed to run forward" in str(error):
@@ -140,56 +164,86 @@ class PipelineRunner:
         """Return torch's schedule for `num` micro-batches. None if `shape` is new or the schedule lacks `num`."""
         if shape not in self._known:
             return None
-        made = self._made.pop((num, shape), None) or self._make(num, self._known[shape])
-        if made is not None:
-            self._made[num, shape] = made
-            if len(self._made) > _MOST_SCHEDULES:
-                del self._made[next(iter(self._made))]
-        return made
+        schedule = self._schedules.pop((num, shape), None)
+        if schedule is None:
+            schedule = self._make(num, self._known[shape])
+        if schedule is not None:
+            self._schedules[num, shape] = schedule
+            if len(self._schedules) > _MOST_SCHEDULES:
+                least_recent = next(iter(self._schedules))
+                del self._schedules[least_recent]
+        return schedule
 
-    def _make(self, num: int, found: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        pipeline, links = self._pipeline, self._pipeline.links
-        stages = [
-            PipelineStage(pipeline.modules[i], i, pipeline.last + 1, links.device, *found[i], group=links.group)
-            for i in links.own
-        ]
-        make: Any = get_schedule_class(self._name)
-        if num < (links.group.size() if self._name == "1f1b" else len(stages) if self._name == "dualpipev" else 1):
-            return None
+    def _make(self, num: int, activations: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Return a schedule for `num` micro-batches, or None if it does not support this number.
+
+        `activations` contains the input and the output of each of this rank's stages, on the device `meta`.
+        """
+        pipeline = self._pipeline
+        links = pipeline.links
+        stages: list[PipelineStage] = []
+        for i in links.own:
+            stage_input, output = activations[i]
+            module = pipeline.modules[i]
+            num_stages = pipeline.last + 1
+            stages.append(PipelineStage(module, i, num_stages, links.device, stage_input, output, group=links.group))
+        schedule_class: Any = get_schedule_class(self._name)
+        takes_one_stage = SCHEDULES[self._name] == 1
         try:
-            of_stages = stages[0] if SCHEDULES[self._name] == 1 else stages
-            return make(of_stages, num, loss_fn=lambda output, target: output, scale_grads=False)
+            return schedule_class(
+                stages[0] if takes_one_stage else stages,
+                num,
+                loss_fn=lambda output, target: output,
+                scale_grads=False,  # `weigh` has already divided the losses
+            )
         except ValueError:  # unsupported number of micro-batches
             return None
 
     def _run_one_by_one(self, shapes: Sequence[Shape]) -> None:
-        pipeline, links = self._pipeline, self._pipeline.links
-        held: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
-        inputs: dict[int, torch.Tensor] = {}
-
-        def compute(stage: int, carry: torch.Tensor) -> torch.Tensor:
-            inputs[stage] = carry.detach().requires_grad_(stage > 0 and carry.is_floating_point())
-            output: torch.Tensor = pipeline.modules[stage](inputs[stage], torch.tensor([len(held)]))
-            return output
-
-        for shape in shapes:
-            held.append([(stage, inputs[stage], output) for stage, output in pipeline.through(compute)])
-            self._known[shape] = {stage: (_like(carry, stage), _like(out)) for stage, carry, out in held[-1]}
+        """Run the forwards of all micro-batches, then their backwards. Store the shapes of activations."""
+        results: list[list[_StageResult]] = []
+        for i, shape in enumerate(shapes):
+            results.append(self._forward(i))
+            self._known[shape] = {}
+            for result in results[i]:
+                self._known[shape][result.stage] = (_input_on_meta(result), _on_meta(result.output))
         for i in range(len(shapes)):
-            gradient: torch.Tensor | None = None
-            for stage, carry, output in reversed(held[i]):
-                if stage < pipeline.last and links.ranks[stage + 1] != links.rank:
-                    gradient = links.receive(stage + 1)
-                self._synchronize(i == len(shapes) - 1)
-                torch.autograd.backward(output, None if stage == pipeline.last else gradient)
-                gradient = carry.grad
-                if stage and links.ranks[stage - 1] != links.rank:
-                    links.send(torch.zeros_like(carry) if gradient is None else gradient, stage - 1)
-            held[i] = []
+            self._backward(results[i], is_last=i == len(shapes) - 1)
+            results[i] = []  # frees the activations
+
+    def _forward(self, i: int) -> list[_StageResult]:
+        pipeline = self._pipeline
+        carries: dict[int, torch.Tensor] = {}
+
+        def compute(stage: int, carry: torch.Tensor) -> Any:
+            carries[stage] = carry.detach().requires_grad_(stage > 0 and carry.is_floating_point())
+            return pipeline.modules[stage](carries[stage], torch.tensor([i]))
+
+        return [_StageResult(stage, carries[stage], output) for stage, output in pipeline.through(compute)]
+
+    def _backward(self, results: Sequence[_StageResult], *, is_last: bool) -> None:
+        """Run the backward of a micro-batch. `is_last`: of the last micro-batch, which averages gradients."""
+        pipeline = self._pipeline
+        links = pipeline.links
+        gradient: torch.Tensor | None = None  # of the stage's output; None in the last stage
+        for result in reversed(results):
+            stage = result.stage
+            if stage < pipeline.last and links.ranks[stage + 1] != links.rank:
+                gradient = links.receive(stage + 1)
+            self._synchronize(is_last)
+            torch.autograd.backward(result.output, gradient)
+            gradient = result.carry.grad
+            if stage > 0 and links.ranks[stage - 1] != links.rank:
+                links.send(torch.zeros_like(result.carry) if gradient is None else gradient, stage - 1)
 
 
-def _like(tensor: torch.Tensor, num_inputs: int = 1) -> torch.Tensor:
-    """Return a `meta` tensor that describes an activation for torch's schedules. `num_inputs=0` is for stage 0."""
-    if not num_inputs:
+def _input_on_meta(result: _StageResult) -> torch.Tensor:
+    if result.stage == 0:
         return torch.empty(1, dtype=torch.int64, device="meta")  # the index of a micro-batch
-    return torch.empty_like(local_shard(tensor.detach()), device="meta").requires_grad_(tensor.is_floating_point())
+    return _on_meta(result.carry)
+
+
+def _on_meta(activation: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the device `meta` from which torch's schedules read the shape and dtype."""
+    described = torch.empty_like(local_shard(activation.detach()), device="meta")
+    return described.requires_grad_(activation.is_floating_point())

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from torch import nn
 
 from trainwright.core.errors import TaskError
 from trainwright.core.tree import iterate_tensors, map_tensors
+from trainwright.strategies.megatron.stage_caches import StageCaches, recorded_updates
 from trainwright.strategies.megatron.stages import Stages
 
 Args = tuple[object, ...]
@@ -103,9 +103,9 @@ class StageLinks:
         header: list[Any] = [None]
         dist.recv_object_list(header, peer, self.group, self.device)
         shape, dtype = header[0]
-        found = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.recv(found, peer, self.group)
-        return found
+        received = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.recv(received, peer, self.group)
+        return received
 
     def broadcast(self, tree: object, stage: int) -> Any:
         """Return on every rank of the pipeline the `tree` of the rank that holds a stage. Collective.
@@ -135,64 +135,6 @@ class StageLinks:
         return map_tensors(receive, header[0])
 
 
-class _StageCaches:
-    """Caches of keys and values for the stages of this rank.
-
-    The model may compute positions and masks from the length of any layer in a cache. A stage's cache therefore also
-    has the layers of earlier stages, as tensors on `meta`. They become longer when the model skips these layers. The
-    first stage of a rank uses the cache that the model is called with. Later stages use copies of it. The layers that a
-    later stage computes are also put into the original cache, so that beam search reorders them.
-
-    Args:
-        stages: The stages of this rank, in order.
-    """
-
-    def __init__(self, stages: Sequence[int]) -> None:
-        self._stages = stages
-        self._copies: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-
-    def of(self, cache: object) -> dict[int, Any]:
-        """Return {stage: cache} for the cache that the model is called with, or {} for None.
-
-        The first call creates the copies for later stages. The cache must be empty then.
-        """
-        if cache is None:
-            return {}
-        if cache not in self._copies:
-            self._copies[cache] = {stage: copy.deepcopy(cache) for stage in self._stages[1:]}
-        return {self._stages[0]: cache, **self._copies[cache]}
-
-    def merge(self, caches: dict[int, Any]) -> None:
-        """Put the layers that each stage computes into the cache that the model was called with."""
-        for stage in self._stages[1:]:
-            into = caches[self._stages[0]].layers
-            layers = caches[stage].layers
-            into += layers[len(into) :]
-            for i, layer in enumerate(layers):
-                if layer.is_initialized and not layer.keys.is_meta:
-                    into[i] = layer
-
-
-@contextmanager
-def _recorded_updates(cache: Any) -> Iterator[list[tuple[Any, Any]]]:
-    """Yield a list that records the arguments of each update of a cache. The cache may be None."""
-    updates: list[tuple[Any, Any]] = []
-    if cache is None:
-        yield updates
-        return
-    update = cache.update
-
-    def record(*args: object, **kwargs: object) -> Any:
-        updates.append((args, kwargs))
-        return update(*args, **kwargs)
-
-    vars(cache)["update"] = record  # hides the method
-    try:
-        yield updates
-    finally:
-        del vars(cache)["update"]
-
-
 class Pipeline:
     """A model of which this rank computes some stages.
 
@@ -217,10 +159,10 @@ class Pipeline:
         self.modules = [StageModule(i, parts, self) for i, parts in enumerate(stages)]
         self.last = len(stages) - 1
         self._last_before = [None, *(parts[-1] for parts in stages[:-1])]
-        self._stage_of: dict[int, list[int]] = {}
+        self._stages_of: dict[int, list[int]] = {}
         for i, parts in enumerate(stages):
             for part in parts:
-                self._stage_of.setdefault(id(part), []).append(i)
+                self._stages_of.setdefault(id(part), []).append(i)
         self._entry = _entry(task, stages)
         self._task = task
         self._name = type(task).__name__
@@ -233,7 +175,7 @@ class Pipeline:
         self._shapes: dict[Any, Any] = {}
         self._checked: set[int] = set()  # modules whose arguments have been checked
         self._now: _Run | None = None
-        self._caches = _StageCaches(links.own)
+        self._caches = StageCaches(links.own)
         self._cache: Any = None  # keys and values of the stage that is computed
 
     @property
@@ -257,12 +199,16 @@ class Pipeline:
         undo = ExitStack()
 
         def hide(module: nn.Module, key: str, value: object) -> None:
-            own = vars(module)
-            undo.callback(own.update, {key: own[key]} if key in own else {})
-            undo.callback(own.pop, key)
-            own[key] = value
+            attributes = vars(module)
+            if key in attributes:
+                undo.callback(attributes.update, {key: attributes[key]})
+            undo.callback(attributes.pop, key)  # called before the update
+            attributes[key] = value
 
-        for module in {id(m): m for parts in self.stages for m in parts}.values():
+        modules: dict[int, nn.Module] = {}  # each module once
+        for parts in self.stages:
+            modules.update((id(part), part) for part in parts)
+        for module in modules.values():
             # Replaces the full call, like `nn.Module.compile`, so that a skipped module runs no hooks.
             call = module._compiled_call_impl or module._call_impl
             hide(module, "_compiled_call_impl", partial(self._called, module, call))
@@ -276,7 +222,9 @@ class Pipeline:
     def _entry_call(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)  # transformers passes the arguments that the signature names
         def call(*args: object, **kwargs: object) -> Any:
-            return forward(*args, **kwargs) if self.is_computing else self._forward(forward, args, kwargs)
+            if self.is_computing:
+                return forward(*args, **kwargs)
+            return self._forward(forward, args, kwargs)
 
         return call
 
@@ -299,7 +247,8 @@ class Pipeline:
             TaskError: `call` did not call the model, or called it twice.
         """
         before = self._now
-        now = self._now = _Run(stage, carry, seed)
+        now = _Run(stage, carry, seed)
+        self._now = now
         device = self.links.device
         devices = [] if device.type == "cpu" else [device]  # the host's generator is always restored
         for module, key, dtype in self._cast:
@@ -327,7 +276,7 @@ class Pipeline:
     def _called(self, module: nn.Module, call: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
         """Compute or skip a module when the model calls it."""
         now = self._now
-        stages = self._stage_of[id(module)]
+        stages = self._stages_of[id(module)]
         if now is None:
             is_here = any(stage in self.links.own for stage in stages)
             if is_here:
@@ -368,7 +317,7 @@ class Pipeline:
 
     def _skipped(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """Return NaN tensors with the shapes of the output of a module in another stage."""
-        cache: Any = next((value for value in (*args, *kwargs.values()) if value is self._cache), None)
+        cache: Any = self._cache if any(value is self._cache for value in (*args, *kwargs.values())) else None
         tensors = list(iterate_tensors((args, kwargs)))
         if cache is not None:
             del tensors[1:]  # masks become longer with each token
@@ -378,10 +327,10 @@ class Pipeline:
             for update_args, update_kwargs in updates:
                 cache.update(*update_args, **update_kwargs)
             return map_tensors(self._empty, shapes)
-        on_meta = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
+        meta_args, meta_kwargs = map_tensors(lambda tensor: tensor.to("meta"), (args, kwargs))
         meta_copy = self._meta_copies[id(module)].train(module.training)
-        with torch.no_grad(), _recorded_updates(cache) as updates:
-            shapes = meta_copy(*on_meta[0], **on_meta[1])
+        with torch.no_grad(), recorded_updates(cache) as updates:
+            shapes = meta_copy(*meta_args, **meta_kwargs)
         self._shapes[key] = shapes, updates
         return map_tensors(self._empty, shapes)
 
@@ -408,8 +357,10 @@ class Pipeline:
 
         def run(stage: int, carry: torch.Tensor | None, _: int) -> Any:
             self._cache = caches.get(stage)
-            own = kwargs if cache is None else {**kwargs, "past_key_values": self._cache}
-            return self.compute_stage(stage, carry, lambda: call(*args, **own))
+            stage_kwargs = dict(kwargs)
+            if cache is not None:
+                stage_kwargs["past_key_values"] = self._cache
+            return self.compute_stage(stage, carry, lambda: call(*args, **stage_kwargs))
 
         self.run = run
         try:
@@ -435,8 +386,8 @@ class Pipeline:
             compute: Function of a stage and its input (an empty tensor in the first stage). Returns the output.
         """
         carry = torch.empty(0)
-        for stage in self.links.own:
-            own = self.links.own
+        own = self.links.own
+        for stage in own:
             if stage > 0 and stage - 1 not in own:
                 carry = self.links.receive(stage - 1)
             output = compute(stage, carry)
@@ -471,19 +422,22 @@ class _Absent:
 
 def _entry(task: nn.Module, stages: Stages) -> nn.Module:
     """Return the callable child of a task that contains all stages, or the task if no child does."""
-    wanted = {id(module) for parts in stages for module in parts}
+    part_ids = {id(part) for parts in stages for part in parts}
     for child in task.children():
-        if wanted <= {id(m) for m in child.modules() if m is not child}:
-            return task if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else child
+        inner_ids = {id(module) for module in child.modules()} - {id(child)}
+        is_callable = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        if is_callable and part_ids <= inner_ids:
+            return child
     return task
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
     """Return a copy of a module on the device `meta`."""
-    memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        made = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+    memo: dict[int, Any] = {}  # deepcopy takes these copies of tensors, and copies no data
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(module, memo)
 
 
@@ -495,10 +449,10 @@ def _with_carry(carry: torch.Tensor | None, output: object) -> Any:
 
 
 def _carried(output: object, module: nn.Module) -> torch.Tensor:
-    found = output[0] if isinstance(output, (tuple, list)) and output else output
-    if not isinstance(found, torch.Tensor):
+    carry = output[0] if isinstance(output, (tuple, list)) and output else output
+    if not isinstance(carry, torch.Tensor):
         raise TaskError(
             f"{type(module).__name__}, the last layer of a pipeline stage, returned {type(output).__name__}. It must "
             "return a tensor, or a tuple whose first element is a tensor: the first argument of the next layer."
         )
-    return found
+    return carry

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,20 @@ from trainwright.strategies.steps.gradients import loss_of, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
 
+@dataclass
+class _MicroBatch:
+    """A micro-batch of a step, and its results in the last stage."""
+
+    data: Any
+    batch_index: int  # of its batch in the step
+    weight: Any  # of its loss
+    row_weight: float  # of a row in the mean of a logged value; 0 for padding
+    sequence_share: float  # weight of this rank's part of the sequences
+    logged: list[DivertedCall] = field(default_factory=list)
+    output: dict[str, Any] | None = None
+    loss: Any = None  # 0-dim tensor, weighted
+
+
 class PipelineStep(AutomaticStep):
     """Step that runs the forward and backward of its micro-batches in the stages of a pipeline.
 
@@ -40,118 +55,162 @@ class PipelineStep(AutomaticStep):
                 f"{type(self.task).__name__} or a callback defines on_before_backward or backward, but the schedule "
                 "of a pipeline runs backward. Remove it, or use strategy='fsdp'."
             )
-        self._runner, self._num_parts = runner, num_parts
+        self._runner = runner
+        self._num_parts = num_parts
         self._count = self._items or target_counter(self.task)
-        self._batch_indices: list[int] = []  # for each micro-batch: the index of its batch in the step
-        self._batches: list[Any] = []
-        self._weights: Sequence[Any] = ()
-        self._shares: list[float] = []  # for each micro-batch: the weight of a row in the mean of a logged value
         self._first_idx = 0
-        self._logged: list[list[DivertedCall]] = []
-        self._outputs: dict[int, Any] = {}
-        self._losses: dict[int, torch.Tensor] = {}
+        self._micro_batches: list[_MicroBatch] = []
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
-        hooks, sink = self.hooks, self.sink
         if not self._zeroed:
             self._zero_gradients(group.first_idx)
-        batches: list[Any] = []
-        for i, batch in enumerate(group.batches):
-            group.index = i
-            batch = batch if self._transfer is None else self._transfer(batch)
-            sink.batch = batch
-            for hook in hooks.on_train_batch_start:
-                if hook(self.run, self.task, batch, group.first_idx + i) == -1:
-                    raise SkipRestOfEpoch
-            batches.append(batch)
-        self._divide(group, batches)
+        batches = self._start_batches(group)
         self._first_idx = group.first_idx
-        self._logged, self._outputs, self._losses = [[] for _ in self._batches], {}, {}
+        self._micro_batches = self._divide(group, batches)
         try:
-            self._runner.run(self._batches, self._call, self._weigh, self.run.state.step)
+            self._runner.run(
+                [micro_batch.data for micro_batch in self._micro_batches],
+                self._call,
+                self._weigh,
+                self.run.state.step,
+            )
         finally:
-            sink.diverted = None
+            self.sink.diverted = None
         if self._complete is not None:
             self._complete()
-        for hook in hooks.on_after_backward:
+        for hook in self.hooks.on_after_backward:
             hook(self.run, self.task)
         total = self._share_results(group, batches)
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        self._loss, self._last_idx, self._zeroed = total, group.first_idx + len(batches) - 1, False
+        self._loss = total
+        self._last_idx = group.first_idx + len(batches) - 1
+        self._zeroed = False
         return total
 
-    def _divide(self, group: Group, batches: list[Any]) -> None:
+    def _start_batches(self, group: Group) -> list[Any]:
+        """Move the batches of a group to the device, and call `on_train_batch_start` for each."""
+        batches: list[Any] = []
+        for i, batch in enumerate(group.batches):
+            group.index = i
+            batch = batch if self._transfer is None else self._transfer(batch)
+            self.sink.batch = batch
+            for hook in self.hooks.on_train_batch_start:
+                if hook(self.run, self.task, batch, group.first_idx + i) == -1:
+                    raise SkipRestOfEpoch
+            batches.append(batch)
+        return batches
+
+    def _divide(self, group: Group, batches: list[Any]) -> list[_MicroBatch]:
         """Divide batches into micro-batches, and compute the weights of their losses."""
-        self._batches, self._batch_indices, self._shares, full, weights, of_ranks = [], [], [], [], [], []
+        micro_batches: list[_MicroBatch] = []
+        full: list[Any] = []  # micro-batches with full sequences, in which `num_items` counts
         for i, batch in enumerate(batches):
             weight = 1 / len(batches) if group.weights is None else group.weights[i]
-            for part, share, of_row in divide(batch, self._num_parts, self._count):
-                full.append(part)
-                weights.append(weight * share)
-                part, of_rank = (part, 1.0) if self.parts.split is None else self.parts.split(part)
-                self._batches.append(part)
-                self._batch_indices.append(i)
-                of_ranks.append(of_rank)
-                self._shares.append(of_row * of_rank if weight else 0.0)  # 0: padding
-        self._weights = weights
+            for part in divide(batch, self._num_parts, self._count):
+                full.append(part.data)
+                data = part.data
+                sequence_share = 1.0
+                if self.parts.split is not None:
+                    data, sequence_share = self.parts.split(part.data)
+                row_weight = part.row_weight * sequence_share if weight else 0.0  # padding has no weight
+                micro_batches.append(_MicroBatch(data, i, weight * part.weight, row_weight, sequence_share))
         if self._items is not None:
-            self._weights = self._weigh_items(Group(full, group.first_idx, weights=weights))
+            weights = [micro_batch.weight for micro_batch in micro_batches]
+            weights_by_items = self._weigh_items(Group(full, group.first_idx, weights=weights))
+            for micro_batch, item_weight in zip(micro_batches, weights_by_items, strict=True):
+                micro_batch.weight = item_weight
         if self.parts.split is not None:
-            self._weights = [each * share for each, share in zip(self._weights, of_ranks, strict=True)]
+            for micro_batch in micro_batches:
+                micro_batch.weight = micro_batch.weight * micro_batch.sequence_share
+        return micro_batches
 
     def _call(self, i: int, is_last: bool) -> Any:
         """Run the training step on a micro-batch. Keep logged values only in the last stage."""
-        self.sink.batch, self.sink.diverted = self._batches[i], self._logged[i] if is_last else []
+        micro_batch = self._micro_batches[i]
+        self.sink.batch = micro_batch.data
+        self.sink.diverted = micro_batch.logged if is_last else []
         # The other stages stop in the model's call, and a rank may have several of them.
-        counting = nullcontext() if is_last and self._shares[i] else self._without_counting()
+        counts = is_last and micro_batch.row_weight
+        counting = nullcontext() if counts else self._without_counting()
         with self._context or nullcontext(), counting:
-            return self._training_step(self._batches[i], self._first_idx + self._batch_indices[i])
+            return self._training_step(micro_batch.data, self._first_idx + micro_batch.batch_index)
 
     def _weigh(self, output: Any, i: int) -> torch.Tensor:
         """Return the weighted and scaled loss of a micro-batch."""
+        micro_batch = self._micro_batches[i]
         loss = loss_of(output, type(self.task).__name__)
         if loss is None:
             raise without_loss(type(self.task).__name__, self.parts.rank)
-        loss = full_output(loss) * self._weights[i]
-        self._outputs[i], self._losses[i] = outputs_of(output), loss.detach()
-        weighted: torch.Tensor = loss if self.scaler is None else self.scaler.scale(loss)
-        return weighted
+        weighted: torch.Tensor = full_output(loss) * micro_batch.weight
+        micro_batch.output = outputs_of(output)
+        micro_batch.loss = weighted.detach()
+        if self.scaler is None:
+            return weighted
+        scaled: torch.Tensor = self.scaler.scale(weighted)
+        return scaled
 
     def _share_results(self, group: Group, batches: list[Any]) -> torch.Tensor:
         """Send the losses and logged values of the last stage to every rank of the pipeline. Collective."""
-        mine = None
+        own_results = None
         if self.parts.rank == self._runner.source:
-            mine = ([self._losses[i].item() for i in range(len(self._batches))], _on_host(self._logged))
-        losses, logged = self._runner.processes.gather_object(mine)[self._runner.source]
-        device, last = self.parts.device, len(group.batches) - 1
-        for index in range(len(group.batches)):
-            parts = [i for i, other in enumerate(self._batch_indices) if other == index]
+            own_losses = [micro_batch.loss.item() for micro_batch in self._micro_batches]
+            own_results = (own_losses, [_on_host(micro_batch.logged) for micro_batch in self._micro_batches])
+        losses, logged = self._runner.processes.gather_object(own_results)[self._runner.source]
+        last = len(group.batches) - 1
+        for index, batch in enumerate(batches):
+            parts = [i for i, micro_batch in enumerate(self._micro_batches) if micro_batch.batch_index == index]
             for i in parts:
-                self.sink.batch, self.sink.share = self._batches[i], self._shares[i]
+                self.sink.batch = self._micro_batches[i].data
+                self.sink.share = self._micro_batches[i].row_weight
                 for call in logged[i]:
                     call.repeat(self.sink)
             if self.hooks.on_train_batch_end:
-                weight = float(sum(self._weights[i] for i in parts))
-                mean = sum(losses[i] for i in parts) / weight if weight else 0.0
-                own = self._outputs.get(parts[0]) if len(parts) == 1 else None
-                group.index, group.last_batch = index, batches[index]
-                group.last_output = {"loss": torch.as_tensor(mean, device=device)} if own is None else own
+                group.index = index
+                group.last_batch = batch
+                group.last_output = self._output_of(parts, losses)
                 if index < last:
                     self.end_batch(group)
         self.sink.batch = None
-        self._batches, self._outputs = [], {}
-        return torch.tensor(losses, dtype=torch.float64).sum().float().to(device)
+        self._micro_batches = []
+        return torch.tensor(losses, dtype=torch.float64).sum().float().to(self.parts.device)
+
+    def _output_of(self, parts: list[int], losses: list[float]) -> dict[str, Any]:
+        """Return the `outputs` of a batch for `on_train_batch_end`: of its only part, or the mean loss of several."""
+        output = self._micro_batches[parts[0]].output
+        if len(parts) == 1 and output is not None:
+            return output
+        weight = float(sum(self._micro_batches[i].weight for i in parts))
+        mean = sum(losses[i] for i in parts) / weight if weight else 0.0
+        return {"loss": torch.as_tensor(mean, device=self.parts.device)}
 
 
 def target_counter(model: nn.Module) -> Callable[[Any], torch.Tensor | None] | None:
     """Return a function that counts the targets of a batch, or None if no transformers model computes the loss."""
-    shifts = next((found for module in model.modules() if (found := shifts_labels(module)) is not None), None)
-    return None if shifts is None else partial(count_targets, shifts=shifts)
+    for module in model.modules():
+        shifts = shifts_labels(module)
+        if shifts is not None:
+            return partial(count_targets, shifts=shifts)
+    return None
 
 
-def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -> list[tuple[Any, float, float]]:
+@dataclass(frozen=True)
+class Part:
+    """A part of a batch.
+
+    Attributes:
+        data: The batch with some of its rows.
+        weight: Weight of the part in the mean loss of the batch.
+        row_weight: Weight of one row, relative to the weight of a row in the full batch.
+    """
+
+    data: Any
+    weight: float = 1.0
+    row_weight: float = 1.0
+
+
+def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -> list[Part]:
     """Divide a batch into up to `num` parts along the first dimension of its tensors.
 
     Tensors of other lengths are not divided: each part has the full tensor.
@@ -159,39 +218,46 @@ def divide(batch: object, num: int, count: Callable[[Any], Any] | None = None) -
     Args:
         count: Returns the number of items that the loss of a part averages over, or None if it is unknown. Blocks on
             the device. Default: None, which counts rows.
-
-    Returns:
-        For each part: the part, its weight in the mean loss of the batch, and the weight of one row relative to the
-        weight of a row in the full batch.
     """
     if num == 1:
-        return [(batch, 1.0, 1.0)]
+        return [Part(batch)]
     size = batch_size(batch)
-    bounds = [size * i // num for i in range(num + 1)]
-    slices = [(begin, end) for begin, end in itertools.pairwise(bounds) if end > begin]
+    bounds = [size * i // num for i in range(num + 1)]  # 5 rows in 3 parts: 0, 1, 3, 5
+    parts: list[Part] = []
+    for begin, end in itertools.pairwise(bounds):
+        if end > begin:  # 2 rows in 3 parts: one part has no rows
+            rows = map_tensors(partial(_rows, size=size, begin=begin, end=end), batch)
+            parts.append(Part(rows, (end - begin) / size))
+    if count is None:
+        return parts
+    counts = [count(part.data) for part in parts]
+    if any(items is None for items in counts):
+        return parts
+    total = sum(map(float, counts))
+    if not total:
+        return parts
+    # 3 and 1 targets in two parts of 2 rows: the parts weigh 3/4 and 1/4, and their rows 3/2 and 1/2.
+    weighted: list[Part] = []
+    for part, items in zip(parts, counts, strict=True):
+        weight = float(items) / total
+        weighted.append(Part(part.data, weight, weight / part.weight))
+    return weighted
 
-    def rows(begin: int, end: int) -> Any:
-        return map_tensors(lambda tensor: tensor[begin:end] if tensor.dim() and len(tensor) == size else tensor, batch)
 
-    parts = [rows(begin, end) for begin, end in slices]
-    shares = [(end - begin) / size for begin, end in slices]
-    counts: list[Any] = [None] if count is None else [count(part) for part in parts]
-    if any(each is None for each in counts) or not (total := sum(map(float, counts))):
-        return [(part, share, 1.0) for part, share in zip(parts, shares, strict=True)]
-    weights = [float(each) / total for each in counts]
-    return [(part, w, w / share) for part, w, share in zip(parts, weights, shares, strict=True)]
+def _rows(tensor: torch.Tensor, *, size: int, begin: int, end: int) -> torch.Tensor:
+    has_rows = tensor.dim() > 0 and len(tensor) == size
+    return tensor[begin:end] if has_rows else tensor
 
 
-def _on_host(logged: list[list[DivertedCall]]) -> list[list[DivertedCall]]:
+def _on_host(logged: list[DivertedCall]) -> list[DivertedCall]:
     """Return logged values as numbers. Blocks on the device."""
-    for call in itertools.chain(*logged):
+    on_host: list[DivertedCall] = []
+    for call in logged:
         if is_metric_object(call.value):
             raise ConfigurationError(
                 f"log({call.name!r}) in a training step received a metric object, which only the last stage of the "
                 "pipeline has updated. Log a number there, and the metric object in validation_step."
             )
-
-    def number(value: Any) -> Any:
-        return value.item() if isinstance(value, torch.Tensor) else value
-
-    return [[call._replace(value=number(call.value)) for call in calls] for calls in logged]
+        value = call.value.item() if isinstance(call.value, torch.Tensor) else call.value
+        on_host.append(call._replace(value=value))
+    return on_host

@@ -21,7 +21,7 @@ from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.megatron.pipelined_loop import PipelineOutput, loss_of_output
 from trainwright.strategies.megatron.plugin import MegatronLMPlugin
-from trainwright.strategies.megatron.step import divide
+from trainwright.strategies.megatron.step import Part, divide
 from trainwright.strategies.shards import full_output
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of
 
@@ -128,14 +128,15 @@ class MegatronLoop:
         parts = divide((args, kwargs), self.plugin.num_micro_batches or 1)
         seen: list[torch.Tensor] = []
 
-        def step(part: tuple[tuple[tuple[object, ...], dict[str, object]], float]) -> torch.Tensor:
-            loss, output = self._forward(model, call, *part[0])
+        def step(part: Part) -> torch.Tensor:
+            part_args, part_kwargs = part.data
+            loss, output = self._forward(model, call, part_args, part_kwargs)
             if loss is None:
                 loss = loss_of_output(output, type(model).__name__)
             logits = output.get("logits") if isinstance(output, dict) else output
             if self.plugin.return_logits and isinstance(logits, torch.Tensor):
                 seen.append(full_output(logits).detach())
-            return loss * part[1] * len(parts)
+            return loss * part.weight * len(parts)
 
         loss = self._forward_backward(step, parts)
         loss = ranks.all_gather(full_output(loss)).mean()  # in a pipeline, all ranks have this mean already

@@ -1,0 +1,325 @@
+"""Training of pipeline stages on several ranks. Further ranks shard each stage and split its layers."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.process import Topology
+from trainwright.core.rng import rng_state, set_rng_state
+from trainwright.strategies.engine import Models, Optimizers, Prepared, PreparedModel, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.build import discard_weights, materialize, widen
+from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding
+from trainwright.strategies.fsdp.state import ShardedState
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
+from trainwright.strategies.megatron.pipelined_loop import PipelineLoop
+from trainwright.strategies.megatron.runner import PipelineRunner, ranks_of_stages
+from trainwright.strategies.megatron.staged_model import Pipeline, StageLinks
+from trainwright.strategies.megatron.stages import find_stages, free_module, layers_of, own_parameters
+from trainwright.strategies.megatron.state import PipelineState, TensorStages
+from trainwright.strategies.megatron.step import PipelineStep
+from trainwright.strategies.shards import local_shard
+from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.units import replace_parameters
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """Options of a pipeline. For the meanings see `MegatronStrategy`, and `find_stages` for `split_points`."""
+
+    pp: int
+    stages_per_rank: int
+    num_micro_batches: int
+    schedule: str
+    split_points: Sequence[str] | None
+
+
+class PipelineEngine(FSDPEngine):
+    """Engine that trains pipeline stages on several ranks. Further ranks shard each stage and split its layers.
+
+    Args:
+        strategy, settings: See `Engine`.
+        options: Options of the pipeline.
+    """
+
+    mesh: DeviceMesh
+    state: PipelineState
+
+    def __init__(self, strategy: FSDPStrategy, settings: EngineSettings, *, options: PipelineOptions) -> None:
+        super().__init__(strategy, settings)
+        self._options = options
+
+    def start(self, topology: Topology) -> None:
+        if "return_outputs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+            raise ConfigurationError(
+                f"pp={self._options.pp} needs a newer torch than {torch.__version__}, whose pipeline schedules have no "
+                "argument return_outputs. Torch 2.13 was tested."
+            )
+        super().start(topology)
+
+    # Model and optimizers
+
+    def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
+        """Divide a model into stages, and let the optimizers step those of this rank. Collective."""
+        if not roots:
+            self._check_loop(models, plan)
+        elif optimizers is not None:
+            self._warn_of_idle_stages(plan)
+        self._check_before(models, optimizers)
+        prepared: list[PreparedModel] = []
+        for model in models:
+            if roots:
+                self._divide(model)
+                prepared.append(PreparedModel.unchanged(model))  # a step runs the stages
+            else:
+                prepared.append(self._prepare_for_loop(model))
+        return Prepared(prepared, self._over_shards(optimizers))
+
+    def _check_loop(self, models: Sequence[nn.Module], plan: TrainingPlan) -> None:
+        has_several_models = len(models) + len(self.gradients.models) > 1
+        if has_several_models or plan.accumulate_grad_batches > 1 or self.precision.scaled:
+            raise ConfigurationError(
+                f"{type(self.strategy).__name__}(pp={self._options.pp}) supports only one model in a user-written "
+                "loop, with gradient_accumulation_steps=1 and without 'fp16'. Use num_micro_batches instead of "
+                "gradient accumulation, and 'bf16'."
+            )
+
+    def _warn_of_idle_stages(self, plan: TrainingPlan) -> None:
+        num = plan.accumulate_grad_batches * self._options.num_micro_batches
+        if num < self._options.pp:
+            warnings.warn(
+                f"A step has {num} micro-batch(es), fewer than the pp={self._options.pp} pipeline stages, so some "
+                "stages are idle. Increase MegatronStrategy(num_micro_batches=) or Trainer(accumulate_grad_batches=) "
+                f"to a multiple of {self._options.pp}.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    def _prepare_for_loop(self, model: nn.Module) -> PreparedModel:
+        """Divide the model of a user-written loop. The loop's optimizers already hold its parameters."""
+        before = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        if self.precision.autocast_dtype is not None:
+            widen(before.values())
+        self._divide(model)
+        # Plain names, because recomputed layers are wrapped now.
+        after = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+        for name, old in before.items():
+            self._replaced[old] = after[name]
+        loop = PipelineLoop(model, self.pipeline, self._runner(), self.precision, self._options.num_micro_batches)
+        return PreparedModel(call=loop, attributes=model, run_group=loop.forward_backward)
+
+    def _sharding(self) -> Sharding | None:
+        shape = self.strategy.mesh_shape(self.settings)
+        is_sharded = shape.dp_replicate * shape.dp_shard * shape.cp > 1
+        return super()._sharding() if is_sharded else None
+
+    def _divide(self, task: nn.Module) -> None:
+        """Divide a model into stages, and keep those of this rank. Collective."""
+        self._model = task
+        options = self._options
+        rank_of_stage = ranks_of_stages(options.schedule, options.pp, options.stages_per_rank)
+        num_stages = len(rank_of_stage)
+        links = StageLinks(self.mesh["pp"].get_group(), rank_of_stage, self.device)
+        # Wrap recomputed layers first, so that the stages contain the wrappers.
+        recomputed = self._recomputed()
+        recomputed_layers: list[nn.Module] = []
+        if self.strategy.activation_checkpointing:
+            recomputed_layers.extend(layers_of(task, num_stages).values())
+        recomputed.wrap(task, recomputed_layers)
+        stages = find_stages(task, num_stages, options.split_points)
+        self.pipeline = Pipeline(task, stages, links)
+        self._stages_of = TensorStages.of(task, self.pipeline.modules)
+
+        own_stages = nn.ModuleList(self.pipeline.modules[stage] for stage in links.own)
+        self._build_weights(task, own_stages)
+        model = self._shard(task, own_stages)
+        self.pipeline.release = model.reshard
+        self._narrow_unsharded(task)
+        parameters = dict(task.named_parameters())
+        for name in self._stages_of.ties:
+            # The gradient norm counts a tied parameter once: on the rank of its first stage.
+            if self._stages_of.owner(name) not in links.own:
+                model.counted[id(parameters[name])] = False
+        # An ExitStack undoes the last change first: the calls of modules, then the wrappers of layers.
+        self._undo_pipeline = ExitStack()
+        self._undo_pipeline.callback(recomputed.unwrap)
+        self._undo_pipeline.callback(self.pipeline.install())
+        # With different generators, ranks that read the same batches could compute different inputs and targets.
+        # Every rank takes the state of the first rank that reads its batches.
+        ranks = self.data_ranks
+        first_reader = ranks.members[ranks.reader * ranks.parts]
+        states = self.processes.gather_object(rng_state(self.device))
+        set_rng_state(states[first_reader], self.device)
+
+    def _build_weights(self, task: nn.Module, own_stages: nn.ModuleList) -> None:
+        """Build the weights of all stages, one stage at a time, and free those of other ranks. Collective."""
+        kept = {id(parameter) for parameter in own_stages.parameters()}
+        built = self._building.names_to_reset(task, self.processes)
+        for module in self.pipeline.modules:
+            # Every rank builds every stage: `materialize` is collective.
+            materialize(task, module, built, self.device)
+            if module.index not in self.pipeline.links.own:
+                free_module(task, module, kept)
+        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+            if self._stages_of.is_in_no_stage(name):
+                tensor.data = tensor.data.to(self.device).contiguous()
+                dist.broadcast(tensor.detach(), src=0)
+
+    def _shard(self, task: nn.Module, own_stages: nn.ModuleList) -> ParallelModel:
+        """Shard the stages of this rank and split their layers. Collective."""
+        # `before` holds the parameters, so that no other object gets their ids.
+        before = list(own_parameters(own_stages))
+        model = self._parallelize(task, list(own_stages), None)
+        # Sharding replaces parameters: update tied ones in modules of other stages, too.
+        replace_parameters(task, {id(old): module.get_parameter(key) for module, key, old in before})
+        return model
+
+    def _narrow_unsharded(self, task: nn.Module) -> None:
+        """Let parameters in no stage have the dtype in forwards to which FSDP casts the parameters of stages."""
+        dtype = self.precision.autocast_dtype
+        if dtype is None or self._sharding() is None:
+            return
+        in_no_stage = {id(p) for name, p in task.named_parameters() if self._stages_of.is_in_no_stage(name)}
+        places = [(module, key) for module, key, parameter in own_parameters(task) if id(parameter) in in_no_stage]
+        self.pipeline.narrow(dtype, places)
+
+    @contextmanager
+    def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
+        yield  # the call of the model has already averaged the gradients
+
+    # Parts
+
+    def make_step(self, parts: StepParts) -> Step:
+        return PipelineStep(self._over_sequences(parts), self._runner(), self._options.num_micro_batches)
+
+    def _runner(self) -> PipelineRunner:
+        shape = self.strategy.mesh_shape(self.settings)
+        # Losses come from the first tensor-parallel rank of the last stage.
+        source_place = shape.coordinates(self.processes.rank)
+        source_place["pp"] = self.pipeline.links.ranks[-1]
+        source_place["tp"] = 0
+        return PipelineRunner(
+            self._options.schedule,
+            self.pipeline,
+            self.gradients.models[0].synchronize,
+            self._sum_shared,
+            processes=self.processes,
+            ranks=self.data_ranks,
+            source=next(rank for rank in range(shape.size) if shape.coordinates(rank) == source_place),
+        )
+
+    def _sum_shared(self) -> None:
+        """Complete the gradients of parameters that are in several stages or in no stage. Collective."""
+        parameters = dict(self._model.named_parameters())
+        ranks = self.data_ranks
+        if ranks.group is not None:
+            for name, parameter in parameters.items():
+                # FSDP averages gradients only in the modules of stages.
+                if self._stages_of.is_in_no_stage(name) and parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=ranks.group)
+                    parameter.grad /= ranks.size
+        for name, stages in self._stages_of.ties.items():
+            self._sum_tied(parameters[name], stages)
+
+    def _sum_tied(self, parameter: nn.Parameter, stages: Sequence[int]) -> None:
+        """Sum the gradients of a parameter in several stages on the rank of the first stage, and send back the sum."""
+        links = self.pipeline.links
+        first = stages[0]
+        further: dict[int, int] = {}  # rank → one of its stages; a rank with several of the stages sends once
+        for stage in stages:
+            if links.ranks[stage] != links.ranks[first]:
+                further[links.ranks[stage]] = stage
+        if links.rank == links.ranks[first]:
+            for stage in further.values():
+                _grad_shard(parameter).add_(links.receive(stage))
+            for stage in further.values():
+                links.send(_grad_shard(parameter), stage)
+        elif links.rank in further:
+            links.send(_grad_shard(parameter), first)
+            _grad_shard(parameter).copy_(links.receive(first))
+
+    def _state_of(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        names: Mapping[torch.Tensor, str] | None = None,
+        make: Callable[..., ShardedState] = PipelineState,
+    ) -> ShardedState:
+        make = partial(
+            make, links=self.pipeline.links, stages_of=self._stages_of, mesh=self.mesh, processes=self.processes
+        )
+        return super()._state_of(module, optimizers, names, make)
+
+    def begin_evaluation(self) -> None:
+        """Broadcast buffers over data-parallel ranks, and buffers in no stage from the rank of the last stage."""
+        group = self.data_ranks.group
+        if group is not None:
+            for buffer in self.task.buffers():
+                if not buffer.is_meta:
+                    dist.broadcast(local_shard(buffer), group=group, group_src=0)
+        links = self.pipeline.links
+        for name, buffer in self.task.named_buffers():
+            if self._stages_of.is_in_no_stage(name):
+                dist.broadcast(buffer, links.global_rank(-1), group=links.group)
+
+    # End of a stage of the run
+
+    def unshard(self) -> None:
+        self.begin_save()
+        self._unwrap()
+        task = self.task
+        weights = self.strategy.weights_after_stage
+        if weights == "none":
+            discard_weights(task)
+            return
+        optimizer_states = self.state.optimizer_states()
+        keep = self.is_main or weights == "all"
+        full: dict[str, torch.Tensor] = {}
+        for name, tensor in [*task.named_parameters(), *task.named_buffers()]:
+            full[name] = self.state.collect(name, tensor, keep=keep)
+
+        old_parameters = dict(task.named_parameters())  # held, so that no new tensor gets one of their ids
+        new: dict[int, nn.Parameter] = {}
+        for name, old in old_parameters.items():
+            new[id(old)] = nn.Parameter(full[name], requires_grad=old.requires_grad)
+        replace_parameters(task, new)
+        buffers = {id(buffer): full[name] for name, buffer in task.named_buffers()}  # by id: a buffer may be shared
+        for module in task.modules():
+            module._buffers |= {key: buffers[id(b)] for key, b in module.named_buffers(recurse=False)}
+
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}
+        for optimizer, state in zip(self.optimizers, optimizer_states, strict=True):
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [new[id(parameter)] for parameter in group["params"]]
+            if self.is_main:
+                load_named_optimizer_state(optimizer, state, names)
+
+    def _unwrap(self) -> None:
+        undo: ExitStack | None = vars(self).pop("_undo_pipeline", None)
+        if undo is not None:
+            undo.close()
+        super()._unwrap()
+
+
+def _grad_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a gradient, after setting a missing gradient to zeros."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local_shard(parameter.grad)
