@@ -69,9 +69,6 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}, expected True or False.")
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
                 f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: set one of them to True."
@@ -153,9 +150,7 @@ def _to_dtype(argument: str, dtype: object) -> torch.dtype:
 def _check_names(config: QuantizationConfig) -> None:
     for argument in ("skip_modules", "keep_in_fp32_modules"):
         names = getattr(config, argument)
-        if names is None:
-            continue
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if isinstance(names, str):  # its letters would be taken for names
             raise ConfigurationError(f"{argument}={names!r}, expected a list of names of modules, such as ['lm_head'].")
 
 
