@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from trainwright.bigmodels.maps.device_assignment import (
     largest_layer,
     outermost,
 )
+from trainwright.bigmodels.maps.explain import DeviceMapReport, explain
 from trainwright.bigmodels.maps.sizes import (
     DType,
     class_names,
@@ -32,9 +33,6 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning, near
 from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_bytes
 from trainwright.core.host.device_types import properties
 from trainwright.core.host.memory import available_host_memory_bytes
-
-if TYPE_CHECKING:
-    from trainwright.bigmodels.maps.explain import DeviceMapReport
 
 AnyDevice = TypeVar("AnyDevice", bound=Device | torch.device)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -81,14 +79,13 @@ def infer_auto_device_map(
     budgets = _with_disk(max_memory)
     assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
     _warn_of_skipped_devices(outline, assignment, budgets)
-    device_map = {outline.names[part]: device for part, device in outermost(outline, assignment.device_of).items()}
+    device_map = _by_name(outline, assignment)
     if not offload_buffers:
         buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
         _warn_of_buffers(outline, device_map, assignment, budgets, buffer_sizes)
     if verbose:
-        from trainwright.bigmodels.maps.explain import explain
-
-        sys.stdout.write(f"{explain(outline, budgets, assignment)}\n")
+        report = explain(outline, budgets, assignment, clean_device_map(dict(device_map)))
+        sys.stdout.write(f"{report}\n")
     if clean_result:
         clean_device_map(device_map)
     return device_map
@@ -106,13 +103,16 @@ def explain_device_map(
 
     The arguments and errors are those of `infer_auto_device_map`. The report can be printed.
     """
-    from trainwright.bigmodels.maps.explain import explain
-
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
     budgets = _with_disk(max_memory)
-    return explain(outline, budgets, assign_devices(outline, budgets, fallback=fallback_allocation))
+    assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
+    return explain(outline, budgets, assignment, clean_device_map(_by_name(outline, assignment)))
+
+
+def _by_name(outline: Outline, assignment: DeviceAssignment) -> dict[str, Device]:
+    return {outline.names[part]: device for part, device in outermost(outline, assignment.device_of).items()}
 
 
 def resolve_device_map(

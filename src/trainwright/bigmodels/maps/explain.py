@@ -13,9 +13,7 @@ from trainwright.bigmodels.maps.device_assignment import (
     assign_devices,
     is_accelerator,
     largest_layer,
-    outermost,
 )
-from trainwright.bigmodels.maps.device_map import clean_device_map
 from trainwright.core.host.byte_sizes import format_bytes
 
 
@@ -63,10 +61,13 @@ class DeviceMapReport:
         return "\n".join(lines)
 
 
-def explain(outline: Outline, budgets: Mapping[Device, int | None], assignment: DeviceAssignment) -> DeviceMapReport:
-    """Return a report of an assignment, given the arguments and the result of `assign_devices`."""
-    device_map = {outline.names[part]: device for part, device in outermost(outline, assignment.device_of).items()}
-    clean_device_map(device_map)
+def explain(
+    outline: Outline,
+    budgets: Mapping[Device, int | None],
+    assignment: DeviceAssignment,
+    device_map: Mapping[str, Device],
+) -> DeviceMapReport:
+    """Return a report of an assignment and its map, given the arguments and the result of `assign_devices`."""
     shares = []
     for device, budget in budgets.items():
         modules = tuple(name for name, used in device_map.items() if used == device)
