@@ -67,8 +67,6 @@ def test_tied_parameters_are_found_by_all_their_names() -> None:
     model.blocks[1].a = model.blocks[0].a
     assert find_tied_parameters(model) == [["blocks.0.a.weight", "blocks.1.a.weight"], ["embed.weight", "head.weight"]]
     assert find_tied_parameters(layers(1, 1)) == []
-    with pytest.raises(TypeError, match=r"accepts only a model\. Remove 'prefix'"):
-        find_tied_parameters(model, prefix="blocks")
 
 
 def test_parameters_are_tied_again_to_the_one_that_was_loaded() -> None:

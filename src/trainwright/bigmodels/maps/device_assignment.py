@@ -9,7 +9,6 @@ largest of these layers. The host reserves memory for the largest layer on disk.
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,6 @@ from trainwright.core.errors import ConfigurationError
 
 Device: TypeAlias = int | str
 """Device of a part: the index of an accelerator, `"cpu"`, `"disk"`, or a named accelerator (`"mps"`, `"xpu:1"`)."""
-
-_SLOW = ("cpu", "disk")
 
 
 class Outline(NamedTuple):
@@ -65,7 +62,6 @@ class DeviceAssignment:
             must be able to compute the largest layer.
         full: The devices that were filled up, in order.
         pulled: Parts that were placed on the device of an earlier part because of a shared tensor.
-        visited: Number of visited parts, which measures the computation.
     """
 
     device_of: dict[int, Device]
@@ -74,12 +70,16 @@ class DeviceAssignment:
     skipped: list[Device] = field(default_factory=list)
     full: list[FullDevice] = field(default_factory=list)
     pulled: list[int] = field(default_factory=list)
-    visited: int = 0
+
+    @property
+    def offloads(self) -> bool:
+        """True if parts with tensors are on the host or on disk."""
+        return any(used and not is_accelerator(device) for device, used in self.used_bytes.items())
 
 
 def is_accelerator(device: Device) -> bool:
     """Return whether a device is an accelerator: not the host, the disk or the meta device."""
-    return device not in (*_SLOW, "meta")
+    return device not in ("cpu", "disk", "meta")
 
 
 def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallback: bool = False) -> DeviceAssignment:
@@ -95,14 +95,12 @@ def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallb
     _check_largest_layer(outline, budgets)
     filling = _Filling(outline, budgets, fallback=fallback, reserve=True)
     filling.run()
-    if filling.stuck_at is not None or not is_fast(filling.result) or filling.result.skipped:
+    if filling.stuck_at is not None or filling.result.offloads or filling.result.skipped:
         # Nothing has to be reserved if no layer is offloaded: try to place everything without a reserve.
         unreserved = _Filling(outline, budgets, fallback=fallback, reserve=False)
         unreserved.run()
-        unreserved.result.visited += filling.result.visited
-        if unreserved.stuck_at is None and is_fast(unreserved.result):
+        if unreserved.stuck_at is None and not unreserved.result.offloads:
             return unreserved.result
-        filling.result.visited = unreserved.result.visited
     if filling.stuck_at is not None:
         used = ", ".join(f"{device!r}: {bytes_}" for device, bytes_ in filling.result.used_bytes.items())
         raise ConfigurationError(
@@ -113,27 +111,15 @@ def assign_devices(outline: Outline, budgets: dict[Device, int | None], *, fallb
     return filling.result
 
 
-def is_fast(assignment: DeviceAssignment) -> bool:
-    """Return whether all parts with tensors are on accelerators."""
-    return all(is_accelerator(device) for device, used in assignment.used_bytes.items() if used)
-
-
-def collapse(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
-    """Replace the entries of a part's children by one entry if all are on one device. Keep the outline's order."""
-    below = (
-        {device_of[part] for part in range(index, end) if part in device_of} for index, end in enumerate(outline.ends)
-    )
-    return outermost(outline, {index: next(iter(found)) for index, found in enumerate(below) if len(found) == 1})
-
-
 def outermost(outline: Outline, device_of: dict[int, Device]) -> dict[int, Device]:
     """Remove the entries of parts inside another part that has a device. Keep the outline's order."""
-    found: dict[int, Device] = {}
-    end = 0
+    outer: dict[int, Device] = {}
+    end = 0  # the parts before this index are inside the last entry
     for index in range(len(outline.names)):
         if index >= end and index in device_of:
-            found[index], end = device_of[index], outline.ends[index]
-    return found
+            outer[index] = device_of[index]
+            end = outline.ends[index]
+    return outer
 
 
 def _check_largest_layer(outline: Outline, budgets: dict[Device, int | None]) -> None:
@@ -151,15 +137,22 @@ def _check_largest_layer(outline: Outline, budgets: dict[Device, int | None]) ->
 
 def largest_layer(outline: Outline) -> tuple[int, str]:
     """Return the bytes and the name of the largest layer, or (0, "") without layers."""
-    parts = zip(outline.sizes_bytes, outline.names, outline.is_layer, strict=True)
-    return max(((size, name) for size, name, is_layer in parts if is_layer), key=lambda part: part[0], default=(0, ""))
+    largest = 0
+    largest_name = ""
+    for name, size, is_layer in zip(outline.names, outline.sizes_bytes, outline.is_layer, strict=True):
+        if is_layer and size > largest:
+            largest = size
+            largest_name = name
+    return largest, largest_name
 
 
 def _largest_from(outline: Outline) -> list[int]:
     """Return for each index the bytes of the largest layer at or after this index. A last entry of 0 is added."""
-    parts = zip(reversed(outline.is_layer), reversed(outline.sizes_bytes), strict=True)
-    largest = itertools.accumulate((size if is_layer else 0 for is_layer, size in parts), max, initial=0)
-    return [*largest][::-1]
+    largest = [0] * (len(outline.names) + 1)
+    for index in reversed(range(len(outline.names))):
+        layer_bytes = outline.sizes_bytes[index] if outline.is_layer[index] else 0
+        largest[index] = max(layer_bytes, largest[index + 1])
+    return largest
 
 
 class _Ties:
@@ -169,19 +162,26 @@ class _Ties:
         self._ends = outline.ends
         self._group_of: dict[int, list[int]] = {}
         for tied in outline.tied:
-            merged = sorted({part for index in tied for part in (*self._group_of.get(index, ()), index)})
-            self._group_of.update(dict.fromkeys(merged, merged))
+            merged = set(tied)
+            for part in tied:
+                merged.update(self._group_of.get(part, ()))
+            group = sorted(merged)
+            for part in group:
+                self._group_of[part] = group
         self._parts = sorted(self._group_of)
 
     def outside(self, index: int) -> list[int]:
         """Return the parts outside part `index` that must be on its device, in order."""
-        groups = {id(group): group for group in (self._group_of[part] for part in self.inside(index))}
-        return sorted(part for group in groups.values() for part in group if not index <= part < self._ends[index])
+        tied: set[int] = set()
+        for part in self.inside(index):
+            tied.update(self._group_of[part])
+        return sorted(part for part in tied if not index <= part < self._ends[index])
 
     def inside(self, index: int) -> list[int]:
         """Return the parts in part `index`, including `index`, that share a tensor with any other part."""
         first = bisect.bisect_left(self._parts, index)
-        return self._parts[first : bisect.bisect_left(self._parts, self._ends[index])]
+        last = bisect.bisect_left(self._parts, self._ends[index])
+        return self._parts[first:last]
 
 
 class _Filling:
@@ -191,7 +191,9 @@ class _Filling:
         self.outline = outline
         self.devices = list(budgets)
         self.fallback = fallback
-        self.free: dict[Device, float] = {d: float("inf") if b is None else b for d, b in budgets.items()}
+        self.free: dict[Device, float] = {}
+        for device, budget in budgets.items():
+            self.free[device] = float("inf") if budget is None else budget
         self.ties = _Ties(outline)
         self.largest_from = _largest_from(outline)
         self.reserving: set[Device] = set()  # devices that reserve memory for offloaded layers
@@ -206,7 +208,7 @@ class _Filling:
 
     def _reserve(self, start: int) -> None:
         """Choose the first accelerator that can hold the largest layer. Disable earlier accelerators."""
-        self.reserving = {device for device in self.devices if device == "cpu"}
+        self.reserving = {"cpu"}  # for layers on disk
         self.result.runs_on = None
         for device in self.devices[start:]:
             if not is_accelerator(device) or self.free[device] == 0:
@@ -221,10 +223,11 @@ class _Filling:
 
     def run(self) -> None:
         """Place the parts in order, and split modules that do not fit. Stores the devices in `result`."""
-        outline, result = self.outline, self.result
-        index, position = 0, 0
+        outline = self.outline
+        result = self.result
+        index = 0
+        position = 0  # of the device that is being filled
         while index < len(outline.names):
-            result.visited += 1
             if index in result.device_of:
                 index = outline.ends[index]
                 continue
@@ -234,7 +237,8 @@ class _Filling:
             device = self.devices[position]
             needed, outside, is_split = self._requirements(index, device)
             reserved = self.largest_from[outline.ends[index]] if device in self.reserving else 0
-            if not outline.sizes_bytes[index] and not result.used_bytes[device] and not self.ties.inside(index):
+            has_tensors = outline.sizes_bytes[index] or self.ties.inside(index)
+            if not has_tensors and not result.used_bytes[device]:
                 self.weightless.append(index)  # a Dropout alone must not make its device the first of the map
                 index = outline.ends[index]
             elif not is_split and needed + reserved <= self.free[device]:
@@ -249,12 +253,13 @@ class _Filling:
                 position += 1
                 if self.reserve and device == result.runs_on and not result.used_bytes[device]:
                     self._reserve(position)  # the device is empty, so a later one is the first of the map
-        for part in self.weightless:
-            result.device_of[part] = self.devices[min(position, len(self.devices) - 1)]
+        last = self.devices[min(position, len(self.devices) - 1)]
+        result.device_of.update(dict.fromkeys(self.weightless, last))
 
     def _requirements(self, index: int, device: Device) -> tuple[int, list[int], bool]:
         """Return a part's missing bytes, unplaced parts that share its tensors, and whether it is partly elsewhere."""
-        needed, is_split = self.outline.sizes_bytes[index], False
+        needed = self.outline.sizes_bytes[index]
+        is_split = False
         first = bisect.bisect_left(self.ahead, index)
         last = bisect.bisect_left(self.ahead, self.outline.ends[index])
         for part in self.ahead[first:last]:
@@ -266,8 +271,7 @@ class _Filling:
 
     def _put(self, index: int, device: Device, needed: int, outside: list[int]) -> None:
         result = self.result
-        for part in self.weightless:
-            result.device_of[part] = device
+        result.device_of.update(dict.fromkeys(self.weightless, device))
         self.weightless.clear()
         result.device_of[index] = device
         result.used_bytes[device] += needed
@@ -285,7 +289,6 @@ class _Filling:
         queue = deque(self._siblings(start, len(outline.names)))
         while queue:
             index = queue.popleft()
-            self.result.visited += 1
             if index in self.result.device_of:
                 continue
             needed, outside, is_split = self._requirements(index, device)
@@ -300,8 +303,8 @@ class _Filling:
 
     def _siblings(self, start: int, end: int) -> list[int]:
         """Return the outermost parts from index `start` up to `end`."""
-        found = []
+        siblings = []
         while start < end:
-            found.append(start)
+            siblings.append(start)
             start = self.outline.ends[start]
-        return found
+        return siblings

@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,15 +17,15 @@ from trainwright.bigmodels.maps.device_assignment import (
     DeviceAssignment,
     Outline,
     assign_devices,
-    collapse,
     is_accelerator,
     largest_layer,
     outermost,
 )
+from trainwright.bigmodels.maps.explain import DeviceMapReport, explain
 from trainwright.bigmodels.maps.sizes import (
     DType,
     class_names,
-    compute_module_total_buffer_size,
+    compute_module_sizes,
     enclosing,
     read_outline,
 )
@@ -34,9 +34,7 @@ from trainwright.core.host.byte_sizes import convert_file_size_to_int, format_by
 from trainwright.core.host.device_types import properties
 from trainwright.core.host.memory import available_host_memory_bytes
 
-if TYPE_CHECKING:
-    from trainwright.bigmodels.maps.explain import DeviceMapReport
-
+AnyDevice = TypeVar("AnyDevice", bound=Device | torch.device)
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
@@ -78,19 +76,18 @@ def infer_auto_device_map(
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
-    budgets = _with_disk(memory_budgets(max_memory))
+    budgets = _with_disk(max_memory)
     assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
     _warn_of_skipped_devices(outline, assignment, budgets)
-    chosen = outermost(outline, assignment.device_of)
-    device_map = {outline.names[part]: device for part, device in chosen.items()}
-    if not offload_buffers and assignment.runs_on is not None:
-        _warn_of_buffers(model, outline, device_map, assignment, budgets, dtype, special_dtypes)
+    device_map = _by_name(outline, assignment)
+    if not offload_buffers:
+        buffer_sizes = compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)
+        _warn_of_buffers(outline, device_map, assignment, budgets, buffer_sizes)
     if verbose:
-        from trainwright.bigmodels.maps.explain import explain
-
-        sys.stdout.write(f"{explain(outline, budgets, assignment)}\n")
+        report = explain(outline, budgets, assignment, clean_device_map(dict(device_map)))
+        sys.stdout.write(f"{report}\n")
     if clean_result:
-        device_map = {outline.names[part]: device for part, device in collapse(outline, chosen).items()}
+        clean_device_map(device_map)
     return device_map
 
 
@@ -106,13 +103,16 @@ def explain_device_map(
 
     The arguments and errors are those of `infer_auto_device_map`. The report can be printed.
     """
-    from trainwright.bigmodels.maps.explain import explain
-
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
-    budgets = _with_disk(memory_budgets(max_memory))
-    return explain(outline, budgets, assign_devices(outline, budgets, fallback=fallback_allocation))
+    budgets = _with_disk(max_memory)
+    assignment = assign_devices(outline, budgets, fallback=fallback_allocation)
+    return explain(outline, budgets, assignment, clean_device_map(_by_name(outline, assignment)))
+
+
+def _by_name(outline: Outline, assignment: DeviceAssignment) -> dict[str, Device]:
+    return {outline.names[part]: device for part, device in outermost(outline, assignment.device_of).items()}
 
 
 def resolve_device_map(
@@ -155,7 +155,7 @@ def resolve_device_map(
             special_dtypes=special_dtypes,
             low_zero=device_map == "balanced_low_0",
         )
-    found = infer_auto_device_map(
+    inferred = infer_auto_device_map(
         model,
         max_memory=max_memory,
         no_split_module_classes=no_split_module_classes,
@@ -163,7 +163,7 @@ def resolve_device_map(
         special_dtypes=special_dtypes,
         offload_buffers=offload_buffers,
     )
-    return dict(found)
+    return dict(inferred)  # a copy, to which mypy gives the wider type of values
 
 
 def get_balanced_memory(
@@ -191,20 +191,24 @@ def get_balanced_memory(
         ConfigurationError: A device, size or dtype is unknown.
     """
     budgets = memory_budgets(max_memory)
-    used = [device for device, budget in budgets.items() if is_accelerator(device) and budget > 0]
-    if len(used) < 2:
+    accelerators = [device for device in budgets if is_accelerator(device)]
+    num_used = sum(budgets[device] > 0 for device in accelerators)
+    if num_used < 2:
         if max_memory is None:
-            budgets.update({device: int(budgets[device] * 0.9) for device in used})
+            for device in accelerators:
+                budgets[device] = int(budgets[device] * 0.9)
         return budgets
     outline = read_outline(model, dtype=dtype, special_dtypes=special_dtypes)
     total = outline.sizes_bytes[0]
-    accelerators = [device for device in budgets if is_accelerator(device)]
-    share = total // (len(used) - 1 if low_zero else len(used)) + _allowance(model, outline, no_split_module_classes)
+    num_shares = num_used - 1 if low_zero else num_used
+    share = total // num_shares + _allowance(model, outline, no_split_module_classes)
     first, *others = accelerators
-    for device in accelerators[low_zero:-1]:
-        budgets[device] = min(budgets[device], share)
+    for device in accelerators[:-1]:
+        if not (low_zero and device == first):
+            budgets[device] = min(budgets[device], share)
     if low_zero:
-        budgets[first] = min(budgets[first], max(0, total - sum(budgets[device] for device in others)))
+        remaining = total - sum(budgets[device] for device in others)
+        budgets[first] = min(budgets[first], max(0, remaining))
     return budgets
 
 
@@ -212,16 +216,17 @@ def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequ
     """Return the bytes by which a budget exceeds the equal fraction. See `get_balanced_memory`."""
     no_split = class_names(no_split_module_classes)
     sizes = dict(zip(outline.names, outline.sizes_bytes, strict=True))
-    layers, blocks = list[int](), list[int]()
+    layer_sizes: list[int] = []
+    largest_block = 0
     for name, module in model.named_modules():
         if not sizes[name]:
             continue
-        if not any(True for _ in module.children()):
-            layers.append(sizes[name])
+        if next(module.children(), None) is None:
+            layer_sizes.append(sizes[name])
         if type(module).__name__ in no_split:
-            blocks.append(sizes[name])
-    mean = sum(layers) // max(1, len(layers))
-    return int(1.25 * max(mean, max(blocks, default=0)))
+            largest_block = max(largest_block, sizes[name])
+    mean = sum(layer_sizes) // max(1, len(layer_sizes))
+    return int(1.25 * max(mean, largest_block))
 
 
 def check_device_map(
@@ -251,16 +256,10 @@ def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], st
             f"{', '.join(missing)}. Add them, or a module that they are in, or '' for all the rest."
         )
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    unknown = [name for name in device_map if name not in modules]
-    if unknown:
-        tensors = {
-            name
-            for name, _ in (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
-        }
-        unknown = [name for name in unknown if name not in tensors]
+    known = set(modules)
+    known.update(name for name, _ in model.named_parameters(remove_duplicate=False))
+    known.update(name for name, _ in model.named_buffers(remove_duplicate=False))
+    unknown = [name for name in device_map if name not in known]
     if unknown:
         message = (
             f"The following device_map keys do not match any submodules in the model: {unknown}."
@@ -291,43 +290,42 @@ def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
 
 def _saved_names(model: nn.Module) -> list[str]:
     """Return the names of all parameters and persistent buffers. Tied tensors have several names."""
-    names = list[str]()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dotted = f"{prefix}." if prefix else ""
-        names += [dotted + own for own, tensor in module._parameters.items() if tensor is not None]
-        unsaved = module._non_persistent_buffers_set
-        names += [dotted + own for own, tensor in module._buffers.items() if tensor is not None and own not in unsaved]
+    names: list[str] = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        names += [name for name, _ in module.named_parameters(path, recurse=False, remove_duplicate=False)]
+        for name, _ in module.named_buffers(path, recurse=False, remove_duplicate=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                names.append(name)
     return names
 
 
 def clean_device_map(
-    device_map: MutableMapping[str, Device | torch.device], module_name: str = ""
-) -> MutableMapping[str, Device | torch.device]:
+    device_map: MutableMapping[str, AnyDevice], module_name: str = ""
+) -> MutableMapping[str, AnyDevice]:
     """Replace the entries of a module's children by one entry for the module, if all are on one device.
 
     The map is changed in place and returned, without a change of order. No entry may be inside the module of another
     entry. Only entries in `module_name` are changed.
     """
-    inner = f"{module_name}." if module_name else ""
-    modules = {
-        name: [part for part in enclosing(name) if part == module_name or part.startswith(inner)] for name in device_map
-    }
-    devices: defaultdict[str, set[Device | torch.device]] = defaultdict(set)
+    prefix = f"{module_name}." if module_name else ""
+    modules_of: dict[str, list[str]] = {}  # name of an entry → modules that may replace it, outermost first
+    devices: defaultdict[str, set[AnyDevice]] = defaultdict(set)  # module → devices of its entries
     for name, device in device_map.items():
-        for module in modules[name]:
+        modules_of[name] = [part for part in enclosing(name) if part == module_name or part.startswith(prefix)]
+        for module in modules_of[name]:
             devices[module].add(device)
-    cleaned = {
-        next((module for module in modules[name] if len(devices[module]) == 1), name): device
-        for name, device in device_map.items()
-    }
+    cleaned: dict[str, AnyDevice] = {}
+    for name, device in device_map.items():
+        on_one_device = (module for module in modules_of[name] if len(devices[module]) == 1)
+        cleaned[next(on_one_device, name)] = device
     device_map.clear()
     device_map.update(cleaned)
     return device_map
 
 
-def _with_disk(max_memory: Mapping[Device, int]) -> dict[Device, int | None]:
-    """Add the disk to the budgets as the last device, with an unlimited budget by default."""
-    budgets: dict[Device, int | None] = dict(max_memory)
+def _with_disk(max_memory: Mapping[Device, int | str] | None) -> dict[Device, int | None]:
+    """Return the budgets with the disk as the last device, whose budget is unlimited by default."""
+    budgets: dict[Device, int | None] = dict(memory_budgets(max_memory))
     budgets.setdefault("disk", None)
     return budgets
 
@@ -348,30 +346,26 @@ def _warn_of_skipped_devices(
 
 
 def _warn_of_buffers(
-    model: nn.Module,
     outline: Outline,
     device_map: Mapping[str, Device],
     assignment: DeviceAssignment,
     budgets: Mapping[Device, int | None],
-    dtype: DType | None,
-    special_dtypes: Mapping[str, DType] | None,
+    buffer_sizes: Mapping[str, int],
 ) -> None:
     """Warn if the buffers of offloaded modules do not fit the computing device beside the largest offloaded layer."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-
-    def buffer_bytes(name: str) -> int:
-        return compute_module_total_buffer_size(modules[name], dtype, special_dtypes) if name in modules else 0
-
-    needed = sum(buffer_bytes(name) for name, device in device_map.items() if not is_accelerator(device))
     runs_on = assignment.runs_on
     budget = None if runs_on is None else budgets[runs_on]
-    if not needed or runs_on is None or budget is None:
+    needed = sum(buffer_sizes.get(name, 0) for name, device in device_map.items() if not is_accelerator(device))
+    if budget is None or runs_on is None or not needed:
         return
-    offloaded = [index for index, device in assignment.device_of.items() if not is_accelerator(device)]
-    parts = {part for index in offloaded for part in range(index, outline.ends[index]) if outline.is_layer[part]}
-    sizes = {outline.names[part]: outline.sizes_bytes[part] for part in parts}
-    streamed = max((size - buffer_bytes(name) for name, size in sizes.items() if name not in buffers), default=0)
+    streamed = 0
+    for index, device in assignment.device_of.items():
+        if is_accelerator(device):
+            continue
+        for part in range(index, outline.ends[index]):
+            if outline.is_layer[part]:
+                size = outline.sizes_bytes[part] - buffer_sizes.get(outline.names[part], 0)
+                streamed = max(streamed, size)
     free = budget - assignment.used_bytes[runs_on] - streamed
     if needed > free:
         warnings.warn(
@@ -459,8 +453,13 @@ def _free_memory() -> dict[Device, int]:
     if not torch.accelerator.is_available():
         return {"cpu": host}
     kind = torch.accelerator.current_accelerator()
+    assert kind is not None
     module = torch.get_device_module(kind)
-    if kind is not None and hasattr(module, "mem_get_info"):
-        return {**{i: int(module.mem_get_info(i)[0]) for i in range(torch.accelerator.device_count())}, "cpu": host}
-    # Apple's accelerator shares the host's memory, which must not be counted twice.
-    return {kind.type: host} if kind is not None and properties(kind.type).is_unified else {"cpu": host}
+    if not hasattr(module, "mem_get_info"):
+        # Apple's accelerator shares the host's memory, which must not be counted twice.
+        return {kind.type: host} if properties(kind.type).is_unified else {"cpu": host}
+    budgets: dict[Device, int] = {}
+    for index in range(torch.accelerator.device_count()):
+        budgets[index] = int(module.mem_get_info(index)[0])
+    budgets["cpu"] = host
+    return budgets

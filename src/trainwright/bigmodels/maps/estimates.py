@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections import defaultdict
@@ -16,7 +15,15 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from trainwright.bigmodels.maps.sizes import NUMBERED_BLOCK, DType, dtype_byte_size, is_floating, read_outline
+from trainwright.bigmodels.maps.sizes import (
+    NUMBERED_BLOCK,
+    DType,
+    dtype_byte_size,
+    enclosing,
+    is_floating,
+    named_module_tensors,
+    read_outline,
+)
 from trainwright.checkpoint.disk.untrusted import reading
 from trainwright.checkpoint.format.safetensors_io import read_header
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -61,25 +68,18 @@ def count_weights(model: nn.Module) -> WeightCount:
 
     Modules of the classes in its `_no_split_modules` (an attribute of transformers models) count as one layer.
     """
-    outline = read_outline(model, no_split_module_classes=getattr(model, "_no_split_modules", None), dtype="int8")
-    layers = [
-        (size - fixed, fixed, name)  # an element takes one byte here, except in counters and masks
-        for size, name, is_layer in zip(outline.sizes_bytes, outline.names, outline.is_layer, strict=True)
-        if is_layer
-        for fixed in (min(size, _fixed_bytes(model, name)),)
-    ]
-    elements, layer_bytes, layer_name = max(layers, key=lambda layer: layer[0], default=(0, 0, ""))
-    fixed = _fixed_bytes(model, "")
-    return WeightCount(outline.sizes_bytes[0] - fixed, fixed, layer_name, elements, layer_bytes)
-
-
-def _fixed_bytes(model: nn.Module, name: str) -> int:
-    """Return the bytes of the counters and masks in the module, parameter or buffer called `name`."""
-    part: Any = functools.reduce(getattr, name.split("."), model) if name else model
-    tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
-    return sum(
-        tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values() if not is_floating(tensor)
-    )
+    elements: defaultdict[str, int] = defaultdict(int)
+    fixed: defaultdict[str, int] = defaultdict(int)
+    for name, tensor in named_module_tensors(model, recurse=True):
+        for part in enclosing(name):
+            if is_floating(tensor):
+                elements[part] += tensor.numel()
+            else:
+                fixed[part] += tensor.nbytes
+    outline = read_outline(model, no_split_module_classes=getattr(model, "_no_split_modules", None))
+    layers = [name for name, is_layer in zip(outline.names, outline.is_layer, strict=True) if is_layer]
+    largest = max(layers, key=elements.__getitem__, default="")
+    return WeightCount(elements[""], fixed[""], largest, elements[largest], fixed[largest])
 
 
 def count_stored_weights(path: Path) -> WeightCount:
@@ -120,29 +120,30 @@ def count_stage_bytes(
     model is one stage. Tensors that two stages save count in both stages. The model's parameters and buffers do not
     count. Activation checkpointing reduces the result.
     """
-    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    kept: list[dict[int, torch.UntypedStorage]] = [{}]
+    # A tensor and its views have one storage. `_cdata` is the storage's address, by which it counts once. The saved
+    # storages are kept until the end, so that no address is used again.
+    weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    saved: list[dict[int, torch.UntypedStorage]] = [{}]  # one dict per stage
     sent: list[int] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def count(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[-1][storage._cdata] = storage
+        if storage._cdata not in weights:
+            saved[-1][storage._cdata] = storage
         return tensor
 
     def end_stage(module: nn.Module, args: object, output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        sent.append(first.untyped_storage().nbytes())
-        kept.append({})
+        hidden = output[0] if isinstance(output, (tuple, list)) else output
+        sent.append(hidden.untyped_storage().nbytes())
+        saved.append({})
 
     with ExitStack() as undo:
         for stage in stages[:-1]:
             undo.callback(stage[-1].register_forward_hook(end_stage).remove)
         undo.enter_context(torch.enable_grad())
-        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
-        result = forward()
-    del result
-    return [sum(storage.nbytes() for storage in stage.values()) for stage in kept], sent
+        undo.enter_context(torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor))
+        forward()
+    return [sum(storage.nbytes() for storage in stage.values()) for stage in saved], sent
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -174,44 +175,57 @@ def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_lengt
     `config` is a transformers configuration of any model family. For models of text and images, its `text_config` is
     used. `sequence_length` includes the prompt.
     """
-    text = config.get("text_config")
-    config = text if isinstance(text, Mapping) else config
-    is_decoder = bool(config.get("is_encoder_decoder"))
-    own: tuple[str, ...] = ("num_decoder_layers", "decoder_layers") if is_decoder else ()
-    layers = _first(config, *own, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
-    own = ("decoder_attention_heads",) if is_decoder else ()
-    heads = _first(config, *own, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    text_config = config.get("text_config")
+    if isinstance(text_config, Mapping):
+        config = text_config
+    layer_names = ["num_hidden_layers", "n_layer", "n_layers", "num_layers"]
+    head_names = ["num_attention_heads", "n_head", "n_heads", "num_heads"]
+    is_encoder_decoder = bool(config.get("is_encoder_decoder"))
+    if is_encoder_decoder:
+        layer_names = ["num_decoder_layers", "decoder_layers", *layer_names]
+        head_names = ["decoder_attention_heads", *head_names]
+    layers = _first(config, *layer_names)
+    heads = _first(config, *head_names)
     width = _first(config, "hidden_size", "n_embd", "d_model")
     if not (layers and heads and width):
         return None
-    if config.get("kv_lora_rank") and config.get("qk_rope_head_dim"):
+    if config.get("kv_lora_rank") and config.get("qk_rope_head_dim"):  # latent attention
         per_token = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     else:
+        kv_heads = config.get("num_key_value_heads") or heads
+        if config.get("multi_query") and not config.get("new_decoder_architecture"):  # such as Falcon 7B
+            kv_heads = 1
         head_dim = _first(config, "head_dim", "d_kv") or width // heads
-        is_single = config.get("multi_query") and not config.get("new_decoder_architecture")  # such as Falcon 7B
-        per_token = 2 * head_dim * (1 if is_single else config.get("num_key_value_heads") or heads)
-    tokens = 2 * layers * sequence_length if is_decoder else _kept_tokens(config, layers, sequence_length)
+        per_token = 2 * kv_heads * head_dim  # keys and values
+    if is_encoder_decoder:
+        tokens = 2 * layers * sequence_length
+    else:
+        tokens = _cached_tokens(config, layers, sequence_length)
     cache_bytes: float = tokens * per_token * batch_size * dtype_byte_size(dtype)
     return math.ceil(cache_bytes)
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
     """Return the first of the named settings that the configuration has, or 0."""
-    return next((int(config[name]) for name in names if isinstance(config.get(name), int) and config[name]), 0)
+    for name in names:
+        value = config.get(name)
+        if value and isinstance(value, int):
+            return value
+    return 0
 
 
-def _kept_tokens(config: Mapping[str, Any], layers: int, sequence_length: int) -> int:
+def _cached_tokens(config: Mapping[str, Any], layers: int, sequence_length: int) -> int:
     """Return the number of tokens of a sequence that all layers together cache."""
     window = _first(config, "sliding_window", "attention_chunk_size")
     kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
     shared = _first(config, "num_kv_shared_layers")  # the last layers use the cache of earlier ones
-    kept = 0
+    tokens = 0
     for kind in kinds[: len(kinds) - shared]:
-        if kind in ("sliding_attention", "chunked_attention") and window:
-            kept += min(sequence_length, window - 1)  # the newest token is not cached yet
+        if window and kind in ("sliding_attention", "chunked_attention"):
+            tokens += min(sequence_length, window - 1)  # the newest token is not cached yet
         elif kind.endswith("attention") and kind != "linear_attention":
-            kept += sequence_length
-    return kept
+            tokens += sequence_length
+    return tokens
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -11,11 +11,8 @@ from trainwright.bigmodels.maps.device_assignment import (
     DeviceAssignment,
     Outline,
     assign_devices,
-    collapse,
     is_accelerator,
-    is_fast,
     largest_layer,
-    outermost,
 )
 from trainwright.core.host.byte_sizes import format_bytes
 
@@ -64,17 +61,20 @@ class DeviceMapReport:
         return "\n".join(lines)
 
 
-def explain(outline: Outline, budgets: Mapping[Device, int | None], assignment: DeviceAssignment) -> DeviceMapReport:
-    """Return a report of an assignment, given the arguments and the result of `assign_devices`."""
-    names: dict[Device, list[str]] = {device: [] for device in budgets}
-    for part, device in collapse(outline, outermost(outline, assignment.device_of)).items():
-        names[device].append(outline.names[part])
+def explain(
+    outline: Outline,
+    budgets: Mapping[Device, int | None],
+    assignment: DeviceAssignment,
+    device_map: Mapping[str, Device],
+) -> DeviceMapReport:
+    """Return a report of an assignment and its map, given the arguments and the result of `assign_devices`."""
+    shares = []
+    for device, budget in budgets.items():
+        modules = tuple(name for name, used in device_map.items() if used == device)
+        shares.append(DeviceShare(device, budget, assignment.used_bytes[device], modules))
     return DeviceMapReport(
         total_bytes=outline.sizes_bytes[0],
-        shares=tuple(
-            DeviceShare(device, budget, assignment.used_bytes[device], tuple(names[device]))
-            for device, budget in budgets.items()
-        ),
+        shares=tuple(shares),
         reasons=tuple(_reasons(outline, assignment)),
         missing_bytes=_missing_bytes(outline, dict(budgets), assignment),
     )
@@ -90,28 +90,27 @@ def _span(share: DeviceShare) -> str:
 def _reasons(outline: Outline, assignment: DeviceAssignment) -> list[str]:
     reasons = []
     needed, name = largest_layer(outline)
-    if assignment.runs_on is not None and not is_fast(assignment):
+    if assignment.runs_on is not None and assignment.offloads:
         reasons.append(
             f"Device {assignment.runs_on!r} computes the layers on the host and on disk, and reserves memory for them."
         )
-    reasons += [
-        f"Device {device!r} is not used: {name!r}, the largest layer, needs {format_bytes(needed)}."
-        for device in assignment.skipped
-    ]
+    for device in assignment.skipped:
+        reasons.append(f"Device {device!r} is not used: {name!r}, the largest layer, needs {format_bytes(needed)}.")
     for full in assignment.full:
         if full.device in assignment.skipped:
             continue
-        reserved = f", of which {format_bytes(full.reserved_bytes)} are reserved for the largest remaining layer"
+        reserved = ""
+        if full.reserved_bytes:
+            reserved = f", of which {format_bytes(full.reserved_bytes)} are reserved for the largest remaining layer"
         reasons.append(
             f"Device {full.device!r} has no room for {outline.names[full.part] or 'the model'!r}, which needs "
-            f"{format_bytes(full.needed_bytes)}: {format_bytes(full.free_bytes)} are free"
-            f"{reserved if full.reserved_bytes else ''}."
+            f"{format_bytes(full.needed_bytes)}: {format_bytes(full.free_bytes)} are free{reserved}."
         )
-    reasons += [
-        f"{outline.names[part]!r} is on device {assignment.device_of[part]!r} because it shares a tensor with an "
-        "earlier module there."
-        for part in assignment.pulled
-    ]
+    for part in assignment.pulled:
+        reasons.append(
+            f"{outline.names[part]!r} is on device {assignment.device_of[part]!r} because it shares a tensor with an "
+            "earlier module there."
+        )
     return reasons
 
 
@@ -120,12 +119,14 @@ def _missing_bytes(outline: Outline, budgets: dict[Device, int | None], assignme
     accelerators = [device for device, budget in budgets.items() if is_accelerator(device) and budget != 0]
     if not accelerators:
         return None
-    if is_fast(assignment):
+    if not assignment.offloads:
         return 0
     last = accelerators[-1]
-    given = budgets[last] or 0
-    return 1 + bisect.bisect_left(
-        range(1, max(outline.sizes_bytes[0], 1)),
-        True,
-        key=lambda extra: is_fast(assign_devices(outline, {**budgets, last: given + extra})),
-    )
+    budget = budgets[last] or 0
+
+    def is_enough(addition: int) -> bool:
+        return not assign_devices(outline, {**budgets, last: budget + addition}).offloads
+
+    # A binary search, without a list: the bytes of the model are always enough.
+    additions = range(1, max(outline.sizes_bytes[0], 1))
+    return 1 + bisect.bisect_left(additions, True, key=is_enough)

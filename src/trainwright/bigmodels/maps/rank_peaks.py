@@ -8,6 +8,7 @@ in docs/meshes.md, which tests compare with measured bytes.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections import Counter
@@ -118,10 +119,14 @@ def rank_peaks(
     `activation_bytes`: bytes that autograd saves in one rank's forward, from `count_stage_bytes`. `buckets`: None for
     the defaults of `ZeroBuckets`. With `foreach`, torch's default on a GPU, Adam updates all parameters at once.
     """
-    ranks, kept = world_size, activation_bytes
+    ranks = world_size
+    kept = activation_bytes
+    buckets = buckets or ZeroBuckets()
     weights = gradients = _BYTES * shape.elements
-    states, largest = _STATES * shape.elements, _BYTES * shape.tensor
-    unit, outside = _BYTES * shape.unit, _BYTES * shape.outside
+    states = _STATES * shape.elements
+    largest = _BYTES * shape.tensor
+    unit = _BYTES * shape.unit
+    outside = _BYTES * shape.outside
     temporary = _temporary_bytes(shape, foreach)
     stepping = gradients + temporary
     peaks = {
@@ -135,11 +140,9 @@ def rank_peaks(
         + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
         "offload": outside + max(kept + largest, _streaming(shape, kept)),
     }
-    zero: dict[str, Any] = {"world_size": ranks, "activation_bytes": kept, "uses": shape.uses}
-    zero["buckets"] = buckets or ZeroBuckets()
     for stage in (1, 2):
-        peaks[f"deepspeed_stage_{stage}"] = _flat_peak(shape.sizes, stage=stage, **zero)
-    peaks["deepspeed_stage_3"] = _sharded_peak(shape.sizes, **zero)
+        peaks[f"deepspeed_stage_{stage}"] = _flat_peak(shape, stage, ranks, kept, buckets)
+    peaks["deepspeed_stage_3"] = _sharded_peak(shape, ranks, kept, buckets)
     return {name: math.ceil(peak) for name, peak in peaks.items()}
 
 
@@ -148,83 +151,90 @@ def _temporary_bytes(shape: TrainingShape, foreach: bool) -> int:
     return _BYTES * (shape.elements if foreach else _TEMPORARIES * shape.tensor)
 
 
-def _flat_peak(
-    sizes: Sequence[int], *, stage: int, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
-) -> int:
-    """Return the peak bytes on one rank's device in a step at ZeRO stage 1 or 2, for parameters of these sizes.
+def _flat_peak(shape: TrainingShape, stage: int, world_size: int, activation_bytes: int, buckets: ZeroBuckets) -> int:
+    """Return the peak bytes on one rank's device in a step at ZeRO stage 1 or 2.
 
     Simulates a step of DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, stage3.py). The backward computes gradients
     from the last parameter to the first and frees activations. Gradients are collected in buckets, copied into a buffer
     and reduced, and each rank keeps its shard. The optimizer then updates the shard as one tensor.
     """
-    elements = _ALIGNMENT * world_size * math.ceil(sum(sizes) / (_ALIGNMENT * world_size))
+    elements = _ALIGNMENT * world_size * math.ceil(shape.elements / (_ALIGNMENT * world_size))
     shard = elements // world_size
     held = _BYTES * (elements + 3 * shard)  # parameters; the updated copy of the shard, and two averages
     bucket_bytes = _BYTES * buckets.reduce * (2 if buckets.overlap else 1)
     peak = _BYTES * shard * (1 + _TEMPORARIES)
     for rank in (0, world_size - 1):  # the position of a rank's shard decides when the rank stores its gradients
-        owned = _owned(sizes, rank * shard, (rank + 1) * shard)
-        backward = bucket_bytes + _backward_peak(sizes, owned, stage, activation_bytes, uses, buckets)
-        flattened = _BYTES * (sum(size for size, mine in zip(sizes, owned, strict=True) if mine) + shard)
+        owned = _owned(shape.sizes, rank * shard, (rank + 1) * shard)
+        backward = bucket_bytes + _backward_peak(shape, owned, stage, activation_bytes, buckets)
+        flattened = _BYTES * (sum(itertools.compress(shape.sizes, owned)) + shard)
         peak = max(peak, backward, flattened)
     return held + peak
 
 
-def _sharded_peak(
-    sizes: Sequence[int], *, world_size: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
-) -> int:
-    """Return the peak bytes on one rank's device in a step at ZeRO stage 3. For the arguments, see `_flat_peak`."""
-    shard = sum(math.ceil(size / world_size) for size in sizes)
+def _sharded_peak(shape: TrainingShape, world_size: int, activation_bytes: int, buckets: ZeroBuckets) -> int:
+    """Return the peak bytes on one rank's device in a step at ZeRO stage 3."""
+    shard = sum(math.ceil(size / world_size) for size in shape.sizes)
     held = _BYTES * (5 * shard + buckets.reduce)  # parameters, the updated copy, two averages, gradients
-    gathered = _BYTES * _gathered(sizes, buckets)
-    backward = _backward_peak(sizes, [False] * len(sizes), 3, activation_bytes, uses, buckets)
+    gathered = _BYTES * _gathered(shape.sizes, buckets)
+    backward = _backward_peak(shape, [False] * len(shape.sizes), 3, activation_bytes, buckets)
     return held + max(gathered + backward, _BYTES * shard * (1 + _TEMPORARIES))
 
 
 def _owned(sizes: Sequence[int], begin: int, end: int) -> list[bool]:
     """Return for each parameter whether it overlaps the shard from `begin` to `end` of the flat parameters."""
-    found, offset = [], 0
+    owned = []
+    offset = 0
     for size in sizes:
-        found.append(offset < end and offset + size > begin)
+        owned.append(offset < end and offset + size > begin)
         offset += size
-    return found
+    return owned
 
 
 def _backward_peak(
-    sizes: Sequence[int], owned: Sequence[bool], stage: int, activation_bytes: int, uses: int, buckets: ZeroBuckets
+    shape: TrainingShape, owned: Sequence[bool], stage: int, activation_bytes: int, buckets: ZeroBuckets
 ) -> int:
     """Return the peak bytes of activations and gradients in the backward, without the buckets.
 
     `owned` is the result of `_owned`: True for parameters of which this rank keeps gradients.
     """
-    total, done, peak = sum(sizes), 0, 0
-    shard_bytes = _BYTES * sum(size for size, mine in zip(sizes, owned, strict=True) if mine)
-    kept = 0  # gradients of the shard, allocated together with the first one
-    outside = _BYTES * max(sizes, default=0) if uses > 1 else 0  # gradients that are not in a bucket
-    # Elements in the bucket, bytes of gradients that are reduced outside it, and whether one belongs to this rank.
-    filled, freed_next, has_own = 0, 0, False
-    for size, mine in [*zip(reversed(sizes), reversed(owned), strict=True), (0, False)]:
+    total = shape.elements
+    shard_bytes = _BYTES * sum(itertools.compress(shape.sizes, owned))
+    peak = 0
+    done = 0  # elements whose gradients are computed
+    kept = 0  # bytes of the shard's gradients, allocated together with the first one
+    outside = _BYTES * shape.tensor if shape.uses > 1 else 0  # bytes of gradients that are not in a bucket
+    filled = 0  # elements in the bucket
+    freed_next = 0  # bytes of gradients that are reduced outside the bucket
+    has_owned = False  # one of these gradients belongs to this rank
+    backward_order = list(reversed(list(zip(shape.sizes, owned, strict=True))))
+    for size, is_owned in [*backward_order, (0, False)]:  # the last entry reduces the last bucket
         outside += _BYTES * size
-        peak = max(peak, activation_bytes * (total - done) // total + kept + outside)
+        activations = activation_bytes * (total - done) // total
+        peak = max(peak, activations + kept + outside)
         if filled and (filled + size > buckets.reduce or done == total):
-            kept = shard_bytes if has_own else kept
+            if has_owned:
+                kept = shard_bytes
             # The reduction may still hold the send buffer when the rank copies its shard from it.
-            peak = max(peak, activation_bytes * (total - done) // total + kept + outside + _BYTES * filled)
+            peak = max(peak, activations + kept + outside + _BYTES * filled)
             outside -= freed_next
-            filled, freed_next, has_own = 0, 0, False
+            filled = 0
+            freed_next = 0
+            has_owned = False
         if size <= buckets.reduce:
             outside -= _BYTES * size
-        elif stage > 1 or mine:  # stage 1 does not free the gradients of other ranks' shards
+        elif stage > 1 or is_owned:  # stage 1 does not free the gradients of other ranks' shards
             freed_next += _BYTES * size
-        filled, has_own, done = filled + size, has_own or mine, done + size
+        filled += size
+        done += size
+        has_owned = has_owned or is_owned
     return peak
 
 
 def _gathered(sizes: Sequence[int], buckets: ZeroBuckets) -> int:
     """Return the largest number of gathered elements at ZeRO stage 3, reached between forward and backward."""
-    others = [size for size in sizes if size > buckets.persistent]
-    ahead = buckets.reuse // 2 + min(buckets.prefetch, buckets.live) + max(others, default=0)
-    return sum(sizes) - sum(others) + min(sum(others), ahead)
+    sharded = [size for size in sizes if size > buckets.persistent]
+    ahead = buckets.reuse // 2 + min(buckets.prefetch, buckets.live) + max(sharded, default=0)
+    return sum(sizes) - sum(sharded) + min(sum(sharded), ahead)
 
 
 def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
@@ -288,11 +298,14 @@ def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
     inside = shape.elements - shape.outside
     largest = _BYTES * shape.tensor
     if shape.together:
-        remaining, tied_gradients = inside - shape.together, 3 * largest  # two gradients, and their sum
+        remaining = inside - shape.together
+        streamed = shape.together + shape.unit
+        tied_gradients = 3 * largest  # two gradients, and their sum
     else:
-        remaining, tied_gradients = inside - shape.unit, largest * (shape.uses > 1)
-    streamed = _BYTES * (shape.together + shape.unit if shape.together else min(3 * shape.unit, inside))
-    return streamed + tied_gradients + activation_bytes * remaining // max(inside, 1)
+        remaining = inside - shape.unit
+        streamed = min(3 * shape.unit, inside)
+        tied_gradients = largest if shape.uses > 1 else 0
+    return _BYTES * streamed + tied_gradients + activation_bytes * remaining // max(inside, 1)
 
 
 def ranks_that_fit(shape: TrainingShape, device_bytes: int, **load: Any) -> dict[str, int | None]:

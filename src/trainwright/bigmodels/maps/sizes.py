@@ -8,6 +8,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,9 +43,8 @@ _SHORT = {
     "float8": "float8_e4m3fn",
     "fp8": "float8_e4m3fn",
 }
+# Bytes of an element as quantization packs it. torch itself stores its integers of less than 8 bits in a byte each.
 _SUB_BYTE = {"int4": 0.5, "uint4": 0.5, "fp4": 0.5, "nf4": 0.5, "int2": 0.25, "uint2": 0.25, "int1": 0.125}
-
-_WITHOUT_SIZE = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # torch stores a byte per element
 
 
 def dtype_byte_size(dtype: DType) -> float:
@@ -56,29 +56,30 @@ def dtype_byte_size(dtype: DType) -> float:
     Raises:
         ConfigurationError: The dtype is unknown.
     """
-    if isinstance(dtype, torch.dtype):
-        return _SUB_BYTE.get(str(dtype).removeprefix("torch."), float(dtype.itemsize))
-    name = str(dtype.value if isinstance(dtype, CustomDtype) else dtype).removeprefix("torch.").lower()
+    if isinstance(dtype, CustomDtype):
+        dtype = dtype.value
+    name = str(dtype).removeprefix("torch.").lower()
     if name in _SUB_BYTE:
         return _SUB_BYTE[name]
-    found = getattr(torch, _SHORT.get(name, name), None)
-    if not isinstance(found, torch.dtype) or name in _WITHOUT_SIZE:
+    torch_dtype = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(torch_dtype, torch.dtype):
         known = ("float32", "bfloat16", "float16", "float8", "int8", "int4", "nf4")
         raise ConfigurationError(f"dtype {dtype!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}, …")
-    return float(found.itemsize)
+    return float(torch_dtype.itemsize)
 
 
 def _measure(dtype: DType | None, special_dtypes: Mapping[str, DType] | None) -> Callable[[str, torch.Tensor], int]:
     """Return a function from a tensor and its name to its bytes. For the arguments, see `compute_module_sizes`."""
     target = None if dtype is None else dtype_byte_size(dtype)
-    special = {name: dtype_byte_size(own) for name, own in (special_dtypes or {}).items()}
+    special_widths = {name: dtype_byte_size(special) for name, special in (special_dtypes or {}).items()}
 
     def measure(name: str, tensor: torch.Tensor) -> int:
-        width = special.get(name)
-        if width is None:
+        if name in special_widths:
+            width = special_widths[name]
+        else:
             width = float(tensor.element_size())
-            if target is not None and target < width and is_floating(tensor):
-                width = target
+            if target is not None and is_floating(tensor):
+                width = min(width, target)
         return math.ceil(tensor.numel() * width)
 
     return measure
@@ -88,12 +89,12 @@ def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
     """Return the entries of a state dict that belong to some modules, or have one of the names themselves."""
-    found = {}
+    entries = {}
     for name in submodule_names:
         for key, tensor in state_dict.items():
             if key == name or key.startswith(f"{name}."):  # `h.1` does not contain `h.10`
-                found[key] = tensor
-    return found
+                entries[key] = tensor
+    return entries
 
 
 def is_floating(tensor: torch.Tensor) -> bool:
@@ -103,7 +104,10 @@ def is_floating(tensor: torch.Tensor) -> bool:
 
 def enclosing(name: str) -> list[str]:
     """Return the names of the modules that contain a tensor or module, outermost (`""`) first, and then its name."""
-    return ["", *itertools.accumulate(name.split("."), "{}.{}".format)] if name else [""]
+    if not name:
+        return [""]
+    # `a.b.c` is in "", `a` and `a.b`.
+    return ["", *itertools.accumulate(name.split("."), "{}.{}".format)]
 
 
 def named_module_tensors(
@@ -114,14 +118,13 @@ def named_module_tensors(
     `remove_non_persistent` skips buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
-    if include_buffers:
-        skipped = _non_persistent(module, recurse=recurse) if remove_non_persistent else set()
-        yield from ((name, buffer) for name, buffer in module.named_buffers(recurse=recurse) if name not in skipped)
-
-
-def _non_persistent(module: nn.Module, *, recurse: bool) -> set[str]:
-    modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
-    return {f"{path}.{name}" if path else name for path, found in modules for name in found._non_persistent_buffers_set}
+    if not include_buffers:
+        return
+    for name, buffer in module.named_buffers(recurse=recurse):
+        path, _, leaf = name.rpartition(".")
+        if remove_non_persistent and leaf in module.get_submodule(path)._non_persistent_buffers_set:
+            continue
+        yield name, buffer
 
 
 def compute_module_sizes(
@@ -171,19 +174,21 @@ def get_max_layer_size(
     that belongs directly to another module. `module_sizes` is from `compute_module_sizes`, for the model of `modules`.
     """
     no_split = class_names(no_split_module_classes)
-    largest, names = 0, list[str]()
-    waiting = list(reversed(modules))
+    largest = 0
+    names: list[str] = []
+    waiting = list(reversed(modules))  # a stack: the first module is on top
     while waiting:
         name, module = waiting.pop()
         if isinstance(module, nn.Module) and type(module).__name__ not in no_split:
             children = list(module.named_children())
-            waiting.extend((f"{name}.{child}", inner) for child, inner in reversed(children))
+            waiting.extend((f"{name}.{child_name}", child) for child_name, child in reversed(children))
             if children:
-                waiting.extend((f"{name}.{own}", tensor) for own, tensor in module.named_parameters(recurse=False))
+                waiting.extend((f"{name}.{leaf}", tensor) for leaf, tensor in module.named_parameters(recurse=False))
                 continue
         size = module_sizes.get(name, 0)
         if size > largest:
-            largest, names = size, [name]
+            largest = size
+            names = [name]
         elif size == largest:
             names.append(name)
     return largest, names
@@ -191,13 +196,14 @@ def get_max_layer_size(
 
 def class_names(no_split_module_classes: Collection[str] | str | None) -> frozenset[str]:
     """Convert one class name, several or None to a set. Raise ConfigurationError if a name is not a string."""
-    given = [no_split_module_classes] if isinstance(no_split_module_classes, str) else no_split_module_classes or ()
-    for name in given:
-        if not isinstance(name, str):
-            raise ConfigurationError(
-                f"no_split_module_classes={no_split_module_classes!r}: pass names of classes, such as 'Block'."
-            )
-    return frozenset(given)
+    if isinstance(no_split_module_classes, str):
+        return frozenset([no_split_module_classes])
+    names = frozenset(no_split_module_classes or ())
+    if not all(isinstance(name, str) for name in names):  # classes themselves would never match
+        raise ConfigurationError(
+            f"no_split_module_classes={no_split_module_classes!r}: pass names of classes, such as 'Block'."
+        )
+    return names
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
@@ -210,16 +216,11 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     return sizes[""], get_max_layer_size(list(model.named_children()), sizes, list(no_split or ()))
 
 
-def find_tied_parameters(model: nn.Module, **kwargs: object) -> list[list[str]]:
-    """Return the names of shared parameters, sorted: one list per parameter object.
-
-    `kwargs` are part of Accelerate's signature and must be empty.
-    """
-    if kwargs:
-        raise TypeError(f"find_tied_parameters() accepts only a model. Remove {', '.join(map(repr, kwargs))}.")
-    names: dict[int, list[str]] = {}
+def find_tied_parameters(model: nn.Module) -> list[list[str]]:
+    """Return the names of shared parameters, sorted: one list per parameter object."""
+    names: defaultdict[nn.Parameter, list[str]] = defaultdict(list)  # tensors are equal as keys if they are one object
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        names[parameter].append(name)
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 
@@ -229,17 +230,12 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
     For each group of names from `find_tied_parameters`, the first parameter that is not on the meta device (or else the
     first) replaces the others. An unknown name raises AttributeError before any change.
     """
-    groups = []
-    for names in tied_params:
-        split = [name.rpartition(".") for name in names]
-        groups.append([(model.get_submodule(path)._parameters, own) for path, _, own in split])
-        for name, (parameters, own) in zip(names, groups[-1], strict=True):
-            if own not in parameters:
-                raise AttributeError(f"{type(model).__name__} has no parameter {name!r}")
-    for group in groups:
-        tensors = [tensor for parameters, own in group if (tensor := parameters[own]) is not None]
-        for parameters, own in group if tensors else ():
-            parameters[own] = next((tensor for tensor in tensors if not tensor.is_meta), tensors[0])
+    groups = [[model.get_parameter(name) for name in names] for names in tied_params]
+    for names, parameters in zip(tied_params, groups, strict=True):
+        loaded = [parameter for parameter in parameters if not parameter.is_meta]
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._parameters[leaf] = (loaded or parameters)[0]
 
 
 def read_outline(
@@ -249,7 +245,7 @@ def read_outline(
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
 ) -> Outline:
-    """Return a model's parts with their sizes, in the order of registration. Visits each module once.
+    """Return a model's parts with their sizes, in the order of registration.
 
     Layers are modules without children, modules of `no_split_module_classes`, and tensors that belong directly to
     another module. A module's own parameters come before its children, its own buffers after them.
@@ -257,41 +253,56 @@ def read_outline(
     Raises:
         ConfigurationError: A dtype is unknown.
     """
-    no_split, measure = class_names(no_split_module_classes), _measure(dtype, special_dtypes)
-    names, sizes, ends, layers = list[str](), list[int](), list[int](), list[bool]()
-    parts_of: dict[int, set[int]] = {}  # id of a tensor → layers that contain it
+    reader = _OutlineReader(class_names(no_split_module_classes), _measure(dtype, special_dtypes))
+    reader.add_module("", model)
+    ties = {tuple(sorted(layers)) for layers in reader.layers_of.values() if len(layers) > 1}
+    return Outline(reader.names, reader.sizes, reader.ends, reader.is_layer, sorted(ties))
 
-    def append(name: str, tensors: Iterable[tuple[str, torch.Tensor]], is_layer: bool = True) -> int:
-        index, size = len(names), 0
-        for own, tensor in tensors:
-            if id(tensor) not in parts_of:
-                size += measure(own, tensor)
-            parts_of.setdefault(id(tensor), set()).add(index)
-        names.append(name)
-        sizes.append(size)
-        ends.append(index + 1)
-        layers.append(is_layer)
+
+@dataclass
+class _OutlineReader:
+    """Lists for an `Outline`, to which modules are added. Each `add` method returns the bytes that it counted.
+
+    `layers_of` contains for each tensor the indices of the layers that use it. The first of them counts its bytes.
+    """
+
+    no_split: frozenset[str]
+    measure: Callable[[str, torch.Tensor], int]
+    names: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    is_layer: list[bool] = field(default_factory=list)
+    layers_of: dict[torch.Tensor, set[int]] = field(default_factory=dict)
+
+    def add_module(self, name: str, module: nn.Module) -> int:
+        # named_children() would leave out a child that is registered twice, and device maps need each of its names.
+        children = [(leaf, child) for leaf, child in module._modules.items() if child is not None]
+        if not children or type(module).__name__ in self.no_split:
+            return self.add_layer(name, [*module.named_parameters(name), *module.named_buffers(name)])
+        index = len(self.names)
+        self._append(name, is_layer=False)
+        size = 0
+        for full_name, parameter in module.named_parameters(name, recurse=False, remove_duplicate=False):
+            size += self.add_layer(full_name, [(full_name, parameter)])
+        for leaf, child in children:
+            size += self.add_module(f"{name}.{leaf}" if name else leaf, child)
+        for full_name, buffer in module.named_buffers(name, recurse=False, remove_duplicate=False):
+            size += self.add_layer(full_name, [(full_name, buffer)])
+        self.sizes[index] = size
+        self.ends[index] = len(self.names)
         return size
 
-    def read(name: str, module: nn.Module) -> int:
-        children = [(own, child) for own, child in module._modules.items() if child is not None]
-        if not children or type(module).__name__ in no_split:
-            parts = module.named_modules(prefix=name) if children else [(name, module)]
-            return append(name, (one for path, part in parts for one in _named(path, part._parameters, part._buffers)))
-        index = len(names)
-        append(name, (), is_layer=False)
-        size = sum(append(own, [(own, found)]) for own, found in _named(name, module._parameters))
-        size += sum(read(f"{name}.{own}" if name else own, child) for own, child in children)
-        size += sum(append(own, [(own, found)]) for own, found in _named(name, module._buffers))
-        sizes[index], ends[index] = size, len(names)
-        return size
+    def add_layer(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        index = len(self.names)
+        self._append(name, is_layer=True)
+        for full_name, tensor in tensors:
+            if tensor not in self.layers_of:
+                self.sizes[index] += self.measure(full_name, tensor)
+            self.layers_of.setdefault(tensor, set()).add(index)
+        return self.sizes[index]
 
-    read("", model)
-    ties = {tuple(sorted(parts)) for parts in parts_of.values() if len(parts) > 1}
-    return Outline(names, sizes, ends, layers, sorted(ties))
-
-
-def _named(path: str, *groups: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that belong directly to the module at `path`, under their full names."""
-    for group in groups:
-        yield from ((f"{path}.{own}" if path else own, found) for own, found in group.items() if found is not None)
+    def _append(self, name: str, *, is_layer: bool) -> None:
+        self.names.append(name)
+        self.sizes.append(0)
+        self.ends.append(len(self.names))
+        self.is_layer.append(is_layer)

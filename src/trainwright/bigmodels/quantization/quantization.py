@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from trainwright.bigmodels.quantization.quantized_layers import (
     Torchao,
     flatten_quantized,
     is_quantized,
-    plain_linear,
     unpack_4bit_weights,
 )
 from trainwright.bigmodels.weights.moving import Device, check_available, default_device, to_device
@@ -69,9 +68,6 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}, expected True or False.")
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
                 f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: set one of them to True."
@@ -153,9 +149,7 @@ def _to_dtype(argument: str, dtype: object) -> torch.dtype:
 def _check_names(config: QuantizationConfig) -> None:
     for argument in ("skip_modules", "keep_in_fp32_modules"):
         names = getattr(config, argument)
-        if names is None:
-            continue
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        if isinstance(names, str):  # its letters would be taken for names
             raise ConfigurationError(f"{argument}={names!r}, expected a list of names of modules, such as ['lm_head'].")
 
 
@@ -258,7 +252,9 @@ def _linears_to_quantize(
         if type(module) is nn.Linear:
             found[name] = module
         elif may_be_quantized and is_quantized(module):
-            found[name] = plain_linear(module)
+            sizes: Any = module
+            has_bias = sizes.bias is not None
+            found[name] = nn.Linear(sizes.in_features, sizes.out_features, has_bias, device="meta")
     if not found:
         raise ConfigurationError(
             f"there is no layer to quantize: the model has no nn.Linear outside of {skipped}. Pass fewer skip_modules."
@@ -328,7 +324,9 @@ def _load_rest(
     for name, tensor in stored.items():
         if not any(name.startswith(f"{module}.") for module in new):
             rest.add(name, tensor, stored.locate(name))
-    former = {name: _swap(model, name, nn.Identity()) for name in new}
+    was_training = {name: model.get_submodule(name).training for name in new}
+    for name in new:
+        model.set_submodule(name, nn.Identity())  # `fill` then finds no weights of these layers
     WeightPlaces(model, places, folder=offload_folder).fill(
         rest,
         str(weights_location or "the model itself"),
@@ -337,15 +335,7 @@ def _load_rest(
         strict=False,
     )
     for name, module in new.items():
-        _swap(model, name, module.train(former[name].training))
-
-
-def _swap(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    parent, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(parent)
-    former: nn.Module = getattr(owner, leaf)
-    setattr(owner, leaf, module)
-    return former
+        model.set_submodule(name, module.train(was_training[name]))
 
 
 def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -137,11 +137,6 @@ def is_quantized(module: nn.Module) -> bool:
     return isinstance(module, Int8Linear) or type(module).__module__.startswith("bitsandbytes.")
 
 
-def plain_linear(module: Any) -> nn.Linear:
-    """Return a linear layer on the meta device with the size of a quantized layer."""
-    return nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-
-
 _PACKED_ROWS = 32  # rows of a weight that bitsandbytes packs together for the CPU
 
 
