@@ -68,6 +68,9 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
+            if not isinstance(getattr(self, name), bool):  # a text such as "False" would be taken for true
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}, expected True or False.")
         if self.load_in_8bit == self.load_in_4bit:
             raise ConfigurationError(
                 f"load_in_8bit={self.load_in_8bit} and load_in_4bit={self.load_in_4bit}: set one of them to True."
