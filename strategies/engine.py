@@ -35,8 +35,9 @@ from trainwright.strategies.lightning_members import LightningMembers
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
+from trainwright.strategies.steps.manual_step import ManualStep
 from trainwright.strategies.steps.phase import Phase
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled_module, repeated_blocks
 
