@@ -62,8 +62,9 @@ class DataRanks:
 
     def among(self, processes: Processes) -> DataRanks:
         """Return the data-parallel ranks of `processes`, which are all processes of the run or only this one."""
-        all_left = processes.world_size == self.processes.world_size
-        return replace(self, processes=processes) if all_left else type(self).of(processes)
+        if processes.world_size == self.processes.world_size:
+            return replace(self, processes=processes)
+        return type(self).of(processes)
 
     def pick(self, of_ranks: Sequence[Any]) -> list[Any]:
         """Select one entry for each data-parallel rank from a list of one entry for each process. Not collective."""
@@ -117,16 +118,18 @@ class DataRanks:
         if self.processes.world_size == 1:
             return tensor.unsqueeze(0)
         if self.alone or self.size == 1:
-            return torch.stack([tensor if sync_grads else tensor.detach()] * self.size)
+            if not sync_grads:
+                tensor = tensor.detach()
+            return torch.stack([tensor] * self.size)
         if sync_grads:
             gathered: torch.Tensor = _DifferentiableGather.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch has no types here
             return gathered
         return self._gather(tensor)
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = [torch.empty_like(tensor) for _ in set(self.members)]
-        dist.all_gather(found, tensor.contiguous(), group=self.group)
-        return torch.stack(found)
+        gathered = [torch.empty_like(tensor) for _ in set(self.members)]  # one rank may stand for several
+        dist.all_gather(gathered, tensor.contiguous(), group=self.group)
+        return torch.stack(gathered)
 
 
 class _DifferentiableGather(torch.autograd.Function):
@@ -158,8 +161,8 @@ def metrics_over(metrics: Iterable[nn.Module], ranks: DataRanks) -> Iterator[Non
             return [result]
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        found: list[torch.Tensor] = gather_all_tensors(result, ranks.group)
-        return found
+        of_ranks: list[torch.Tensor] = gather_all_tensors(result, ranks.group)
+        return of_ranks
 
     changed: list[Any] = [metric for metric in metrics if getattr(metric, "dist_sync_fn", gather) is None]
     for metric in changed:

@@ -35,8 +35,9 @@ from trainwright.strategies.lightning_members import LightningMembers
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
+from trainwright.strategies.steps.manual_step import ManualStep
 from trainwright.strategies.steps.phase import Phase
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_model
 from trainwright.strategies.units import check_blocks, compile_blocks, is_compiled_module, repeated_blocks
 
@@ -151,8 +152,10 @@ class Engine(LightningMembers):
     step: Step
 
     def __init__(self, strategy: Description, settings: EngineSettings) -> None:
-        self.strategy, self.settings = strategy, settings
-        self.capabilities, self.precision = strategy.capabilities, settings.precision
+        self.strategy = strategy
+        self.settings = settings
+        self.capabilities = strategy.capabilities
+        self.precision = settings.precision
         self.device = torch.device("cpu")
         self.processes = Processes()
         self.data_ranks = DataRanks.of(self.processes)
@@ -180,12 +183,16 @@ class Engine(LightningMembers):
     def start(self, topology: Topology) -> None:
         """Choose the device and join the other processes. Collective; blocks until all have joined."""
         self.processes = self._make_processes(topology)
-        kind, indices = self.settings.device_type, self.settings.device_indices
-        index = 0 if kind == "xla" else indices[topology.local_rank % len(indices)]  # a process sees one XLA device
-        self.device = torch.device("cpu") if kind == "cpu" else torch.device(kind, index)
+        kind = self.settings.device_type
         if kind == "cpu":
+            self.device = torch.device("cpu")
             keep_freed_memory(True)
-        elif kind != "xla":  # which has no current device
+        elif kind == "xla":
+            self.device = torch.device("xla", 0)  # a process sees one XLA device, and there is no current device
+        else:
+            indices = self.settings.device_indices
+            index = indices[topology.local_rank % len(indices)]
+            self.device = torch.device(kind, index)
             torch.accelerator.set_device_index(index)
         self.processes.open(self.device)
         self.data_ranks = DataRanks.of(self.processes)
@@ -233,11 +240,11 @@ class Engine(LightningMembers):
             task.to(self.precision.param_dtype)
         self.precision.convert([task], self.device, self.conversions)
         root = StepModule(task)
-        found = self.prepare([task], make_optimizers, plan, [root])
-        self.optimizers = found.optimizers
+        prepared = self.prepare([task], make_optimizers, plan, [root])
+        self.optimizers = prepared.optimizers
         self._context = self._make_context()
         self.scaler = None if make_optimizers is None else self._make_scaler()
-        self._set_calls(found.models[0], root)
+        self._set_calls(prepared.models[0], root)
         self.state = self.make_state(task, self.optimizers)
 
     def _build(self, task: TaskModule) -> None:
@@ -354,7 +361,9 @@ class Engine(LightningMembers):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loss scale: the only state of the engine besides weights and optimizers."""
-        return {"scaler": self.scaler.state_dict()} if self.scaler is not None else {}
+        if self.scaler is None:
+            return {}
+        return {"scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`."""
@@ -368,13 +377,16 @@ class Engine(LightningMembers):
         After `close`, processes of a launcher connect again. Processes that the Trainer has started have ended, so only
         this process takes part.
         """
-        processes, ranks = self.processes, self.data_ranks
-        with processes.reunited(self.device) as left:
-            self.processes, self.data_ranks = left, ranks.among(left)
+        processes = self.processes
+        ranks = self.data_ranks
+        with processes.reunited(self.device) as remaining:
+            self.processes = remaining
+            self.data_ranks = ranks.among(remaining)
             try:
                 yield
             finally:
-                self.processes, self.data_ranks = processes, ranks
+                self.processes = processes
+                self.data_ranks = ranks
 
     @contextmanager
     def trial(self, *, alone: bool) -> Iterator[Engine]:
@@ -418,10 +430,13 @@ class Engine(LightningMembers):
                 f"a search {REFUSALS['independent_steps'].format(strategy=type(self.strategy).__name__)}"
             )
         single = Engine(self.strategy, self.settings)
-        single.device, single.processes = self.device, AbsentOthers(self.processes)
+        single.device = self.device
+        single.processes = AbsentOthers(self.processes)
         single.gradients = Gradients(self.device)
         single.data_ranks = replace(self.data_ranks, processes=single.processes, alone=True)
-        single.task, single.optimizers, single._context = self.task, self.optimizers, self._context
+        single.task = self.task
+        single.optimizers = self.optimizers
+        single._context = self._context
         single.state = FullState(self.task, self.optimizers, self.device, is_main=self.is_main)
         if self.settings.compile_options is not None:
             single._training_call = single._eval_call = single._compile(StepModule(self.task))

@@ -48,7 +48,9 @@ class LoopGradients:
         averages_each: bool = False,
     ) -> None:
         self.averages_each = averages_each
-        self.gradients, self.ranks, self.device = gradients, ranks, device
+        self.gradients = gradients
+        self.ranks = ranks
+        self.device = device
         self.parameters = parameters
         # Sums over items may overflow fp16. They are then divided by an estimate of the count, which is 1 otherwise.
         self.unit: float | None = None if scales_loss else 1.0
@@ -154,9 +156,11 @@ class StepGroup:
         """
         if self.lacks_backward:
             # A loop that leaves the last micro-batch before its backward did not step: the next step uses all losses.
-            num_losses, num_items = self.num_losses, self._num_items
+            num_losses = self.num_losses
+            num_items = self._num_items
             self.reset()
-            self.num_losses, self._num_items = num_losses, num_items
+            self.num_losses = num_losses
+            self._num_items = num_items
         elif self.is_complete:
             self.reset()
         self.is_complete = False
@@ -181,7 +185,8 @@ class StepGroup:
             if is_mean and ends_with_data and reading is not None:
                 self._divisor = self._foreseen_divisor(reading)
         is_full = self.position >= num_steps
-        self.is_complete, self.is_short = is_last or is_full, not is_full and is_last
+        self.is_complete = is_last or is_full
+        self.is_short = is_last and not is_full
         self.lacks_backward = self.is_complete and self._has_sums
 
     def begin_alone(self, micro_batch: MicroBatch, num_steps: int) -> None:
@@ -227,7 +232,9 @@ class StepGroup:
 
     def _foreseen_divisor(self, reading: Pass) -> float:
         num_left = self.habit.num_left(reading, self._num_steps)
-        return self._num_steps if num_left is None else min(self._num_steps, 1 + num_left)
+        if num_left is None:
+            return self._num_steps
+        return min(self._num_steps, 1 + num_left)
 
     @property
     def _final_divisor(self) -> float:
@@ -294,9 +301,11 @@ class StepGroup:
             self._num_items = total
             weight = _as_factor(count, unit, loss)
         else:
-            is_first, self._num_items = self._num_items is None, None
-            weight, share = self._shares(count, total, unit, loss)
-            if not is_first and not self._correct_sums(share):
+            has_earlier_items = self._num_items is not None
+            self._num_items = None
+            weight, factor_of_sums = self._shares(count, total, unit, loss)
+            if has_earlier_items and not self._correct_sums(factor_of_sums):
+                # All losses then get their weights after the last backward, so this one is a sum like the others.
                 weight = _as_factor(count, unit, loss)
         weighed: torch.Tensor = loss * weight
         return weighed
@@ -314,7 +323,8 @@ class StepGroup:
 
     def correct_after_backward(self) -> None:
         """Multiply the gradients after the last backward, because the engine could not do so before."""
-        factor, self.factor_after_backward = self.factor_after_backward, None
+        factor = self.factor_after_backward
+        self.factor_after_backward = None
         self._is_corrected = True
         self._loop.gradients.scale(self._loop.parameters(self.models), factor)
 
@@ -325,10 +335,10 @@ class StepGroup:
             if total == 0:
                 loop.warn_of_no_items()
             return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
-        own, of_group = stack_counts([count, total], loop.device).unbind()
+        of_loss, of_group = stack_counts([count, total], loop.device).unbind()
         of_all = of_group if world == 1 else loop.ranks.sum(of_group.clone())
         dtype = _dtype_of_weights(loss)
-        return item_weights(own, of_all, world, dtype), item_weights(unit, of_all, world, dtype)
+        return item_weights(of_loss, of_all, world, dtype), item_weights(unit, of_all, world, dtype)
 
 
 class StepGroups:
@@ -423,7 +433,8 @@ class StepGroups:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = StepGroup(models, self._loop)
-        self._current, self._is_inside = group, True
+        self._current = group
+        self._is_inside = True
         if group.has_failed:
             self._free(group)
         group.begin(
@@ -586,7 +597,8 @@ class StepGroups:
     def _group_after_block(self) -> StepGroup:
         """Return the group of the block that has just ended, or else a group of one micro-batch."""
         if self._current is not None:
-            group, self._current = self._current, None
+            group = self._current
+            self._current = None
             return group
         if self._begins_own_group or not self.has_set_sync:
             self._alone.begin_alone(self.micro_batch, self.num_steps)
@@ -637,7 +649,9 @@ class MicroBatchBlock:
         models: Sequence[nn.Module],
         no_sync: Callable[[Sequence[nn.Module]], AbstractContextManager[Any]],
     ) -> None:
-        self._groups, self._models, self._no_sync = groups, models, no_sync
+        self._groups = groups
+        self._models = models
+        self._no_sync = no_sync
         self._held_back: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:

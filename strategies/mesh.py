@@ -51,10 +51,10 @@ class MeshShape:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the coordinate of a global rank along each axis."""
-        found: dict[str, int] = {}
-        for name, length in reversed(self.lengths.items()):
-            rank, found[name] = divmod(rank, length)
-        return found
+        along_axes: dict[str, int] = {}
+        for name, length in reversed(self.lengths.items()):  # the innermost axis counts fastest
+            rank, along_axes[name] = divmod(rank, length)
+        return along_axes
 
     def data_ranks(self, processes: Processes, group: ProcessGroup | None = None) -> DataRanks:
         """Return the data-parallel ranks. Not collective.
@@ -63,11 +63,14 @@ class MeshShape:
             processes: The processes of the run, whose number is `size`.
             group: See `DataRanks`.
         """
-        places = [self.coordinates(rank) for rank in range(self.size)]
-        first = [rank for rank, place in enumerate(places) if not any(place[n] for n in place if n not in DATA_AXES)]
-        mine = places[processes.rank]
-        rank = (mine["dp_replicate"] * self.dp_shard + mine["dp_shard"]) * self.cp + mine["cp"]
-        return DataRanks(processes, rank, first, group, parts=self.cp)
+        members = []  # of the ranks with the same data, the one that is first along `pp` and `tp`
+        for rank in range(self.size):
+            place = self.coordinates(rank)
+            if place["pp"] == place["tp"] == 0:
+                members.append(rank)
+        here = self.coordinates(processes.rank)
+        data_rank = (here["dp_replicate"] * self.dp_shard + here["dp_shard"]) * self.cp + here["cp"]
+        return DataRanks(processes, data_rank, members, group, parts=self.cp)
 
     def device_mesh(self, device_type: str, *, shards: bool = False) -> DeviceMesh:
         """Return torch's mesh with the axes that have more than one rank. Collective.
@@ -88,13 +91,15 @@ class MeshShape:
 
     def sequence_group(self) -> ProcessGroup:
         """Return the process group of the ranks that split the same sequences as this rank. Collective."""
-        ranks = sorted(
-            range(self.size), key=lambda rank: tuple(n for a, n in self.coordinates(rank).items() if a != "cp")
-        )
-        groups = [ranks[i : i + self.cp] for i in range(0, self.size, self.cp)]
-        found: ProcessGroup
-        found, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]  # torch has no types here
-        return found
+        groups: dict[tuple[int, ...], list[int]] = {}  # coordinates along the other axes → ranks
+        for rank in range(self.size):
+            others = tuple(place for axis, place in self.coordinates(rank).items() if axis != "cp")
+            groups.setdefault(others, []).append(rank)
+        # Every rank creates all groups, in the same order.
+        in_order = [groups[others] for others in sorted(groups)]
+        mine: ProcessGroup
+        mine, _ = dist.new_subgroups_by_enumeration(in_order)  # type: ignore[no-untyped-call]  # torch has no types here
+        return mine
 
 
 def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_replicate: int, dp_shard: int) -> list[str]:
@@ -102,24 +107,26 @@ def nearest_meshes(world: int, pp: int, tp: int, cp_sp: tuple[int, int], dp_repl
 
     `cp_sp` contains the sizes of `cp` and `sp`, of which at least one is 1. Axes of size 1 are omitted in the result.
     """
-    given = (pp, tp, math.prod(cp_sp), dp_replicate, dp_shard)
+    cp, sp = cp_sp
+    num_parts = cp * sp  # of each sequence
+    requested = (pp, tp, num_parts, dp_replicate, dp_shard)
     divisors = [size for size in range(1, world + 1) if world % size == 0]
-    splits = divisors if given[2] > 1 else [1]
-    meshes = [
-        (*sizes, world // math.prod(sizes))
-        for sizes in itertools.product(divisors, divisors, splits, divisors)
-        if world % math.prod(sizes) == 0
-    ]
+    splits = divisors if num_parts > 1 else [1]
+    meshes = []
+    for sizes in itertools.product(divisors, divisors, splits, divisors):
+        if world % math.prod(sizes) == 0:
+            meshes.append((*sizes, world // math.prod(sizes)))
 
     def difference(mesh: tuple[int, ...]) -> tuple[float, tuple[int, ...]]:
-        changes = [abs(math.log2(new / old)) for new, old in zip(mesh, given, strict=True)]
+        changes = [abs(math.log2(new / old)) for new, old in zip(mesh, requested, strict=True)]
         return 4 * sum(changes[:-1]) + changes[-1], mesh  # shards are changed before the other sizes
 
-    names = ("pp", "tp", "sp" if cp_sp[1] > 1 else "cp", "dp_replicate", "dp_shard")
-    return [
-        ", ".join(f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1) or "pp=1"
-        for mesh in sorted(meshes, key=difference)[:2]
-    ]
+    names = ("pp", "tp", "sp" if sp > 1 else "cp", "dp_replicate", "dp_shard")
+    texts = []
+    for mesh in sorted(meshes, key=difference)[:2]:
+        longer = [f"{name}={size}" for name, size in zip(names, mesh, strict=True) if size > 1]
+        texts.append(", ".join(longer) or "pp=1")
+    return texts
 
 
 def data_axes(mesh: DeviceMesh) -> DeviceMesh:

@@ -63,7 +63,9 @@ class Pass:
         """Return the `number`-th batch of this pass (1-based). Default: None, the newest one."""
         if not self._unusual:
             return FULL
-        return self._unusual.get(self.num_delivered if number is None else number, FULL)
+        if number is None:
+            number = self.num_delivered
+        return self._unusual.get(number, FULL)
 
 
 @dataclass(slots=True)
@@ -105,8 +107,11 @@ class Habit:
         """Record that a micro-batch begins. Return False if an earlier one already seemed to be the last one."""
         if reading is not self._pass:
             self._complete_cycle()
-            self._pass, self._num_begun, self._num_before = reading, 0, 0
-            self._num_late_before, self._num_late = self._num_late, 0
+            self._pass = reading
+            self._num_begun = 0
+            self._num_before = 0
+            self._num_late_before = self._num_late
+            self._num_late = 0
             self._begin_cycle(reading)
         elif reading.num_delivered > self._num_before + self._cycle.num_received:
             self._complete_cycle()
@@ -151,8 +156,9 @@ class Habit:
         """Return how many of the newest batches of a pass have not begun. None: of this loader, none ever begins."""
         if reading is self._pass:
             return reading.num_delivered - self.batch_number()
-        trains = self._pass is not None and self._pass.loader is reading.loader
-        return reading.num_delivered if trains else None
+        if self._pass is not None and self._pass.loader is reading.loader:  # a new pass over the same loader
+            return reading.num_delivered
+        return None
 
     def holds_batches_of(self, ended: Pass, num_steps: int) -> bool:
         """Return whether the next micro-batch belongs to a pass that was read to its end."""
@@ -165,8 +171,11 @@ class Habit:
     @property
     def is_ambiguous(self) -> bool:
         """True if earlier batches of the pass were either skipped, or are held back and begin later."""
+        if self._skips:
+            is_known = self._num_late_before > 0
+        else:
+            is_known = self._complete is not None
         num_received = self._num_before + self._cycle.num_received
-        is_known = self._num_late_before > 0 if self._skips else self._complete is not None
         return not is_known and self._num_begun < num_received
 
     @property
@@ -176,7 +185,9 @@ class Habit:
     @property
     def _parts(self) -> float:
         """Number of micro-batches for each received batch."""
-        return self._complete.parts if self._complete is not None and self._is_steady else 1.0
+        if self._complete is None or not self._is_steady:
+            return 1.0
+        return self._complete.parts
 
     def _num_expected(self, num_steps: int) -> int:
         """Return how many micro-batches will probably begin in this cycle, if it is the last one."""

@@ -66,8 +66,8 @@ def shard_like(full: torch.Tensor, like: DTensor) -> DTensor:
     else:
         shard = full
         for dim, runs in enumerate(_runs(like)):
-            parts = [shard.narrow(dim, *run) for run in runs]
-            shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
+            parts = [shard.narrow(dim, start, length) for start, length in runs]
+            shard = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)  # one part is a view, without a copy
     return DTensor.from_local(
         shard.to(like.to_local().device),
         like.device_mesh,
@@ -83,10 +83,10 @@ def _read(saved: SavedTensor, like: DTensor) -> torch.Tensor:
     boxes = boxes_of(like)
     if len(boxes) == 1:
         return saved.read(boxes[0][0])
-    found = torch.empty(like.to_local().shape, dtype=saved.dtype)
+    shard = torch.empty(like.to_local().shape, dtype=saved.dtype)
     for box, place in boxes:
-        found[place] = saved.read(box)
-    return found
+        shard[place] = saved.read(box)
+    return shard
 
 
 def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[Box, tuple[slice, ...]]]:
@@ -96,16 +96,21 @@ def boxes_of(tensor: DTensor, rank: Sequence[int] | None = None) -> list[tuple[B
         tensor: The DTensor.
         rank: Coordinates of the rank in the tensor's mesh. Default: None, this rank.
     """
-    by_dim = []
+    by_dim: list[list[tuple[Run, slice]]] = []  # for each dimension, each run and its position in the shard
     for runs in _runs(tensor, rank):
-        stops = itertools.accumulate(length for _, length in runs)
-        by_dim.append([(run, slice(stop - run[1], stop)) for run, stop in zip(runs, stops, strict=True)])
-    return [
-        (Box(tuple(start for (start, _), _ in chosen), tuple(length for (_, length), _ in chosen)), tuple(
-            place for _, place in chosen
-        ))
-        for chosen in itertools.product(*by_dim)
-    ]  # fmt: skip
+        position = 0
+        placed = []
+        for start, length in runs:
+            placed.append(((start, length), slice(position, position + length)))
+            position += length
+        by_dim.append(placed)
+    # A block is one run of each dimension: rows 0-1 and 4-5 of columns 2-3 are two blocks.
+    blocks = []
+    for block in itertools.product(*by_dim):
+        offsets = tuple(start for (start, _), _ in block)
+        lengths = tuple(length for (_, length), _ in block)
+        blocks.append((Box(offsets, lengths), tuple(place for _, place in block)))
+    return blocks
 
 
 def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
@@ -128,9 +133,11 @@ def shard_tree(tree: object, mesh: DeviceMesh) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         if id(tensor) not in known:
-            ours, local = turns.is_ours(tensor), tensor.to_local().detach()
-            held = tuple((box, local[place]) for box, place in boxes_of(tensor)) if ours else ()
-            known[id(tensor)] = TensorShards(tuple(tensor.shape), tensor.dtype, held)
+            blocks: list[tuple[Box, torch.Tensor]] = []
+            if turns.is_ours(tensor):
+                local = tensor.to_local().detach()
+                blocks = [(box, local[place]) for box, place in boxes_of(tensor)]
+            known[id(tensor)] = TensorShards(tuple(tensor.shape), tensor.dtype, tuple(blocks))
         return known[id(tensor)]
 
     return map_tensors(to_save, tree)
@@ -149,10 +156,13 @@ class _Turns:
                 f"a tensor of shape {tuple(tensor.shape)} has partial sums. Call redistribute() first."
             )
         axes = _copied_over(tensor, self._mesh)
-        rank, num = 0, 1
+        names = self._mesh.mesh_dim_names or ()
+        rank = 0  # of this process among those with the same shard
+        num = 1
         for axis in axes:
-            size = self._mesh.size((self._mesh.mesh_dim_names or ()).index(axis))
-            rank, num = rank * size + self._mesh.get_local_rank(axis), num * size
+            size = self._mesh.size(names.index(axis))
+            rank = rank * size + self._mesh.get_local_rank(axis)
+            num *= size
         # All ranks with the same shards process the same tensors in the same order, and make the same choice.
         saved = self._bytes.setdefault(axes, [0] * num)
         chosen = min(range(num), key=saved.__getitem__)
@@ -198,14 +208,16 @@ def _is_sharded_twice(tensor: DTensor) -> bool:
 def _runs(tensor: DTensor, rank: Sequence[int] | None = None) -> list[list[Run]]:
     """Return, for each dimension, which indices of the full tensor a rank's shard holds, in the order of the shard."""
     mesh = tensor.device_mesh
-    here = rank or [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
-    found = [[(0, size)] for size in tensor.shape]
+    coordinates = rank or [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    runs = [[(0, size)] for size in tensor.shape]
     axes = list(enumerate(tensor.placements))
-    for axis, placement in reversed(axes) if _is_sharded_twice(tensor) else axes:
+    if _is_sharded_twice(tensor):
+        axes.reverse()  # in the order in which the dimension was split
+    for axis, placement in axes:
         if _is_sharded(placement):
-            dim, blocks = placement.dim, _blocks(tensor, axis)
-            found[dim] = _split(found[dim], blocks, mesh.size(axis), here[axis])
-    return found
+            dim = placement.dim
+            runs[dim] = _split(runs[dim], _blocks(tensor, axis), mesh.size(axis), coordinates[axis])
+    return runs
 
 
 def _blocks(tensor: DTensor, axis: int) -> int:
@@ -213,51 +225,67 @@ def _blocks(tensor: DTensor, axis: int) -> int:
     placement = tensor.placements[axis]
     # On an earlier axis, torch's split factor is the number of shards along later axes.
     is_last = axis == len(tensor.placements) - 1
-    return int(placement.split_factor) if is_last and isinstance(placement, _StridedShard) else 1
+    if is_last and isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    return 1
 
 
 def _split(runs: list[Run], blocks: int, ranks: int, rank: int) -> list[Run]:
     """Divide indices into blocks, shard each block over `ranks` ranks, and return the indices of one rank."""
-    if blocks > 1:
-        parts = [_chunk(runs, blocks, block) for block in range(blocks)]
-        return [run for part in parts for run in _chunk(part, ranks, rank)]
-    return _chunk(runs, ranks, rank)
+    if blocks == 1:
+        return _chunk(runs, ranks, rank)
+    split: list[Run] = []
+    for block in range(blocks):
+        split += _chunk(_chunk(runs, blocks, block), ranks, rank)
+    return split
 
 
 def _chunk(runs: list[Run], num: int, which: int) -> list[Run]:
-    """Return one of `num` chunks of `torch.chunk`. The last chunks may be empty."""
+    """Return one of `num` chunks of `torch.chunk`. The last chunks may be empty.
+
+    The second of 2 chunks of the runs (0, 2) and (6, 4), which are the indices 0, 1, 6, 7, 8, 9, is (7, 3).
+    """
     size = sum(length for _, length in runs)
-    length = -(-size // num)
-    begin, end = min(size, which * length), min(size, (which + 1) * length)
-    found, position = [], 0
-    for start, count in runs:
-        low, high = max(begin, position), min(end, position + count)
+    chunk_size = -(-size // num)  # rounded up
+    begin = min(size, which * chunk_size)
+    end = min(size, begin + chunk_size)
+    chunk = []
+    position = 0  # of the run in the sequence of all indices
+    for start, length in runs:
+        low = max(begin, position)
+        high = min(end, position + length)
         if low < high:
-            found.append((start + low - position, high - low))
-        position += count
-    return found or [(0, 0)]
+            chunk.append((start + low - position, high - low))
+        position += length
+    return chunk or [(0, 0)]
 
 
 def _joined(tensor: DTensor) -> torch.Tensor:
     """Gather a tensor that was sharded twice. torch 2.13 gathers uneven shards and blocks wrongly. Collective."""
-    mesh, local = tensor.device_mesh, tensor.to_local()
+    mesh = tensor.device_mesh
+    local = tensor.to_local()
+    # Of the ranks that hold the same shard, the first one along each axis stands for all.
     ranks = [range(mesh.size(axis)) if _is_sharded(p) else [0] for axis, p in enumerate(tensor.placements)]
-    boxes = {rank: boxes_of(tensor, rank) for rank in itertools.product(*ranks)}
-    shapes = {
-        rank: [max(place[dim].stop for _, place in of) for dim in range(tensor.dim())] for rank, of in boxes.items()
-    }
-    found = local.new_zeros(max(map(math.prod, shapes.values())))
-    found[: local.numel()] = local.flatten()
+    boxes = {}
+    shapes = {}
+    for rank in itertools.product(*ranks):
+        boxes[rank] = boxes_of(tensor, rank)
+        shapes[rank] = [max(place[dim].stop for _, place in boxes[rank]) for dim in range(tensor.dim())]
+    # All ranks send as many elements as the largest shard has, because a gather needs tensors of one size.
+    gathered = local.new_zeros(max(map(math.prod, shapes.values())))
+    gathered[: local.numel()] = local.flatten()
     for axis, placement in reversed(list(enumerate(tensor.placements))):
         if _is_sharded(placement):
-            parts = [torch.empty_like(found) for _ in range(mesh.size(axis))]
-            dist.all_gather(parts, found, group=mesh.get_group(axis))
-            found = torch.stack(parts)
+            parts = [torch.empty_like(gathered) for _ in range(mesh.size(axis))]
+            dist.all_gather(parts, gathered, group=mesh.get_group(axis))
+            gathered = torch.stack(parts)
         else:
-            found = found.unsqueeze(0)
+            gathered = gathered.unsqueeze(0)
+    # `gathered` now has one dimension for each mesh axis, and then the elements of the shard.
     full = local.new_empty(tensor.shape)
     for rank, shape in shapes.items():
-        part = found[rank][: math.prod(shape)].view(shape)
+        shard = gathered[rank][: math.prod(shape)].view(shape)
         for box, place in boxes[rank]:
-            full[tuple(slice(i, i + n) for i, n in zip(box.offsets, box.lengths, strict=True))] = part[place]
+            region = tuple(slice(i, i + n) for i, n in zip(box.offsets, box.lengths, strict=True))
+            full[region] = shard[place]
     return full

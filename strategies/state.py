@@ -19,6 +19,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, nearest
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import is_sharded
 
+# This package's name → the same, and the name and the value of torch's `StateDictType`.
 _STATE_DICT_TYPES = {
     "full": ("full", "full_state_dict", "1"),
     "sharded": ("sharded", "sharded_state_dict", "3"),
@@ -107,18 +108,20 @@ class FullState:
         Raises:
             CheckpointError: Names or shapes differ.
         """
-        own = {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
-        given = {plain_name(name): value for name, value in state.items()}
-        problems = [f"{name} is missing" for name in own if name not in given]
-        problems += [f"{name} is not in the model" for name in given if name not in own]
-        for name, value in own.items():
-            saved = given.get(name)
+        # With keep_vars, values are the parameters themselves, which `missing_like` recognizes.
+        in_model = {plain_name(name): value for name, value in self._task.state_dict(keep_vars=True).items()}
+        in_checkpoint = {plain_name(name): value for name, value in state.items()}
+        problems = [f"{name} is missing" for name in in_model if name not in in_checkpoint]
+        problems += [f"{name} is not in the model" for name in in_checkpoint if name not in in_model]
+        for name, value in in_model.items():
+            saved = in_checkpoint.get(name)
             if not isinstance(value, torch.Tensor) or saved is None:
                 continue
             full = self.missing_like(value)
-            shape = value.shape if full is None else full.shape
-            if tuple(saved.shape) != tuple(shape):
-                problems.append(f"{name} is {tuple(saved.shape)} and not {tuple(shape)}")
+            if full is None:
+                full = value
+            if tuple(saved.shape) != tuple(full.shape):
+                problems.append(f"{name} is {tuple(saved.shape)} and not {tuple(full.shape)}")
         if problems and not _changes_names(self._task):
             raise CheckpointError(
                 f"the saved weights do not fit {type(self._task).__name__}: {'; '.join(problems[:10])}."
@@ -164,7 +167,9 @@ class FullState:
         Args:
             tensor: A parameter or buffer of the task.
         """
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_sharded(tensor) else None
+        if not is_sharded(tensor):
+            return None
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     def shard_like(self, value: object, like: object) -> Any:
         """Shard a full tensor like the sharded tensor `like`, which has the same shape. Not collective.
@@ -187,8 +192,10 @@ class FullState:
             keep: False if this rank needs only shapes and dtypes. The rank may then get tensors on the device `meta`.
                 Default: True.
         """
-        found = self._task.named_parameters()
-        return {plain_name(name): self._full(p, keep=keep).detach() for name, p in found}
+        full = {}
+        for name, parameter in self._task.named_parameters():
+            full[plain_name(name)] = self._full(parameter, keep=keep).detach()
+        return full
 
     def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the full gradients by parameter name. Collective if `full_parameters` is.
@@ -196,8 +203,11 @@ class FullState:
         Parameters without a gradient are omitted. The result is empty if the engine hides gradients. Must be called
         between `forward_backward` and `optimizer_step`. Gradients are accumulated, averaged and unscaled.
         """
-        found = [(name, p.grad) for name, p in self._task.named_parameters()]
-        return {plain_name(name): self._full(g, keep=keep).detach() for name, g in found if g is not None}
+        full = {}
+        for name, parameter in self._task.named_parameters():
+            if parameter.grad is not None:
+                full[plain_name(name)] = self._full(parameter.grad, keep=keep).detach()
+        return full
 
     def _full(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
         if not is_sharded(tensor):
@@ -241,25 +251,33 @@ class JointState(FullState):
         return tree
 
     def model_state(self) -> dict[str, Any]:
-        return {prefix + name: value for prefix, part in self._parts for name, value in part.model_state().items()}
+        joint = {}
+        for prefix, part in self._parts:
+            for name, value in part.model_state().items():
+                joint[prefix + name] = value
+        return joint
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        found = {
-            id(optimizer): _renamed(state, add=prefix)
-            for prefix, part in self._parts
-            for optimizer, state in zip(part.optimizers, part.optimizer_states(), strict=True)
-        }
-        return [found[id(optimizer)] for optimizer in self._optimizers]
+        states: dict[int, dict[str, Any]] = {}  # by the id of the optimizer, which has no equality of its own
+        for prefix, part in self._parts:
+            for optimizer, state in zip(part.optimizers, part.optimizer_states(), strict=True):
+                states[id(optimizer)] = _renamed(state, add=prefix)
+        return [states[id(optimizer)] for optimizer in self._optimizers]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        for prefix, part in self._parts:
-            if any(optimizer is own for own in part.optimizers):
-                part.load_optimizer_state(optimizer, _renamed(state, remove=prefix))
+        prefix, part = self._part_of(optimizer)
+        part.load_optimizer_state(optimizer, _renamed(state, remove=prefix))
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        prefix, part = self._part_of(optimizer)
+        part.check_optimizer_state(optimizer, _renamed(state, remove=prefix))
+
+    def _part_of(self, optimizer: Optimizer) -> tuple[str, FullState]:
+        """Return the model of an optimizer, with its prefix."""
         for prefix, part in self._parts:
-            if any(optimizer is own for own in part.optimizers):
-                part.check_optimizer_state(optimizer, _renamed(state, remove=prefix))
+            if any(optimizer is candidate for candidate in part.optimizers):
+                return prefix, part
+        raise AssertionError("each optimizer belongs to one model")
 
 
 def _changes_names(module: nn.Module) -> bool:
@@ -278,17 +296,23 @@ def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> di
     def renamed(name: str) -> str:
         return add + name.removeprefix(remove)
 
-    groups = [{**group, "params": [renamed(name) for name in group["params"]]} for group in state["groups"]]
-    return {**state, "groups": groups, "state": {renamed(name): value for name, value in state["state"].items()}}
+    groups = []
+    for group in state["groups"]:
+        groups.append({**group, "params": [renamed(name) for name in group["params"]]})
+    by_parameter = {renamed(name): value for name, value in state["state"].items()}
+    return {**state, "groups": groups, "state": by_parameter}
 
 
 def shard_like(value: object, like: object) -> Any:
     """Shard a full tensor like `like`; see `FullState.shard_like`."""
-    if isinstance(value, torch.Tensor) and is_sharded(like) and value.shape == like.shape and like.dim():
-        from trainwright.strategies.shards import shard_like
+    if not isinstance(value, torch.Tensor) or not is_sharded(like):
+        return value
+    # The state of a sharded parameter also holds values that are not sharded, such as Adam's number of steps.
+    if value.shape != like.shape or not like.dim():
+        return value
+    from trainwright.strategies.shards import shard_like  # imports DTensor
 
-        return shard_like(value, like)
-    return value
+    return shard_like(value, like)
 
 
 def state_dict_type_name(value: object) -> str:
@@ -298,10 +322,10 @@ def state_dict_type_name(value: object) -> str:
         ConfigurationError: The name is unknown.
     """
     word = str(getattr(value, "name", value)).lower()  # of torch's enum
-    for name, words in _STATE_DICT_TYPES.items():
-        if word in words:
+    for name, synonyms in _STATE_DICT_TYPES.items():
+        if word in synonyms:
             return name
-    known = [word for words in _STATE_DICT_TYPES.values() for word in words]
+    known = [*_STATE_DICT_TYPES["full"], *_STATE_DICT_TYPES["sharded"]]
     raise ConfigurationError(
         f"state_dict_type={value!r} is unknown.{nearest(word, known)} Write 'sharded' (each rank "
         "writes its shards; any number of ranks reads them) or 'full' (rank 0 writes the full state)."

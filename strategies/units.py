@@ -51,28 +51,38 @@ def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int |
     elif policy is not None:
         wanted = {id(module) for module in matching(task, policy, "auto_wrap_policy")}
     else:
-        wanted = {id(module) for module in _own_choice(task)}
-    wanted -= {
-        id(part) for module in task.modules() if _is_read(module) for part in module.modules() if part is not module
-    }
-    owners: dict[int, set[int]] = {}  # id of a parameter or of a module with parameters → ids of its parents
+        wanted = {id(module) for module in _chosen_by_task(task)}
+    wanted.discard(id(task))
     for module in task.modules():
-        parts = [
-            *module.parameters(recurse=False),
-            *(c for c in module.children() if any(True for _ in c.parameters())),
-        ]
-        for part in parts:
-            owners.setdefault(id(part), set()).add(id(module))
-    found: list[nn.Module] = []
-    taken: set[int] = set()  # members of nested units
+        if _is_read(module):
+            wanted -= {id(part) for part in module.modules() if part is not module}
+    parents = _parents(task)
+    units: list[nn.Module] = []
+    taken: set[int] = set()  # nested units, and their modules and parameters
     for module in _inner_first(task):
-        if id(module) in wanted and module is not task:
-            inside = {id(part) for part in module.modules()}
-            own = {id(part) for part in [*module.parameters(), *module.modules()]} - taken - {id(module)}
-            if all(owners.get(part, inside) <= inside for part in own):
-                found.append(module)
-                taken |= own | {id(module)}
-    return found
+        if id(module) not in wanted:
+            continue
+        inside = {id(part) for part in module.modules()}
+        members = inside | {id(parameter) for parameter in module.parameters()}
+        members -= taken
+        # A module without parameters has no entry: it may be shared, because nothing of it is gathered.
+        is_shared = any(not parents.get(part, inside) <= inside for part in members - {id(module)})
+        if not is_shared:
+            units.append(module)
+            taken |= members | {id(module)}
+    return units
+
+
+def _parents(task: nn.Module) -> dict[int, set[int]]:
+    """Return the id of each parameter, and of each module with parameters, with the ids of the modules around it."""
+    parents: dict[int, set[int]] = {}
+    for module in task.modules():
+        for parameter in module.parameters(recurse=False):
+            parents.setdefault(id(parameter), set()).add(id(module))
+        for child in module.children():
+            if any(True for _ in child.parameters()):  # the truth of a parameter is its value
+                parents.setdefault(id(child), set()).add(id(module))
+    return parents
 
 
 def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Module]:
@@ -93,8 +103,10 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
         if "recurse" in inspect.signature(policy).parameters:
             return _by_torch_policy(task, policy)
         return [module for module in modules if policy(module)]
-    entries = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else [policy]
-    found: list[nn.Module] = []
+    entries: list[Any] = [policy]
+    if isinstance(policy, Collection) and not isinstance(policy, str):
+        entries = list(policy)
+    selected: list[nn.Module] = []
     for entry in entries:
         if isinstance(entry, str):
             same = [module for module in modules if type(module).__name__ == entry]
@@ -104,22 +116,25 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
             raise ConfigurationError(
                 f"{argument} holds {entry!r}. Write classes of modules, their names, or a function of a module."
             )
-        if not same or any(isinstance(module, _WITHOUT_FORWARD) for module in same):
+        problem = None
+        if not same:
+            problem = "no module of the task has this class"
+        elif any(isinstance(module, _WITHOUT_FORWARD) for module in same):
+            problem = "it has no forward"
+        if problem is not None:
             known = sorted({type(module).__name__ for module in modules if not isinstance(module, _WITHOUT_FORWARD)})
             name = entry if isinstance(entry, str) else entry.__name__
-            problem = "no module of the task has this class" if not same else "it has no forward"
             raise ConfigurationError(
                 f"{argument}: {name!r}: {problem}.{nearest(name, known)} Known: {', '.join(known)}."
             )
-        found += same
-    return found
+        selected += same
+    return selected
 
 
-def _own_choice(task: nn.Module) -> list[nn.Module]:
+def _chosen_by_task(task: nn.Module) -> list[nn.Module]:
     if not isinstance(task, NamesUnits):
-        # Block classes of transformers models
-        blocks = set(getattr(task, "_no_split_modules", None) or ())
-        return [module for module in task.modules() if type(module).__name__ in blocks]
+        block_names = set(getattr(task, "_no_split_modules", None) or ())  # of a transformers model
+        return [module for module in task.modules() if type(module).__name__ in block_names]
     units = list(task.shard_units() or [])
     inside = {id(module) for module in task.modules()}
     for unit in units:
@@ -136,40 +151,46 @@ def _is_read(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention)
 
 
-def _by_size(task: nn.Module, least: int) -> set[int]:
-    found: set[int] = set()
+def _by_size(task: nn.Module, min_num_params: int) -> set[int]:
+    """Return the ids of the innermost modules that have the minimum number of parameters, without nested units."""
+    selected: set[int] = set()
 
-    def left_of(module: nn.Module) -> dict[int, int]:
-        left = {id(p): p.numel() for p in module.parameters(recurse=_is_read(module))}
-        for child in () if _is_read(module) else module.children():
-            left |= left_of(child)
-        if module is not task and not isinstance(module, _WITHOUT_FORWARD) and sum(left.values()) >= least:
-            found.add(id(module))
+    def outside_of_units(module: nn.Module) -> dict[int, int]:
+        """Return the sizes of a module's parameters that are in no unit by their ids, so that tied ones count once."""
+        is_read = _is_read(module)
+        sizes = {id(parameter): parameter.numel() for parameter in module.parameters(recurse=is_read)}
+        if not is_read:
+            for child in module.children():
+                sizes |= outside_of_units(child)
+        may_be_unit = module is not task and not isinstance(module, _WITHOUT_FORWARD)
+        if may_be_unit and sum(sizes.values()) >= min_num_params:
+            selected.add(id(module))
             return {}
-        return left
+        return sizes
 
-    left_of(task)
-    return found
+    outside_of_units(task)
+    return selected
 
 
 def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
     """Return the units that a policy of FSDP1 selects: `policy(module, recurse, nonwrapped_numel)`."""
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
 
-    def taken(module: nn.Module) -> int:
+    def num_in_units(module: nn.Module) -> int:
         """Return the number of a module's parameters that are in units."""
         total = sum(parameter.numel() for parameter in module.parameters())
+        # The policy is asked twice: whether to look at the children, and then about the rest of the module.
         if not policy(module=module, recurse=True, nonwrapped_numel=total):
             return 0
-        inside = sum(taken(child) for child in module.children())
-        eligible = module is not task and not isinstance(module, _WITHOUT_FORWARD)
-        if eligible and policy(module=module, recurse=False, nonwrapped_numel=total - inside):
-            found.append(module)
+        in_children = sum(num_in_units(child) for child in module.children())
+        may_be_unit = module is not task and not isinstance(module, _WITHOUT_FORWARD)
+        if may_be_unit and policy(module=module, recurse=False, nonwrapped_numel=total - in_children):
+            units.append(module)
             return total
-        return inside
+        return in_children
 
-    taken(task)
-    return found
+    num_in_units(task)
+    return units
 
 
 def check_can_be_sharded(task: nn.Module) -> None:
@@ -254,13 +275,13 @@ def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any]) -> l
     Returns:
         The modules that this call has compiled. Their attribute `_compiled_call_impl` is set.
     """
-    found = [block for block in blocks if block._compiled_call_impl is None]
-    for block in found:
+    uncompiled = [block for block in blocks if block._compiled_call_impl is None]
+    for block in uncompiled:
         if type(block).forward.__module__.startswith("torch."):
             block._compiled_call_impl = partial(_call_compiled, block, torch.compile(block.forward, **options))
         else:
             block.compile(**options)
-    return found
+    return uncompiled
 
 
 def _call_compiled(module: nn.Module, forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -296,7 +317,8 @@ def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_shards: int)
     inside = {id(parameter) for unit in units for parameter in unit.parameters()}
     rest = sum(parameter.numel() for parameter in task.parameters() if id(parameter) not in inside)
     total = sum(parameter.numel() for parameter in task.parameters())
-    if num_shards > 1 and rest > LARGE_NUM_PARAMS and 2 * rest > total:
+    is_large = rest > LARGE_NUM_PARAMS and rest > total / 2
+    if num_shards > 1 and is_large:
         warnings.warn(
             f"{rest:,} of {type(task).__name__}'s {total:,} parameters are in no unit, and every rank gathers them for "
             "the full step. Define shard_units in the task, for example to return self.blocks, or pass "
@@ -319,10 +341,11 @@ def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn
 def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Replace a module by another module everywhere in `root`."""
     for parent in list(root.modules()):
-        if parent is not new:
-            for name, child in list(parent._modules.items()):
-                if child is old:
-                    parent._modules[name] = new
+        if parent is new:  # which may contain the old module
+            continue
+        for name, child in list(parent._modules.items()):
+            if child is old:
+                parent._modules[name] = new
 
 
 def replace_parameters(root: nn.Module, new: dict[int, nn.Parameter]) -> None:
@@ -351,7 +374,9 @@ class ModuleTraces:
 
     def note(self) -> None:
         """Record which attributes and hooks the library has added. Call this before anything else adds more."""
-        self._added = [(m, set(vars(m)) - names, hook_keys(m) - hooks) for m, _, names, hooks in self._before]
+        self._added = []
+        for module, _, names, hooks in self._before:
+            self._added.append((module, set(vars(module)) - names, hook_keys(module) - hooks))
 
     def remove(self) -> None:
         """Restore classes, and remove the attributes and hooks that `note` has recorded. Keep parameters."""
@@ -366,5 +391,8 @@ class ModuleTraces:
 
 def hook_keys(module: nn.Module) -> set[tuple[str, int]]:
     """Return the hooks of a module as pairs of hook table and key."""
-    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
-    return {(name, key) for name, table in tables.items() for key in table}
+    keys: set[tuple[str, int]] = set()
+    for name, table in vars(module).items():
+        if "_hooks" in name and isinstance(table, dict):
+            keys.update((name, key) for key in table)
+    return keys

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of
-from trainwright.strategies.steps.step import ManualStep
+from trainwright.strategies.steps.manual_step import ManualStep
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.hooks import StageHooks
 from trainwright.trainer.optimization import ManualOptimizer

@@ -17,7 +17,8 @@ from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
 from trainwright.profilers.profiler import Profiler
 from trainwright.strategies.engine import Engine
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step
+from trainwright.strategies.steps.manual_step import ManualStep
+from trainwright.strategies.steps.step import AutomaticStep, Step
 from trainwright.trainer.data import EvaluationData, StageData, TrainData
 
 

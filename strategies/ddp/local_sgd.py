@@ -29,7 +29,8 @@ from trainwright.strategies.ddp.replicas import (
 from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import GradientClip, parameters_of, weights_of_one_rank, without_loss
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.manual_step import ManualStep
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 

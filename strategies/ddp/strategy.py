@@ -37,7 +37,8 @@ from trainwright.strategies.ddp.replicas import (
 from trainwright.strategies.engine import Engine, Models, Optimizers, Prepared, PreparedModel, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.binding import StepModule
-from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.manual_step import ManualStep
+from trainwright.strategies.steps.step import AutomaticStep, Step, StepParts
 from trainwright.strategies.strategy import DataParallel, ParallelEngine, StrategyOutline
 
 _REMOVED = {

@@ -37,18 +37,19 @@ def need_closure(optimizers: Iterable[Optimizer], precision: Precision) -> bool:
     Raises:
         ConfigurationError: An optimizer requires a closure, and the precision uses loss scaling.
     """
-    found = [optimizer for optimizer in optimizers if _closure_is_required(optimizer)]
-    if found and precision.scaled:
-        raise ConfigurationError(
-            f"precision={precision.name!r} uses loss scaling, which does not work with {type(found[0]).__name__}: it "
-            "evaluates the loss several times in a step. Use precision='32-true' or 'bf16-mixed'."
-        )
-    return bool(found)
-
-
-def _closure_is_required(optimizer: Optimizer) -> bool:
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
+    is_needed = False
+    for optimizer in optimizers:
+        cls = type(optimizer)
+        closure = inspect.signature(cls.step).parameters.get("closure")
+        if closure is None or closure.default is not inspect.Parameter.empty:
+            continue
+        if precision.scaled:
+            raise ConfigurationError(
+                f"precision={precision.name!r} uses loss scaling, which does not work with {cls.__name__}: it "
+                "evaluates the loss several times in a step. Use precision='32-true' or 'bf16-mixed'."
+            )
+        is_needed = True
+    return is_needed
 
 
 def defines_itself(owner: object, name: str) -> bool:
@@ -81,9 +82,9 @@ class ScaledOptimizer:
     def __class__(self, value: object) -> None:
         raise AttributeError("the class of a wrapped optimizer cannot be changed")
 
-    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step unless a gradient is not finite. Return the closure's loss, or None without a closure."""
-        self._scale.step(self.optimizer, **own)
+        self._scale.step(self.optimizer, **options)  # without the closure, which `GradScaler.step` does not accept
         return None if closure is None else closure()
 
     def __getattr__(self, name: str) -> Any:
@@ -108,10 +109,10 @@ def outputs_of(output: object) -> dict[str, Any]:
         return {"loss": output.detach().clone()}
     if not isinstance(output, Mapping):
         return {"output": map_tensors(torch.Tensor.detach, output)}
-    found = {name: map_tensors(torch.Tensor.detach, value) for name, value in output.items()}
-    if isinstance(found.get("loss"), torch.Tensor):
-        found["loss"] = found["loss"].clone()
-    return found
+    detached = {name: map_tensors(torch.Tensor.detach, value) for name, value in output.items()}
+    if isinstance(detached.get("loss"), torch.Tensor):
+        detached["loss"] = detached["loss"].clone()
+    return detached
 
 
 class StepModule(nn.Module):
@@ -127,4 +128,5 @@ class StepModule(nn.Module):
 
     def forward(self, step: str | Callable[..., Any], *args: object, **kwargs: object) -> Any:
         """Run a step by its name, for example `"training_step"`, or a function."""
-        return (getattr(self.task, step) if isinstance(step, str) else step)(*args, **kwargs)
+        method = getattr(self.task, step) if isinstance(step, str) else step
+        return method(*args, **kwargs)

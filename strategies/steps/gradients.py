@@ -58,8 +58,12 @@ class GradientClip:
 
 def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return the parameters of the optimizers in order, without duplicates."""
-    found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    return list(found.values())
+    by_id: dict[int, nn.Parameter] = {}  # the == of tensors compares their values
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                by_id[id(parameter)] = parameter
+    return list(by_id.values())
 
 
 def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
@@ -93,7 +97,8 @@ def clip_shards(
         for grad, _ in shards:
             grad.clamp_(-clip.value, clip.value)
         return None
-    counted, p = [grad for grad, counts in shards if counts and grad.numel()], clip.norm_type
+    p = clip.norm_type
+    counted = [grad for grad, counts in shards if counts and grad.numel()]
     norm = total_norm(counted, p).to(device).double()  # powers may overflow in float32
     if math.isinf(p):
         dist.all_reduce(norm, op=dist.ReduceOp.MAX)
@@ -104,9 +109,12 @@ def clip_shards(
     norm = norm.to(shards[0][0].dtype if shards else torch.float32)
     factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
     for group in _by_kind([grad for grad, _ in shards]):
-        own_factor = factor.to(group[0].device)
-        if own_factor.device == factor.device or own_factor != 1:  # it was copied to the host, which may read it
-            torch._foreach_mul_(group, own_factor)
+        factor_there = factor.to(group[0].device)
+        # A factor that was copied to the host can be read without waiting, and a multiplication by 1 be left out.
+        was_copied = factor_there.device != factor.device
+        if was_copied and factor_there == 1:
+            continue
+        torch._foreach_mul_(group, factor_there)
     return norm
 
 
@@ -116,16 +124,18 @@ def total_norm(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     Torch computes the norm of a CPU tensor in one thread.
     """
     threads = min(len(gradients), torch.get_num_threads())
-    if threads < 2 or sum(grad.numel() for grad in gradients if grad.device.type == "cpu") < _MIN_THREADED:
+    num_on_host = sum(grad.numel() for grad in gradients if grad.device.type == "cpu")
+    if threads < 2 or num_on_host < _MIN_THREADED:
         return nn.utils.get_total_norm(gradients, norm_type)
 
     def norm(grad: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():  # a setting of each thread
-            found: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
-            return found
+            result: torch.Tensor = torch.linalg.vector_norm(grad, norm_type)
+            return result
 
     with ThreadPoolExecutor(threads) as pool:
         norms = [each.to(gradients[0].device) for each in pool.map(norm, gradients)]
+    # Like torch's: the norm of the norms of the tensors, which is not to the last bit the norm of all elements.
     return norm(torch.stack(norms))
 
 
@@ -193,13 +203,18 @@ class HostGradients(Gradients):
 
     def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         """Clip like `nn.utils.clip_grad_norm_`, but without a multiplication if the norm is at most the maximum."""
-        held = [parameter for parameter in parameters if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
         if clip.algorithm == "value":
-            return clip_gradients(held, clip)
+            return clip_gradients(parameters, clip)
+        with_gradients = []
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                with_gradients.append(parameter)
+                gradients.append(parameter.grad)
         norm = total_norm(gradients, clip.norm_type)
-        if not clip.value / (norm + 1e-6) >= 1:  # also if it is not a number
-            nn.utils.clip_grads_with_norm_(held, clip.value, norm)
+        is_within_maximum = clip.value / (norm + 1e-6) >= 1  # False if the norm is not a number
+        if not is_within_maximum:
+            nn.utils.clip_grads_with_norm_(with_gradients, clip.value, norm)
         return norm
 
 
@@ -213,22 +228,23 @@ def loss_of(output: Any, origin: str) -> torch.Tensor | None:
     Raises:
         TaskError: There is no loss, or the loss is not a scalar or has no graph.
     """
+    if output is None:
+        return None
     loss = output
     if not isinstance(loss, torch.Tensor):
-        if loss is None:
-            return None
         try:
             loss = output["loss"]
         except (TypeError, KeyError, IndexError):
             loss = output
         if not isinstance(loss, torch.Tensor):
+            without = " without a loss tensor" if isinstance(output, dict) else ""
             raise TaskError(
-                f"{origin}.training_step returned {type(output).__name__}"
-                f"{' without a loss tensor' if isinstance(output, dict) else ''}. Return the loss as a scalar tensor, "
-                "a dict with the key 'loss', or None to skip the batch."
+                f"{origin}.training_step returned {type(output).__name__}{without}. Return the loss as a scalar "
+                "tensor, a dict with the key 'loss', or None to skip the batch."
             )
     num_dims = loss.dim()
-    if num_dims and (num_dims > 1 or loss.numel() != 1):
+    is_scalar = num_dims == 0 or (num_dims == 1 and loss.numel() == 1)
+    if not is_scalar:
         raise TaskError(
             f"{origin}.training_step returned a loss of shape {tuple(loss.shape)}; it must be a scalar. "
             "Return loss.mean()."
@@ -249,10 +265,14 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
     """
     dtype = torch.float64 if properties(device.type).has_float64 else torch.float32
     beside = properties(device.type).copies_beside
-    if any(isinstance(count, torch.Tensor) and count.device.type == device.type for count in counts):
-        parts = [torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=beside) for count in counts]
-        return torch.stack([part.reshape(()) for part in parts])
-    return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=beside)
+    are_on_device = any(isinstance(count, torch.Tensor) and count.device.type == device.type for count in counts)
+    if not are_on_device:  # one copy for all counts
+        return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=beside)
+    moved = []
+    for count in counts:
+        tensor = torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=beside)
+        moved.append(tensor.reshape(()))
+    return torch.stack(moved)
 
 
 def item_weights(
@@ -289,8 +309,8 @@ def weights_of_one_rank(weights: Sequence[Any]) -> list[float]:
     Args:
         weights: Weights of the mean over the micro-batches of all ranks; 0 for padding.
     """
-    real = [weight > 0 for weight in weights]
-    return [is_real / max(sum(real), 1) for is_real in real]
+    num_real = sum(weight > 0 for weight in weights)
+    return [1 / num_real if weight > 0 else 0.0 for weight in weights]
 
 
 def without_loss(origin: str, rank: int) -> TaskError:
@@ -304,8 +324,13 @@ def without_loss(origin: str, rank: int) -> TaskError:
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
     """Multiply the gradients of parameters in place. Parameters without a gradient are skipped."""
     for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device) if isinstance(factor, torch.Tensor) else factor)
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if isinstance(factor, torch.Tensor):
+            grad.mul_(factor.to(grad.device))
+        else:
+            grad.mul_(factor)
 
 
 def zero_gradients(optimizer: Optimizer) -> None:
@@ -317,7 +342,9 @@ def zero_gradients(optimizer: Optimizer) -> None:
 
 def free_gradients(parameters: Iterable[torch.Tensor]) -> bool:
     """Free the gradients of parameters. Return whether there were any."""
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in held:
-        parameter.grad = None
-    return bool(held)
+    were_any = False
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = None
+            were_any = True
+    return were_any

@@ -60,11 +60,11 @@ class LossScale:
         Raises:
             ConfigurationError: A backward has added to gradients that were already divided.
         """
-        seen = self._unscaled.get(id(optimizer))
-        if seen is None:
+        num_at_unscaling = self._unscaled.get(id(optimizer))
+        if num_at_unscaling is None:
             self._unscaled[id(optimizer)] = self._num_backwards
             self.scaler.unscale_(optimizer)
-        elif seen != self._num_backwards:
+        elif num_at_unscaling != self._num_backwards:
             raise ConfigurationError(
                 "backward() was called after the gradients of the same optimizer step were unscaled, for example by "
                 "clipping. Clip and step only after the last backward of an optimizer step."
@@ -76,14 +76,14 @@ class LossScale:
         self._is_due = False
         self._unscaled.clear()
 
-    def step(self, optimizer: Optimizer, **own: Any) -> None:
+    def step(self, optimizer: Optimizer, **options: Any) -> None:
         """Step an optimizer if all its gradients are finite. Waits for the device, unless the optimizer is fused.
 
         Args:
             optimizer: The optimizer.
-            **own: Further arguments of the optimizer's `step`.
+            **options: Further arguments of the optimizer's `step`.
         """
-        self.scaler.step(optimizer, **own)
+        self.scaler.step(optimizer, **options)
         self._is_due = True
 
     def try_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -110,15 +110,22 @@ class _GuardedStep:
     """Replacement of an optimizer's `step` that records whether the scaler calls it."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
-        self._optimizer, self._step, self._closure = optimizer, optimizer.step, closure
+        self._optimizer = optimizer
+        self._step = optimizer.step
+        self._closure = closure
         self._was_called = False
         self._found_inf: torch.Tensor | None = None
 
-    def __call__(self, **own: Any) -> Any:
+    def __call__(self, **options: Any) -> Any:
         self._was_called = True
-        self._found_inf = getattr(self._optimizer, "found_inf", None)  # a fused kernel's, which decides by itself
-        return self._step(**own) if self._closure is None else self._step(self._closure, **own)
+        # A fused optimizer is always called: its kernel reads this flag, and does nothing if a gradient is infinite.
+        self._found_inf = getattr(self._optimizer, "found_inf", None)
+        if self._closure is None:
+            return self._step(**options)
+        return self._step(self._closure, **options)
 
     @property
     def was_taken(self) -> bool:
-        return self._was_called and not (self._found_inf is not None and bool(self._found_inf))
+        if not self._was_called:
+            return False
+        return self._found_inf is None or not bool(self._found_inf)

@@ -39,16 +39,24 @@ def is_finite(step: Step, loss: torch.Tensor, ranks: DataRanks) -> bool:
     finite = loss.isfinite()
     if step.scaler is None:
         # Unlike the 2-norm, whose squares may overflow, the maximum is finite if and only if all elements are.
-        held = [values for _, values in step.held_gradients() if values.numel()]
-        finite = finite & nn.utils.get_total_norm(held, float("inf")).to(loss.device).isfinite()
+        gradients = [values for _, values in step.held_gradients() if values.numel()]
+        largest = nn.utils.get_total_norm(gradients, float("inf")).to(loss.device)
+        finite = finite & largest.isfinite()
     return not ranks.sum((~finite).float()).item()
 
 
 def explain(step: Step, loss: torch.Tensor) -> NonFinite:
     """Describe the values of this rank in a step that is not finite. Not collective. Waits for the device."""
-    flags = {id(p): values.isfinite().all().to(loss.device) for p, values in step.held_gradients()}
-    finite = dict(zip(flags, torch.stack([*flags.values()]).tolist() if flags else [], strict=True))
-    names = [name for name, parameter in step.task.named_parameters() if not finite.get(id(parameter), True)]
+    ids = []
+    flags = []
+    for parameter, values in step.held_gradients():
+        ids.append(id(parameter))
+        flags.append(values.isfinite().all().to(loss.device))
+    bad: set[int] = set()
+    if flags:
+        finite = torch.stack(flags).tolist()  # one copy to the host for all parameters
+        bad = {key for key, is_finite in zip(ids, finite, strict=True) if not is_finite}
+    names = [name for name, parameter in step.task.named_parameters() if id(parameter) in bad]
     return NonFinite(float(loss), names)
 
 
@@ -70,8 +78,8 @@ class FirstNonFinite:
         device = step.parts.device
         self._step = step
         self._index = {id(parameter): i for i, parameter in enumerate(parameters_of(step.optimizers))}
-        self._held: tuple[int, ...] = ()  # indices of the parameters with gradients in the last call
-        self._at: torch.Tensor | None = None  # the same on the device
+        self._indices: tuple[int, ...] = ()  # of the parameters with gradients in the last call
+        self._indices_on_device: torch.Tensor | None = None
         self._number = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self._flags = torch.zeros(len(self._index), dtype=torch.bool, device=device)
@@ -92,17 +100,23 @@ class FirstNonFinite:
     def _bad_gradients(self) -> torch.Tensor:
         """Return a flag per parameter that is True if its gradient contains a NaN or an infinity."""
         flags = torch.zeros_like(self._flags)
-        held = [] if self._step.scaler is not None else [*self._step.held_gradients()]
-        held = [(parameter, values) for parameter, values in held if values.numel()]
-        if not held:
+        if self._step.scaler is not None:  # which handles overflow
             return flags
-        indices = tuple(self._index[id(parameter)] for parameter, _ in held)
-        if self._at is None or indices != self._held:
-            self._held, self._at = indices, torch.tensor(indices, device=flags.device)
+        indices = []
+        gradients = []
+        for parameter, values in self._step.held_gradients():
+            if values.numel():
+                indices.append(self._index[id(parameter)])
+                gradients.append(values)
+        if not gradients:
+            return flags
+        if self._indices_on_device is None or tuple(indices) != self._indices:
+            self._indices = tuple(indices)
+            self._indices_on_device = torch.tensor(indices, device=flags.device)
         # Unlike the 2-norm, the maximum is finite if and only if all elements are.
-        largest = torch._foreach_norm([values for _, values in held], float("inf"))
+        largest = torch._foreach_norm(gradients, float("inf"))
         finite = torch.stack([value.to(flags.device, torch.float32) for value in largest]).isfinite()
-        return flags.index_put_((self._at,), ~finite)
+        return flags.index_put_((self._indices_on_device,), ~finite)
 
     def is_seen(self, ranks: DataRanks) -> bool:
         """Return whether any step was not finite on any rank. Collective. Waits for the device to read one flag."""
@@ -116,6 +130,10 @@ class FirstNonFinite:
         number = int(self._number)
         if number < 0:
             return None
-        bad = {index for index, is_bad in enumerate(self._flags.tolist()) if is_bad}
-        names = [name for name, p in self._step.task.named_parameters() if self._index.get(id(p), -1) in bad]
+        flags = self._flags.tolist()
+        names = []
+        for name, parameter in self._step.task.named_parameters():
+            index = self._index.get(id(parameter))  # None if no optimizer has the parameter
+            if index is not None and flags[index]:
+                names.append(name)
         return number, NonFinite(float(self._loss), names)

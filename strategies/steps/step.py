@@ -1,14 +1,14 @@
 """One optimizer step over a group of micro-batches. Calls all hooks of micro-batches.
 
-`AutomaticStep` weighs losses, runs backward and steps the optimizers. `ManualStep` is for tasks with manual
-optimization. Engines that run parts of the step have a subclass.
+`AutomaticStep` weighs losses, runs backward and steps the optimizers. `ManualStep` (in `manual_step`) is for tasks with
+manual optimization. Engines that run parts of the step have a subclass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -115,18 +115,24 @@ class Step(ABC):
     def __init__(self, parts: StepParts) -> None:
         task = parts.task
         self.parts = parts
-        self.task, self.run, self.hooks, self.sink = task, parts.run, parts.hooks, parts.sink
-        self.optimizers, self.scaler = parts.optimizers, parts.scaler
+        self.task = task
+        self.run = parts.run
+        self.hooks = parts.hooks
+        self.sink = parts.sink
+        self.optimizers = parts.optimizers
+        self.scaler = parts.scaler
         self.stepped = False
         self._scale = None if parts.scaler is None else LossScale(parts.scaler)
-        self._context, self._synchronize = parts.context, parts.synchronize
+        self._context = parts.context
+        self._synchronize = parts.synchronize
         self._transfer = make_transfer(
             task, getattr(parts.run, "datamodule", None), parts.device, parts.inputs, parts.placed
         )
         self._finish = parts.finish
         self._items: Callable[[Any], Any] | None = None
-        wrapped = parts.training_call if task.automatic_optimization else None  # a manual step runs backward inside
-        self._training_step = bind_step(task, "training_step", wrapped)
+        # A manual step runs backward inside, which must not run in the engine's call.
+        training_call = parts.training_call if task.automatic_optimization else None
+        self._training_step = bind_step(task, "training_step", training_call)
         self._eval_steps: dict[str, Callable[..., Any]] = {}
         self._handles: list[Any] = []
         self._group: Group | None = None  # for a closure
@@ -156,34 +162,50 @@ class Step(ABC):
             TaskError: The loss cannot be trained on.
             SkipRestOfEpoch: A hook ended the epoch.
         """
-        hooks, sink, num = self.hooks, self.sink, len(group.batches)
-        shares = None if self.parts.split is None else self._split(group, self.parts.split)
-        counts = self._items is not None and shares is None  # `_split` has already weighed items
-        weights = self._weigh_items(group) if counts else group.weights
+        hooks = self.hooks
+        sink = self.sink
+        num = len(group.batches)
+        shares: list[float] | None = None
+        weights: Sequence[Any] | None
+        if self.parts.split is not None:
+            shares = self._split(group, self.parts.split)
+            weights = group.weights  # of the parts, with the weights of their items
+        elif self._items is not None:
+            weights = self._weigh_items(group)
+        else:
+            weights = group.weights
         output: Any = None
         total: torch.Tensor | None = None
         skipped: list[int] = []
         for i, batch in enumerate(group.batches):
-            group.index, idx = i, group.first_idx + i
+            idx = group.first_idx + i
+            group.index = i
             output = group.last_batch = None  # free the output before the next forward
             if self._transfer is not None:
                 batch = self._transfer(batch)
             sink.batch = batch
             is_padding = group.weights is not None and not group.weights[i]
-            sink.share = 0.0 if is_padding else shares[i] if shares is not None else None
+            if is_padding:
+                sink.share = 0.0
+            else:
+                sink.share = None if shares is None else shares[i]
             for hook in hooks.on_train_batch_start:
                 if hook(self.run, self.task, batch, idx) == -1:
                     raise SkipRestOfEpoch
             if num > 1 and self._synchronize is not None:
                 self._synchronize(i == num - 1)  # all-reduce gradients only in the last micro-batch
-            run_batch = self._run_padding if is_padding else self._run_batch
-            output, loss = run_batch(batch, idx, None if weights is None else weights[i], num)
+            weight = None if weights is None else weights[i]
+            if is_padding:  # forward and backward also run for padding, because the other ranks wait in collectives
+                output, loss = self._run_padding(batch, idx, weight, num)
+            else:
+                output, loss = self._run_batch(batch, idx, weight, num)
             if loss is None:
                 skipped.append(i)
             else:
                 total = loss if total is None else total + loss
             if hooks.on_train_batch_end:
-                group.last_output, group.last_batch = outputs_of(output), sink.batch
+                group.last_output = outputs_of(output)
+                group.last_batch = sink.batch
                 if i < num - 1:
                     self.end_batch(group)
         if skipped:
@@ -196,16 +218,26 @@ class Step(ABC):
                 self._scale.unscale(optimizer)
         if self._needs_closure:
             self._group = group
-        self._loss, self._last_idx, self._zeroed = total, idx, False
+        self._loss = total
+        self._last_idx = idx
+        self._zeroed = False
         return total
 
     def _split(self, group: Group, split: Callable[[Any], tuple[Any, float]]) -> list[float]:
         """Replace a group's micro-batches by this rank's parts. Return the weight of each part."""
         num = len(group.batches)
-        weights = (group.weights or [1 / num] * num) if self._items is None else self._weigh_items(group)
-        parts = [split(batch) for batch in group.batches]
-        shares = [share for _, share in parts]
-        group.batches = [part for part, _ in parts]
+        weights: Sequence[Any]
+        if self._items is not None:
+            weights = self._weigh_items(group)  # counts the items of complete batches
+        else:
+            weights = group.weights or [1 / num] * num
+        parts = []
+        shares = []
+        for batch in group.batches:
+            part, share = split(batch)
+            parts.append(part)
+            shares.append(share)
+        group.batches = parts
         group.weights = [weight * share for weight, share in zip(weights, shares, strict=True)]
         return shares
 
@@ -224,18 +256,21 @@ class Step(ABC):
 
     def _metric_objects(self) -> list[nn.Module]:
         """Return the metric objects of the task and of callbacks, including their parts."""
-        owners = [vars(callback).values() for callback in self.run.callbacks]
-        held = [value for values in owners for value in values if is_metric_object(value)]
-        modules = [*self.task.modules(), *(part for metric in held for part in metric.modules())]
+        modules = list(self.task.modules())
+        for callback in self.run.callbacks:
+            for value in vars(callback).values():
+                if is_metric_object(value):
+                    modules += value.modules()
         return [module for module in modules if is_metric_object(module)]
 
     def end_batch(self, group: Group) -> None:
         """Call the hooks at the end of a micro-batch. For the last micro-batch, call this after the optimizer step."""
         self.sink.batch = group.last_batch  # it determines the weight of logged values
         is_padding = group.weights is not None and not group.weights[group.index]
+        idx = group.first_idx + group.index
         with self._without_counting() if is_padding else nullcontext():
             for hook in self.hooks.on_train_batch_end:
-                hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
+                hook(self.run, self.task, group.last_output, group.last_batch, idx)
         self.sink.batch = None
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
@@ -244,7 +279,8 @@ class Step(ABC):
         assert self._items is not None  # checked by the caller
         counts = stack_counts([self._items(batch) for batch in group.batches], parts.device)
         if group.weights is not None:  # padding has no weight
-            counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(parts.device)
+            is_real = torch.tensor([float(weight > 0) for weight in group.weights], dtype=counts.dtype)
+            counts = counts * is_real.to(parts.device)
         total = parts.ranks.sum(counts.sum())
         dtype = torch.float64 if parts.precision.param_dtype is torch.float64 else torch.float32
         return item_weights(counts, total, parts.ranks.size, dtype).unbind()
@@ -266,10 +302,12 @@ class Step(ABC):
     def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield parameters with this rank's shards of their gradients. Not collective."""
         for parameter in parameters_of(self.optimizers):
-            grad: Any = parameter.grad
-            if grad is not None:
-                shard = local_part(grad)
-                yield parameter, shard.coalesce().values() if shard.is_sparse else shard
+            if parameter.grad is None:
+                continue
+            shard = local_part(parameter.grad)
+            if shard.is_sparse:
+                shard = shard.coalesce().values()
+            yield parameter, shard
 
     def discard_gradients(self) -> None:
         """Free the gradients of a discarded step."""
@@ -291,7 +329,9 @@ class Step(ABC):
 
     def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """Return a batch on this process's device. Calls the transfer hooks of the task or data module."""
-        batch, self.sink.share = (batch, None) if self.parts.split is None else self.parts.split(batch)
+        self.sink.share = None
+        if self.parts.split is not None:
+            batch, self.sink.share = self.parts.split(batch)
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
     def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
@@ -307,8 +347,10 @@ class Step(ABC):
         step: Callable[..., Any] | None
         if not isinstance(name, str):
             step = name if call is None else partial(call, name)
-        elif (step := self._eval_steps.get(name)) is None:
-            step = self._eval_steps[name] = bind_step(self.task, name, call)
+        else:
+            step = self._eval_steps.get(name)
+            if step is None:
+                step = self._eval_steps[name] = bind_step(self.task, name, call)
         with self._context or nullcontext():
             output = step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
         if self._finish is not None:
@@ -328,10 +370,13 @@ class AutomaticStep(Step):
 
     def __init__(self, parts: StepParts) -> None:
         super().__init__(parts)
-        task, optimizers = parts.task, parts.optimizers
-        self._items = own_hook(task, "num_items", TaskModule) if parts.counts_items else None
-        own_backward = overrides(task, "backward", TaskModule)
-        self._backward: Callable[[torch.Tensor], Any] | None = task.backward if own_backward else None
+        task = parts.task
+        optimizers = parts.optimizers
+        if parts.counts_items:
+            self._items = own_hook(task, "num_items", TaskModule)
+        self._backward: Callable[[torch.Tensor], Any] | None = None
+        if overrides(task, "backward", TaskModule):
+            self._backward = task.backward
         self._own_step = own_hook(task, "optimizer_step", TaskModule)
         self._own_zero = own_hook(task, "optimizer_zero_grad", TaskModule)
         self._own_clip = own_hook(task, "configure_gradient_clipping", TaskModule)
@@ -339,8 +384,10 @@ class AutomaticStep(Step):
         self._plain_step = self._own_step is None and self._scale is None and not self._needs_closure
         # Gradients are freed right after the step, which saves their memory during the next forward. If a hook or the
         # task may read them, they are freed where Lightning does it: between the first training_step and its backward.
-        own_zero = self._own_zero is not None or any(overrides(o, "zero_grad", Optimizer) for o in optimizers)
-        self._zero_late = bool(parts.hooks.on_before_zero_grad) or own_zero
+        if parts.hooks.on_before_zero_grad or self._own_zero is not None:
+            self._zero_late = True
+        else:
+            self._zero_late = any(overrides(optimizer, "zero_grad", Optimizer) for optimizer in optimizers)
         self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(optimizers))
 
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
@@ -351,8 +398,8 @@ class AutomaticStep(Step):
                 output = self._training_step(batch, idx)
         if not self._zeroed:
             self._zero_gradients(idx)
-        plain = type(output) is torch.Tensor and output.requires_grad and not output.dim()
-        loss = output if plain else loss_of(output, type(self.task).__name__)
+        is_valid_loss = type(output) is torch.Tensor and output.requires_grad and not output.dim()
+        loss = output if is_valid_loss else loss_of(output, type(self.task).__name__)  # a call fewer in the usual case
         if loss is None:
             return output, None
         if weight is not None:
@@ -360,7 +407,9 @@ class AutomaticStep(Step):
         elif num > 1:
             loss = loss / num
         # The scale changes after the step, not at the first loss of a group.
-        scaled: torch.Tensor = loss if self._scale is None else self._scale.scale(loss, starts_group=False)
+        scaled: torch.Tensor = loss
+        if self._scale is not None:
+            scaled = self._scale.scale(loss, starts_group=False)
         for hook in self.hooks.on_before_backward:
             hook(self.run, self.task, scaled)
         if self._backward is None:
@@ -381,13 +430,15 @@ class AutomaticStep(Step):
         return total * factor
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
-        norm = None if clip is None and self._own_clip is None else self._clip(clip)
+        norm = None
+        if clip is not None or self._own_clip is not None:
+            norm = self._clip(clip)
         for optimizer in self.optimizers:
             if self._plain_step:
                 optimizer.step()
             elif self._own_step is not None:
-                stepped: Any = optimizer if self._scale is None else ScaledOptimizer(optimizer, self._scale)
-                self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
+                passed: Any = optimizer if self._scale is None else ScaledOptimizer(optimizer, self._scale)
+                self._own_step(self.run.state.epoch, self._last_idx, passed, self._closure())
             elif self._scale is not None:
                 self._scale.step(optimizer)
             else:
@@ -404,20 +455,25 @@ class AutomaticStep(Step):
         return norm
 
     def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
+        """Clip by the task's `configure_gradient_clipping` if it is defined, also if clipping is disabled."""
         if self._own_clip is None:
             return None if clip is None else self.parts.gradients.clip(parameters_of(self.optimizers), clip)
+        value = None if clip is None else clip.value
+        algorithm = None if clip is None else clip.algorithm
         for optimizer in self.optimizers:
-            self._own_clip(optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm)
+            self._own_clip(optimizer, value, algorithm)
         return None
 
     def _closure(self) -> Callable[[], Any]:
         """Return a closure for `Optimizer.step`. The first call returns the current loss. Later calls recompute it."""
-        group, loss, calls = self._group, self._loss, 0
+        group = self._group  # None if no optimizer requires a closure
+        loss = self._loss
+        is_called_again = False
 
         def closure() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 1 or group is None:
+            nonlocal is_called_again
+            if not is_called_again or group is None:
+                is_called_again = True
                 return loss
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -437,104 +493,3 @@ class AutomaticStep(Step):
             else:
                 optimizer.zero_grad()
         self._zeroed = True
-
-
-class ManualStep(Step):
-    """A step with manual optimization: `training_step` runs backward and steps the optimizers itself.
-
-    Args:
-        parts: See `StepParts`.
-        average: Averages gradients over ranks after each backward. Default: None, which calls `Gradients.complete`.
-    """
-
-    def __init__(self, parts: StepParts, average: Callable[[], None] | None = None) -> None:
-        super().__init__(parts)
-        self._average = self._complete if average is None else average
-        self._holds_back = False
-        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in parts.optimizers]
-
-    def _note(self, *_: object) -> None:
-        self.stepped = True
-
-    def forward_backward(self, group: Group) -> torch.Tensor | None:
-        self.stepped = not self.optimizers  # without an optimizer every group counts as a step
-        loss = super().forward_backward(group)
-        if self._scale is not None:
-            self._scale.update()
-        if self._finish is not None:
-            self._finish(self._last_idx, True)
-        return loss
-
-    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
-        with self._context or nullcontext():
-            return self._training_step(batch, idx), None
-
-    def _skip_batches(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        return None
-
-    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
-        return None
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for `TaskModule.manual_backward`. Collective with several data-parallel ranks."""
-        if self._scale is not None:
-            # Several optimizers may step after one another: the scale changes only before the backward after them.
-            loss = self._scale.scale(loss, starts_group=True)
-        for hook in self.hooks.on_before_backward:
-            hook(self.run, self.task, loss)
-        self.task.backward(loss, *args, **kwargs)
-        if self._average is not None and not self._holds_back:
-            self._average()
-        for hook in self.hooks.on_after_backward:
-            hook(self.run, self.task)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without averaging them over ranks. Not collective.
-
-        The next `backward` outside of the context averages the accumulated gradients. Every rank must run the same
-        backward passes in the context.
-        """
-        before, self._holds_back = self._holds_back, True
-        try:
-            yield
-        finally:
-            self._holds_back = before
-
-    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
-        """Step one optimizer.
-
-        Gradients are unscaled and hooks are called before the step, or with a closure after each call of the closure.
-
-        Args:
-            optimizer: The optimizer.
-            closure: Computes the loss and runs backward. Default: None.
-            **own: Further arguments of the optimizer's `step`.
-        """
-        if self._scale is not None:  # GradScaler.step does not accept a closure
-            loss = None if closure is None else closure()
-            self._scale.unscale(optimizer)
-            self._announce(optimizer)
-            self._scale.step(optimizer, **own)
-            return loss
-        if closure is None:
-            self._announce(optimizer)
-            return optimizer.step(**own)
-
-        def closed() -> Any:
-            loss = closure()
-            self._announce(optimizer)
-            return loss
-
-        return optimizer.step(closure=closed, **own)
-
-    def clip_gradients(self, optimizer: Optimizer, clip: GradientClip) -> None:
-        """Clip the gradients of one optimizer's parameters, after dividing them by the loss scale."""
-        if self._scale is not None:
-            self._scale.unscale(optimizer)
-        self.parts.gradients.clip(parameters_of([optimizer]), clip)
-
-    def _announce(self, optimizer: Optimizer) -> None:
-        for hook in self.hooks.on_before_optimizer_step:
-            hook(self.run, self.task, optimizer)
-        self.parts.enter(Phase.WEIGHTS)

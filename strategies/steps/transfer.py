@@ -29,7 +29,8 @@ def move_model(model: nn.Module, device: torch.device) -> None:
         tensors = [*model.named_parameters(), *model.named_buffers()]
     except RecursionError as error:
         raise too_deep(type(model).__name__) from error
-    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+    empty = [name for name, tensor in tensors if tensor.is_meta]
+    if empty:
         raise ConfigurationError(
             f"{type(model).__name__}: {empty[0]!r} and {len(empty) - 1} others are on the meta device and cannot be "
             f"moved to {device}. Load or initialize them first. A model of load_checkpoint_and_dispatch or "
@@ -57,14 +58,16 @@ def make_transfer(
     """
 
     def find(name: str) -> Any:
-        own = own_hook(task, name, TaskModule)
-        if own is not None or datamodule is None or not defines_itself(datamodule, name):
-            return own
+        task_hook = own_hook(task, name, TaskModule)
+        if task_hook is not None:
+            return task_hook
+        if datamodule is None or not defines_itself(datamodule, name):
+            return None
         return bind(method_of(datamodule, name), name, arguments_of(TaskModule, name))
 
     plain: Callable[[Any], Any] = partial(move, device=device, float_dtype=precision.param_dtype)
     before, transfer, after = (find(name) for name in _HOOKS)
-    if before is transfer is after is None:
+    if before is None and transfer is None and after is None:
         if device.type == "cpu" and precision.param_dtype is None:
             return None
         if placed is not None:
@@ -75,7 +78,8 @@ def make_transfer(
         if before is not None:
             batch = before(batch, dataloader_idx)
         batch = plain(batch) if transfer is None else transfer(batch, device, dataloader_idx)
-        batch = batch if after is None else after(batch, dataloader_idx)
+        if after is not None:
+            batch = after(batch, dataloader_idx)
         return batch if placed is None else placed(batch)
 
     return hooked
