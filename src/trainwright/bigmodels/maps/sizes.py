@@ -277,16 +277,18 @@ class _OutlineReader:
     def add_module(self, name: str, module: nn.Module) -> int:
         # named_children() would leave out a child that is registered twice, and device maps need each of its names.
         children = [(leaf, child) for leaf, child in module._modules.items() if child is not None]
-        if not children or type(module).__name__ in self.no_split:
+        if not children:
+            return self.add_layer(name, [*_own_tensors(name, module._parameters), *_own_tensors(name, module._buffers)])
+        if type(module).__name__ in self.no_split:
             return self.add_layer(name, [*module.named_parameters(name), *module.named_buffers(name)])
         index = len(self.names)
         self._append(name, is_layer=False)
         size = 0
-        for full_name, parameter in module.named_parameters(name, recurse=False, remove_duplicate=False):
+        for full_name, parameter in _own_tensors(name, module._parameters):
             size += self.add_layer(full_name, [(full_name, parameter)])
         for leaf, child in children:
             size += self.add_module(f"{name}.{leaf}" if name else leaf, child)
-        for full_name, buffer in module.named_buffers(name, recurse=False, remove_duplicate=False):
+        for full_name, buffer in _own_tensors(name, module._buffers):
             size += self.add_layer(full_name, [(full_name, buffer)])
         self.sizes[index] = size
         self.ends[index] = len(self.names)
@@ -306,3 +308,13 @@ class _OutlineReader:
         self.sizes.append(0)
         self.ends.append(len(self.names))
         self.is_layer.append(is_layer)
+
+
+def _own_tensors(path: str, group: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that belong directly to the module at `path`, under their full names.
+
+    `named_parameters(recurse=False)` does the same, but took 40 % of the time for an outline of 40,000 layers.
+    """
+    for leaf, tensor in group.items():
+        if tensor is not None:
+            yield (f"{path}.{leaf}" if path else leaf), tensor
