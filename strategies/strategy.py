@@ -25,11 +25,6 @@ from trainwright.strategies.units import check_blocks, repeated_blocks
 if TYPE_CHECKING:
     from trainwright.strategies.mesh import MeshShape
 
-_OF_LIGHTNING = {
-    *("setup", "setup_environment", "setup_optimizers", "setup_module", "model_to_device", "teardown", "configure_ddp"),
-    *("optimizer_step", "backward", "training_step", "validation_step", "save_checkpoint", "load_checkpoint"),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class StrategyOutline:
@@ -101,14 +96,6 @@ class Strategy(metaclass=_StrategyType):
     def stated_precision(self) -> str | None:
         """`"bf16"` or `"fp16"` if the engine's own configuration enables mixed precision, or None."""
         return None
-
-    def __init_subclass__(cls, **kwargs: object) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in _OF_LIGHTNING & vars(cls).keys():
-            raise ConfigurationError(
-                f"{cls.__name__}.{name} is never called: it is a method of Lightning's strategies. Override "
-                "methods of an Engine, which Strategy.engine returns (docs/extending.md)."
-            )
 
     def __post_init__(self) -> None:
         """Check and normalize the options. Uses no device or process."""

@@ -7,9 +7,8 @@ import pytest
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
-from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
-from trainwright.core.signatures import arguments_of, check_signatures, fits
+from trainwright.core.signatures import arguments_of, bind, fits
 from trainwright.core.task import TaskModule
 
 STEP = ("batch", "batch_idx", "dataloader_idx")
@@ -37,6 +36,7 @@ def test_a_recorder_around_a_default_adds_no_counts() -> None:
     [
         (lambda: None, "test_step", STEP, False),
         (lambda batch: None, "test_step", STEP, True),
+        (lambda batch_idx: None, "test_step", STEP, False),
         (lambda outputs, batch, batch_idx: None, "on_test_batch_end", END, True),
         (lambda outputs, batch, batch_idx, a=0, b=0: None, "on_test_batch_end", END, True),
         (lambda *args, batch_idx: None, "on_test_batch_end", END, True),
@@ -48,15 +48,19 @@ def test_what_cannot_be_called_is_found(function: Any, name: str, names: tuple[s
     assert fits(function, name, names) is right
 
 
-@pytest.mark.parametrize("kind", ["an async function", "a generator"])
-def test_what_a_call_would_not_run_is_refused(kind: str) -> None:
-    class Async(TaskModule):
-        async def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
-
-    class Generator(TaskModule):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            yield batch
-
-    task, name = (Async(), "optimizer_step") if kind == "an async function" else (Generator(), "validation_step")
-    with pytest.raises(ConfigurationError, match=rf"{type(task).__name__}.{name} is {kind}.* would never run"):
-        check_signatures(task, TaskModule, [name])
+@pytest.mark.parametrize(
+    ("function", "with_loader", "without_loader"),
+    [
+        (lambda batch: (batch,), ("b",), ("b",)),
+        (lambda batch, dataloader_idx=7: (batch, dataloader_idx), ("b", 2), ("b", 7)),
+        (lambda batch, dataloader_idx: (batch, dataloader_idx), ("b", 2), ("b", 0)),
+        (lambda dataloader_idx, batch: (dataloader_idx, batch), (2, "b"), (0, "b")),
+        (lambda batch, *, dataloader_idx: (batch, dataloader_idx), ("b", 2), ("b", 0)),
+        (lambda dataloader_idx, *args: (dataloader_idx, args), (2, ("b", 1)), (0, ("b", 1))),
+        (lambda *args: args, ("b", 1, 2), ("b", 1)),
+    ],
+)
+def test_a_step_gets_the_arguments_that_it_declares(function: Any, with_loader: Any, without_loader: Any) -> None:
+    step = bind(function, "test_step", STEP)
+    assert step("b", 1, 2) == with_loader
+    assert step("b", 1) == without_loader

@@ -114,11 +114,6 @@ def test_a_subclass_without_a_decorator_may_set_attributes() -> None:
     assert (Mine(2.0).scale, repr(Mine(2.0))) == (2.0, "Mine(bucket_cap_mb=5)")
 
 
-def test_a_method_of_lightnings_strategies_is_an_error_when_the_class_is_defined() -> None:
-    with pytest.raises(ConfigurationError, match=r"Mine\.setup is never called.*Engine"):
-        type("Mine", (DDPStrategy,), {"setup": lambda self, trainer: None})
-
-
 def test_parameters_of_several_optimizers_come_once_each_and_in_order() -> None:
     first, second, third = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     optimizers = [

@@ -8,8 +8,8 @@ a step also `batch_idx`.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from trainwright.core.errors import ConfigurationError
@@ -60,73 +60,97 @@ def arguments_of(base: type, name: str) -> tuple[str, ...]:
     return tuple(parameter for parameter, _ in parameters_taken_by(getattr(base, name)).positional[1:])
 
 
-def _may_leave_out(name: str, names: Sequence[str]) -> Collection[str]:
-    return [each for each in names if each == LOADER or (name in _STEPS and each == "batch_idx")]
-
-
 def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
     """Return whether `function`, as the hook or step `name`, can be called with the arguments `names`."""
-    taken, optional = parameters_taken_by(function), _may_leave_out(name, names)
-    by_keyword = _by_keyword(taken, names)
-    given = [each for each in names if each not in by_keyword]
-    num_required = sum(required for _, required in taken.positional)
-    num_needed = sum(each not in optional for each in given)
-    return (
-        all(not required or each in by_keyword for each, required in taken.keyword_only)
-        and num_required <= len(given)
-        and (taken.takes_more or len(taken.positional) >= num_needed)
-        # A parameter without an argument cannot precede one with an argument.
-        and all(parameter not in optional for parameter, _ in taken.positional[len(_places(taken, names, optional)) :])
-    )
+    taken = parameters_taken_by(function)
+    optional = _optional_arguments(name, names)
+    match = _match(taken, names, optional)
+    for parameter, required in taken.positional[len(match.positional) :]:
+        if required or parameter in optional:  # an optional argument cannot follow a parameter that gets no argument
+            return False
+    for parameter, required in taken.keyword_only:
+        if required and parameter not in match.by_keyword:
+            return False
+    return taken.takes_more or all(names[index] in optional for index in match.left_over)
 
 
 def bind(
     function: Callable[..., Any], name: str, names: Sequence[str], call: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that accepts the arguments `names` and passes to `call` those that `function` declares."""
-    called, taken, optional = call or function, parameters_taken_by(function), _may_leave_out(name, names)
-    several = _picks(taken, names, len(names), optional)
-    alone = _picks(taken, names, len(names) - 1, optional) if LOADER in names else several
-    keywords = {each: names.index(each) for each in _by_keyword(taken, names)}
-    if not keywords and several == list(range(len(names))) and alone == several[: len(names) - (LOADER in names)]:
-        return called
+    """Return a function that accepts the arguments `names` and passes those that `function` declares.
+
+    Args:
+        function: the hook or step.
+        name: its name.
+        names: the arguments of every call, in order. A call may omit `dataloader_idx`, the last one.
+        call: called instead of `function`, with the same arguments.
+    """
+    called = call or function
+    taken = parameters_taken_by(function)
+    match = _match(taken, names, _optional_arguments(name, names))
+    positional = match.positional
+    if taken.takes_more:
+        positional = positional + match.left_over
+    without_loader = _without_loader(positional, taken, names)
+
+    passes_all = positional == list(range(len(names)))
+    passes_all_others = without_loader == [index for index in positional if names[index] != LOADER]
+    if passes_all and passes_all_others and not match.by_keyword:
+        return called  # no adapter: it would cost a call in every step
 
     def adapted(*given: object) -> Any:
-        picks = several if len(given) == len(names) else alone
-        given = (*given, 0)  # if a single loader's index is required
-        return called(*[given[i] for i in picks], **{each: given[i] for each, i in keywords.items()})
+        indices = positional if len(given) == len(names) else without_loader
+        values = (*given, 0)  # the last one is the index of a single loader, for hooks that require it
+        keywords = {parameter: values[index] for parameter, index in match.by_keyword.items()}
+        return called(*[values[index] for index in indices], **keywords)
 
     vars(adapted)["__self__"] = getattr(function, "__self__", None)  # the owner: see HookTable.only_read
     return adapted
 
 
-def _by_keyword(taken: Parameters, names: Sequence[str]) -> list[str]:
-    """Return the arguments that a function accepts by keyword only."""
-    return [each for each, _ in taken.keyword_only if each in names]
+def _optional_arguments(name: str, names: Sequence[str]) -> list[str]:
+    """Return the arguments that a hook may omit. They are matched by name, others by position."""
+    optional = (LOADER, "batch_idx") if name in _STEPS else (LOADER,)
+    return [argument for argument in names if argument in optional]
 
 
-def _picks(taken: Parameters, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
-    """Return the indices in `names` of the arguments to pass by position, if the first `num_given` exist."""
-    places = _places(taken, names, optional)
-    found: list[int] = []
-    for at, (place, (_, required)) in enumerate(zip(places, taken.positional, strict=False)):
-        if place >= num_given and not required and at == len(places) - 1:
-            return found
-        found.append(place)
-    if not taken.takes_more:
-        return found
-    by_keyword = _by_keyword(taken, names)
-    left = [place for place, each in enumerate(names) if each not in by_keyword]
-    return found + [place for place in left[len(found) :] if place < num_given]
+@dataclass(frozen=True)
+class _Match:
+    """Assignment of arguments to the parameters of a function. Arguments are indices in a list of names.
+
+    For example the parameters `(self, loss, dataloader_idx, *, batch)` and the arguments `("loss", "batch",
+    "batch_idx", "dataloader_idx")` match as `positional=[0, 3]`, `by_keyword={"batch": 1}`, `left_over=[2]`.
+    """
+
+    positional: list[int]  # of the first positional parameters; the others get no argument
+    by_keyword: dict[str, int]
+    left_over: list[int]  # only `*args` receives them
 
 
-def _places(taken: Parameters, names: Sequence[str], optional: Collection[str]) -> list[int]:
-    """Return the indices in `names` of the positional parameters. Parameters in `optional` are matched by name."""
-    by_keyword = _by_keyword(taken, names)
-    named = [names.index(parameter) for parameter, _ in taken.positional if parameter in optional]
-    free = iter([i for i, each in enumerate(names) if each not in by_keyword and i not in named])
-    places = (names.index(p) if p in optional else next(free, None) for p, _ in taken.positional)
-    return [place for place in itertools.takewhile(lambda place: place is not None, places) if place is not None]
+def _match(taken: Parameters, names: Sequence[str], optional: Collection[str]) -> _Match:
+    by_keyword = {parameter: names.index(parameter) for parameter, _ in taken.keyword_only if parameter in names}
+    by_name = {parameter: names.index(parameter) for parameter, _ in taken.positional if parameter in optional}
+    in_order = [index for index, argument in enumerate(names) if argument not in by_keyword and argument not in by_name]
+    positional: list[int] = []
+    for parameter, _ in taken.positional:
+        if parameter in by_name:
+            positional.append(by_name[parameter])
+        elif in_order:
+            positional.append(in_order.pop(0))
+        else:
+            break
+    return _Match(positional, by_keyword, in_order)
+
+
+def _without_loader(positional: list[int], taken: Parameters, names: Sequence[str]) -> list[int]:
+    """Return the indices of the arguments for a call that omits `dataloader_idx`."""
+    if LOADER not in names or names.index(LOADER) not in positional:
+        return positional
+    place = positional.index(names.index(LOADER))
+    is_required = place < len(taken.positional) and taken.positional[place][1]
+    is_last = place == len(positional) - 1
+    # A parameter before others cannot be omitted. It gets 0, the index of a single loader.
+    return positional[:-1] if is_last and not is_required else positional
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
@@ -147,59 +171,53 @@ def overrides(obj: object, name: str, base: type) -> bool:
 def method_of(obj: object, name: str) -> Callable[..., Any]:
     """Return the method `name` of `obj`; if it is set to None, the base class's."""
     found = getattr(obj, name)
-    classes = iter(type(obj).__mro__)
-    while found is None:
-        function = vars(next(classes)).get(name)
-        found = None if function is None else function.__get__(obj)
-    return found  # type: ignore[no-any-return]  # an attribute, found by its name
+    if found is not None:
+        return found  # type: ignore[no-any-return]  # an attribute, found by its name
+    for cls in type(obj).__mro__:
+        function = vars(cls).get(name)
+        if function is not None:
+            return function.__get__(obj)  # type: ignore[no-any-return]
+    raise AttributeError(name)
 
 
 def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:
     """Return the hook of `obj`, adapted by `bind` to the arguments of `base`'s hook. None if it is not overridden."""
-    return bind(getattr(obj, name), name, arguments_of(base, name)) if overrides(obj, name, base) else None
+    if not overrides(obj, name, base):
+        return None
+    return bind(getattr(obj, name), name, arguments_of(base, name))
 
 
 def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
     """Check that hooks of a task, callback or data module accept their arguments.
 
     Raises:
-        ConfigurationError: a hook does not accept its arguments, is not a method, is async or is a generator.
+        ConfigurationError: a hook does not accept its arguments or is not a method.
     """
     for name in hooks:
         if not overrides(obj, name, base):
             continue
-        owner, names, hook = type(obj).__name__, arguments_of(base, name), getattr(obj, name)
+        owner = type(obj).__name__
+        names = arguments_of(base, name)
+        hook = getattr(obj, name)
         if not callable(hook):
             raise ConfigurationError(
                 f"{owner}.{name} is a {type(hook).__name__}, but {name} is a hook, which is called with "
                 f"({', '.join(names)}). Rename your attribute."
             )
-        kind = _runs_later(hook, name)
-        if kind:
-            raise ConfigurationError(
-                f"{owner}.{name} is {kind}, which would never run: a call of it only creates an object. Write it as a "
-                "plain function."
-            )
         if not fits(hook, name, names):
             raise ConfigurationError(
                 f"{owner}.{name} declares {_declared(hook)}, but the hook is called with ({', '.join(names)}). "
-                f"Write: def {name}({', '.join(('self', *_line(names)))}), or rename the method if it is your own."
+                f"Write: def {name}({_declaration(names)}), or rename the method if it is your own."
             )
 
 
-def _runs_later(hook: Callable[..., Any], name: str) -> str | None:
-    """Return the kind of a hook whose call does not run its body, else None. Hooks for loaders may be generators."""
-    function = inspect.unwrap(hook)
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        return "an async function"
-    return "a generator (it has a yield)" if inspect.isgeneratorfunction(function) and "loader" not in name else None
-
-
-def _line(names: Sequence[str]) -> list[str]:
-    return [f"{each}=0" if each == LOADER else each for each in names]
+def _declaration(names: Sequence[str]) -> str:
+    """Return the parameters of a hook that is called with the arguments `names`, as one writes them."""
+    return ", ".join(["self", *(f"{name}=0" if name == LOADER else name for name in names)])
 
 
 def _declared(function: Callable[..., Any]) -> str:
+    """Return a function's parameters as text, without annotations."""
     parameters = inspect.signature(function).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     return str(inspect.Signature(bare))

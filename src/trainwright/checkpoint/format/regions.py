@@ -11,10 +11,9 @@ import torch
 
 from trainwright.core.errors import CheckpointError
 
-# `overlap` may visit each box so often in each dimension. The layouts of ranks need a few visits. A damaged file could
-# name boxes for which the time grows with the square of their number.
-_VISITS_PER_BOX = 16
-_FREE_VISITS = 1_000_000
+# Boxes that no dimension separates are compared in pairs. The layouts of ranks leave a few of them. A damaged file
+# could name thousands.
+_MAX_INSEPARABLE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,36 +100,39 @@ def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
     """Return whether any two regions of one tensor share an element.
 
     Boxes are sorted along one dimension and divided into groups that share no index. Each group is then divided along
-    other dimensions. This separates the shards of ranks in near-linear time. Regions that would take too long to
-    compare raise a `CheckpointError`.
+    other dimensions. This separates the shards of ranks in near-linear time. More than 1,000 boxes that cannot be
+    separated raise a `CheckpointError`.
     """
     boxes = []
     for region in regions:
         boxes += [box for box in _boxes(region, shape) if math.prod(box.lengths)]
-    visits_left = _VISITS_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_VISITS
     groups = [boxes]
     while groups:
         group = groups.pop()
         if len(group) < 2:
             continue
-        for dim in range(len(shape)):
-            visits_left -= len(group)
-            parts = _divide(group, dim)
-            if len(parts) > 1:
-                groups.extend(parts)
-                break
-        else:
-            # No dimension separates these boxes. Some overlap, or they interlock like bricks around a gap.
-            visits_left -= len(group) ** 2 // 2
-            pairs = itertools.combinations(group, 2)
-            if visits_left > 0 and any(_common(one, other) is not None for one, other in pairs):
-                return True
-        if visits_left <= 0:
+        parts = _separate(group, len(shape))
+        if len(parts) > 1:
+            groups.extend(parts)
+            continue
+        # No dimension separates these boxes. Some overlap, or they interlock like bricks around a gap.
+        if len(group) > _MAX_INSEPARABLE:
             raise CheckpointError(
-                f"{len(boxes)} blocks of a tensor of shape {shape} cannot be checked for overlaps, because sharding "
+                f"{len(group)} blocks of a tensor of shape {shape} cannot be checked for overlaps, because sharding "
                 "over ranks never produces their layout. The checkpoint is probably damaged. Use another one."
             )
+        if any(_common(one, other) is not None for one, other in itertools.combinations(group, 2)):
+            return True
     return False
+
+
+def _separate(boxes: list[Box], num_dims: int) -> list[list[Box]]:
+    """Divide boxes along the first dimension that separates them. Return one group if none does."""
+    for dim in range(num_dims):
+        parts = _divide(boxes, dim)
+        if len(parts) > 1:
+            return parts
+    return [boxes]
 
 
 def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:

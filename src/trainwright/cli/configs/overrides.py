@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.yaml_text import MAX_CHARACTERS, parse_yaml
+from trainwright.core.yaml_text import parse_yaml
 
 _ASSIGNMENT = re.compile(r"(?:--)?(?P<key>[A-Za-z_][\w.]*\+?)=(?P<value>.*)", re.DOTALL)
 _OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
@@ -98,7 +98,7 @@ def _read_text(path: Path) -> str:
         if path.exists() and not path.is_file() and not path.is_fifo():  # a shell passes output as a fifo
             raise ConfigurationError(f"--config {path} is not a file. Pass a YAML file.")
         with open(path, encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS + 1)  # a device has no end
+            return file.read()
     except OSError as error:
         raise ConfigurationError(f"--config {path}: cannot be read ({error.strerror}).") from None
     except UnicodeDecodeError as error:

@@ -20,12 +20,6 @@ def check_writable(folder: Path) -> None:
     fails. An existing folder with write access is not changed, not even its modification time.
     """
     folder = folder.absolute()
-    try:
-        valid = b"\0" not in os.fsencode(folder)
-    except UnicodeEncodeError:
-        valid = False
-    if not valid:
-        raise ConfigurationError(f"{str(folder)!r} is not a folder's name: it has characters that no path may have.")
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # also false on a read-only disk
         return
     nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
