@@ -53,7 +53,7 @@ class EarlyStopping(Callback):
         divergence_threshold: stop as soon as the metric is worse than this. Default: None.
         check_on_train_epoch_end: True checks at the end of the training epoch, False after validations. Default: None,
             which checks after validations, or at the end of the epoch if the fit has none.
-        log_rank_zero_only: accepted for compatibility, without effect. Only the main rank prints. Default: False.
+        log_rank_zero_only: Accepted without effect: only the main rank prints. Default: False.
 
     Attributes:
         wait_count: checks since the last improvement.

@@ -178,7 +178,7 @@ class BackboneFinetuning(BaseFinetuning):
             0.1.
         backbone_initial_lr: initial learning rate of the backbone. Default: None, which uses the ratio.
         should_align: limit the backbone's learning rate to that of the first group. Default: True.
-        initial_denom_lr: accepted for compatibility, without effect. Default: 10.
+        initial_denom_lr: Accepted without effect: other arguments determine the backbone's learning rate. Default: 10.
         train_bn: BatchNorm layers of the backbone are trained from the beginning. Default: True.
         verbose: print the learning rates at each epoch. Default: False.
         rounding: digits of printed learning rates. Default: 12.

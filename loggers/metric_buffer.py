@@ -217,7 +217,7 @@ class MetricBuffer:
                 one loader may log the name, except for a metric object that aggregates over all loaders. Default: True.
             batch_size: the value's weight in a mean. Default: None, the length of the current batch.
             rank_zero_only: use the value of rank 0 on every rank. Default: False.
-            metric_attribute: accepted for compatibility and not needed. Default: None.
+            metric_attribute: Accepted without effect: metrics of torchmetrics are recognized by type. Default: None.
 
         Raises:
             TaskError: the value is not a single number, or no epoch has begun.

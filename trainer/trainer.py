@@ -288,7 +288,7 @@ class Trainer(Planner, LightningNames):
             val_dataloaders: one validation loader or several.
             datamodule: a data module to use instead of loaders.
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
-            weights_only: accepted for compatibility, without effect: checkpoints contain no pickles.
+            weights_only: Accepted without effect: checkpoints contain no pickles.
             load_weights_only: load only the weights of `ckpt_path`, and start at step 0. Default: False.
             strict: raise an error for missing or unexpected weights. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing and then start from scratch with a warning: `"optimizer"`,
@@ -321,7 +321,7 @@ class Trainer(Planner, LightningNames):
 
         `ckpt_path` is a checkpoint to load weights from (a path, `"last"`, `"best"`), or None for the task's current
         weights. Default: the best checkpoint if no task is given and a ModelCheckpoint has a `monitor`, else None.
-        `model` is another name of `task`. `weights_only` is accepted for compatibility, without effect.
+        `model` is another name of `task`. `weights_only` is accepted without effect.
         """
         return self._evaluate(
             "validate", one_task("validate", task, model), dataloaders, ckpt_path, verbose, datamodule

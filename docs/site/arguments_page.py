@@ -14,6 +14,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+import trainwright
 from trainwright import Accelerator, TaskModule, Trainer
 from trainwright.callbacks import CALLBACKS
 from trainwright.core.registry import Registry
@@ -87,6 +88,20 @@ trainer:
 On the command line, `--trainer.strategy=fsdp` chooses one, and `trainwright fit --trainer.strategy.help FSDPStrategy`
 lists its arguments. [Strategies](strategies.md) says which one to choose.
 """
+_WITHOUT_EFFECT = f"""# Arguments without effect
+
+Arguments of Lightning and Accelerate that are accepted, so that programs run unchanged, and that change nothing here.
+An argument that would change something, and is not supported, is an error that says what to use instead.
+{_MADE}
+
+| name | arguments | why |
+|---|---|---|
+"""
+_PACKAGES = (
+    *("", "accelerator", "bigmodels", "callbacks", "checkpoint", "core", "data", "loggers", "processes"),
+    *("strategies", "trainer", "utilities", "utils"),
+)
+_PHRASE = "Accepted without effect"
 _ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*):(?P<text>.*(?:\n {8,}.*)*)", re.MULTILINE)
 
 
@@ -188,6 +203,43 @@ def _registered_page(introduction: str, registry: Registry[Any]) -> str:
     return "\n".join(parts)
 
 
+def _public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield each public function, class and method once, with the name by which it is called."""
+    seen = set()
+    for package in _PACKAGES:
+        module = getattr(trainwright, package) if package else trainwright
+        for name in sorted(getattr(module, "__all__", ())):
+            value = getattr(module, name)
+            if not callable(value) or value in seen:
+                continue
+            seen.add(value)
+            yield name, value
+            if inspect.isclass(value):
+                for method_name, method in inspect.getmembers(value, callable):
+                    if not method_name.startswith("_"):
+                        yield f"{name}.{method_name}", method
+
+
+def _without_effect_page() -> str:
+    """Return a page of the arguments that are accepted without effect."""
+    rows = {}
+    for name, function in _public_functions():
+        for arguments, text in _entries(function).values():
+            if _PHRASE not in text:
+                continue
+            before, after = text.split(_PHRASE)
+            reason = re.sub(r" *Default: [^.]*\.$", "", before + after).strip(" .:")
+            defined_in = getattr(function, "__qualname__", name)  # a method is listed once, not for each sub-class
+            rows.setdefault(
+                (defined_in, *arguments), f"| `{name}` | {_code(arguments)} | {reason[:1].upper()}{reason[1:]}. |"
+            )
+    return _WITHOUT_EFFECT + "\n".join(sorted(rows.values(), key=str.lower)) + "\n"
+
+
+def _code(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def pages() -> dict[str, str]:
     """Return the text of each page by the name of its file."""
     return {
@@ -195,6 +247,7 @@ def pages() -> dict[str, str]:
         "callback-arguments.md": _registered_page(_CALLBACKS, CALLBACKS),
         "logger-arguments.md": _registered_page(_LOGGERS, LOGGERS),
         "strategy-arguments.md": _registered_page(_STRATEGIES, STRATEGIES),
+        "without-effect.md": _without_effect_page(),
     }
 
 

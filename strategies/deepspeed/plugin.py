@@ -39,15 +39,15 @@ class DeepSpeedPlugin(KwargsHandler):
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the value of the Accelerator.
         gradient_clipping: Maximum norm of the gradients. Default: None, which disables clipping.
         zero_stage: ZeRO stage, 0 to 3. Default: the stage in `hf_ds_config`, or else 2.
-        is_train_batch_min: Accepted without effect.
+        is_train_batch_min: Accepted without effect: every batch has the size of its loader.
         offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
         offload_optimizer_nvme_path, offload_param_nvme_path: Folder for `"nvme"`. Both must be the same folder.
         zero3_init_flag: `from_pretrained` and `from_config` of transformers build models in shards while an Accelerator
             uses the plugin. Only for stage 3. Default: None, which is True at stage 3.
-        zero3_save_16bit_model: Accepted without effect. Checkpoints contain full weights at every stage.
+        zero3_save_16bit_model: Accepted without effect: checkpoints contain full weights at every stage.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, in a list or separated by commas.
         enable_msamp: Must be False. MS-AMP is not supported.
-        msamp_opt_level: Accepted without effect.
+        msamp_opt_level: Accepted without effect: MS-AMP is not supported.
     """
 
     _elsewhere: ClassVar[Mapping[str, str]] = {

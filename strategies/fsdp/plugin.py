@@ -45,8 +45,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
         fsdp_version: 1 or 2. Options of both versions are read. Training always uses FSDP2.
         sharding_strategy: A name, its number from 1 to 5, or torch's `ShardingStrategy`.
         reshard_after_forward: Free gathered parameters after the forward. With `fsdp_version=1`, a sharding strategy.
-        backward_prefetch: `"BACKWARD_PRE"` or `"NO_PREFETCH"`. Accepted without effect: FSDP2 always prefetches in
-            backward.
+        backward_prefetch: Accepted without effect: FSDP2 always prefetches in backward.
         mixed_precision_policy: A torch policy, its arguments as a dict, or `"bf16"`, `"fp16"`, `"fp32"`. Default:
             the Accelerator's `mixed_precision`.
         auto_wrap_policy: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`, `"NO_WRAP"`, or a function that selects
@@ -102,7 +101,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
         Args:
             mixed_precision: `"bf16"`, `"fp16"`, `"fp32"` or a torch dtype.
-            buffer_autocast: Accepted without effect, because FSDP2 does not cast buffers.
+            buffer_autocast: Accepted without effect: FSDP2 does not cast buffers.
             override: Replace an existing policy. Default: False.
         """
         del buffer_autocast

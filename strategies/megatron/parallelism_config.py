@@ -44,7 +44,7 @@ class ParallelismConfig(KwargsHandler):
             by `ep_size`. Does not count in the product of the sizes. Not in Accelerate.
         cp_size, sp_size: Number of ranks that split the sequences of a batch (see `FSDPStrategy` and
             `Accelerator.maybe_context_parallel`). The ranks hold shards, too. Only one of the sizes can be above 1.
-        cp_backend, sp_backend: Accepted without effect, because Trainwright's attention is used.
+        cp_backend, sp_backend: Accepted without effect: Trainwright's attention is used.
         tp_handler, cp_handler, sp_handler: Not supported. Must be None.
     """
 

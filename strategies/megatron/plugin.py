@@ -63,7 +63,7 @@ class MegatronLMPlugin(KwargsHandler):
         custom_get_batch_function, custom_loss_function: Functions that replace those of `GPTTrainStep`, `BertTrainStep`
             or `T5TrainStep`.
         is_train_batch_min, attention_backend, attention_softmax_in_fp32, seq_length, encoder_seq_length,
-            decoder_seq_length, eval_iters, eval_interval: Accepted without effect.
+            decoder_seq_length, eval_iters, eval_interval: Accepted without effect: the loop determines them.
 
     Other fields are unsupported options of Megatron-LM. A value that has an effect in Megatron-LM raises an error with
     a remedy.

@@ -1004,7 +1004,7 @@ class Accelerator:
 
         Args:
             model: A prepared model, a compiled prepared model, or a DistributedDataParallel or DataParallel module.
-            keep_fp32_wrapper: No effect, because `prepare` does not change the model's forward. Default: True.
+            keep_fp32_wrapper: Accepted without effect: `prepare` does not change the model's forward. Default: True.
             keep_torch_compile: If a compiled module wraps the model, return the compiled module. Default: True.
         """
         del keep_fp32_wrapper

@@ -29,7 +29,7 @@ def extract_model_from_parallel(
     """Return the user's model without wrappers, including torch's wrappers; see `Accelerator.unwrap_model`.
 
     Args:
-        keep_fp32_wrapper: No effect, because `prepare` does not change the model's forward. Default: True.
+        keep_fp32_wrapper: Accepted without effect: `prepare` does not change the model's forward. Default: True.
         keep_torch_compile: Return a compiled module if one wraps the model. Default: True.
         recursive: Also unwrap the modules in the model, in place. Default: False.
     """

@@ -22,7 +22,7 @@ class GradientAccumulationPlugin:
 
     Args:
         num_steps: Micro-batches of one optimizer step. Default: None, which is 1.
-        adjust_scheduler: Accepted without effect, because schedules advance with optimizer steps. Default: True.
+        adjust_scheduler: Accepted without effect: schedules advance with optimizer steps. Default: True.
         sync_with_dataloader: End each pass over the data with an optimizer step, even if the last group is short.
             False: the next pass continues the group, so that no group is short. Default: True.
         sync_each_batch: Average gradients over processes after every micro-batch instead of after the last one of a

@@ -34,7 +34,7 @@ def save_fsdp_model(
     also restores each rank's random generators.
 
     Args:
-        fsdp_plugin, use_dcp: Accepted without effect.
+        fsdp_plugin, use_dcp: Accepted without effect: sharded states have one format.
         accelerator: The Accelerator that prepared the model.
         model: The prepared model.
         output_dir: Receives the folder `pytorch_model_fsdp_<model_index>`.
@@ -76,7 +76,7 @@ def save_fsdp_optimizer(
     """Write a prepared optimizer's state, by parameter names, into a folder of `output_dir`. Collective.
 
     Args:
-        fsdp_plugin, use_dcp: Accepted without effect.
+        fsdp_plugin, use_dcp: Accepted without effect: sharded states have one format.
         accelerator: The Accelerator that prepared the optimizer.
         optimizer: The prepared optimizer.
         model: The prepared model whose parameters the optimizer updates.

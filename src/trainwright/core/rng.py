@@ -21,9 +21,9 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
     Args:
         seed: 0 ≤ seed < 2³². Default: 0.
-        workers: accepted for compatibility with Lightning; loader workers are always seeded from torch's generator.
+        workers: Accepted without effect: loader workers are always seeded from torch's generator.
             Default: True.
-        verbose: accepted for compatibility; nothing is printed. Default: False.
+        verbose: Accepted without effect: nothing is printed. Default: False.
 
     Call this function on every rank with the same seed, so that models are initialized equally.
     """

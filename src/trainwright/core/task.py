@@ -294,12 +294,12 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             on_epoch: log the epoch's aggregate. Default: False in a training step, else True.
             reduce_fx: the aggregate of an epoch: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
                 function of the stacked values. Default: `"mean"`.
-            enable_graph: accepted for compatibility, without effect. Default: False.
+            enable_graph: Accepted without effect: a logged value keeps no graph. Default: False.
             sync_dist: reduce over ranks. Default: True for an epoch's aggregate, False for a step's value.
-            sync_dist_group: accepted for compatibility, without effect. Default: None.
+            sync_dist_group: Accepted without effect: values are averaged over all data-parallel ranks. Default: None.
             add_dataloader_idx: append `/dataloader_idx_N` if several loaders are evaluated. Default: True.
             batch_size: the weight in an epoch's mean. Default: the size of the batch.
-            metric_attribute: accepted for compatibility, without effect. Default: None.
+            metric_attribute: Accepted without effect: metrics of torchmetrics are recognized by type. Default: None.
             rank_zero_only: use only the main rank's values. Default: False.
         """
         sink = self._sink
@@ -503,7 +503,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, ExportMixin):
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
                 Default: None.
             strict: raise an error for missing or unexpected weights. Default: None, which is `strict_loading`.
-            weights_only: accepted for compatibility, without effect. Default: None.
+            weights_only: Accepted without effect: checkpoints contain no pickles. Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:

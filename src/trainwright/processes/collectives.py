@@ -366,8 +366,8 @@ def slice_tensors(
     Args:
         data: tensors in lists, tuples and mappings.
         tensor_slice: the slice.
-        process_index: accepted for compatibility, without effect.
-        num_processes: accepted for compatibility, without effect.
+        process_index: Accepted without effect: `tensor_slice` says which rows are returned.
+        num_processes: Accepted without effect: `tensor_slice` says which rows are returned.
 
     Raises:
         TypeError: A leaf is not a tensor.

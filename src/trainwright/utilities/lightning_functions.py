@@ -64,7 +64,7 @@ def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: b
 
     Args:
         config_yaml: The file.
-        use_omegaconf: Accepted for compatibility, without effect. Default: True.
+        use_omegaconf: Accepted without effect: the file is read as plain YAML. Default: True.
     """
     import yaml
 
@@ -83,7 +83,7 @@ def save_hparams_to_yaml(
     Args:
         config_yaml: The file.
         hparams: Names and values.
-        use_omegaconf: Accepted for compatibility, without effect. Default: True.
+        use_omegaconf: Accepted without effect: the file is read as plain YAML. Default: True.
     """
     import yaml
 
@@ -131,7 +131,7 @@ def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
     """Seed the generators of Python and NumPy in a worker process of a DataLoader from torch's seed.
 
     Args:
-        worker_id, rank: Accepted for compatibility: torch's seed differs between workers and ranks.
+        worker_id, rank: Accepted without effect: torch's seed differs between workers and ranks.
     """
     del worker_id, rank
     seed = torch.initial_seed()

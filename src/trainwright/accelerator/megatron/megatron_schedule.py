@@ -95,7 +95,7 @@ class MegatronLMDummyScheduler(DummyScheduler):
         total_num_steps: Number of optimizer steps. Default: None, which is `train_iters` or `lr_decay_iters` of the
             plugin. The plugin's numbers have priority.
         warmup_num_steps: Steps in which the learning rate increases from 0. The plugin has priority. Default: 0.
-        kwargs: Accepted without effect.
+        kwargs: Accepted without effect: they are for schedules of Megatron-LM.
     """
 
     missing = (

@@ -26,7 +26,7 @@ class AcceleratedOptimizer(Optimizer):
 
     Args:
         optimizer: The user's optimizer.
-        device_placement: Has no effect, because an optimizer's state is where its parameters are. Default: True.
+        device_placement: Accepted without effect: an optimizer's state is where its parameters are. Default: True.
         scaler: Loss scaler. A `GradScaler` is updated after each step. Default: None: the loss is not scaled.
         groups: The loop's groups. Default: None, which are those of the newest Accelerator.
 

@@ -34,7 +34,7 @@ class _Loader(RoundLoader):
     """DataLoader that reports the end of a pass, and continues an interrupted pass after `load_state_dict`.
 
     Attributes:
-        use_stateful_dataloader: Accelerate's argument, without effect: each of these loaders has a state.
+        use_stateful_dataloader: Accepted without effect: each of these loaders has a state.
         iteration: The epoch (0-based) of the next pass. A complete pass increments it.
         end_of_dataloader: True once the newest pass has returned its last batch.
         remainder: Samples of a pass's last batch on all processes. 0 if it is full. -1 if unknown or dropped.
@@ -151,7 +151,7 @@ class DataLoaderShard(_Loader):
         use_stateful_dataloader: Accepted without effect: the loader has `state_dict` and `load_state_dict`.
         _drop_last: The data set or sampler drops an incomplete last batch, so that `remainder` is -1. Default: False.
         _non_blocking: Copy batches to the device asynchronously. Default: False.
-        torch_device_mesh: Accepted without effect.
+        torch_device_mesh: Accepted without effect: `num_processes` and `process_index` say which batches are read.
         iteration: The epoch (0-based) of the first pass. Default: 0.
         dataset, **kwargs: Arguments of `DataLoader`.
     """

@@ -41,7 +41,7 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: Also offload persistent buffers. By default, buffers stay on the execution device.
         place_submodules: Also move or offload the tensors of submodules. By default, only the module's own tensors.
         skip_keys: Names of arguments, and keys of an output dict, that stay on their device.
-        tied_params_map: Accepted for compatibility; has no effect.
+        tied_params_map: Accepted without effect: in Accelerate it saves memory, and the results are the same.
         prefetcher: `Prefetcher` that loads the weights before the forward. Default: the forward loads them.
         tensor_names: Names of the tensors to move or offload. Default: all.
     """

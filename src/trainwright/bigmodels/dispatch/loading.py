@@ -56,8 +56,7 @@ def load_checkpoint_in_model(
             to the CPU, and other weights stay on their device.
         offload_folder: Folder for weights on the disk. Required if the checkpoint is not safetensors.
         dtype: Dtype of floating-point weights and buffers. Default: the dtype in the model.
-        offload_state_dict: Accepted for compatibility; has no effect, because the state dict is never in memory at
-            once.
+        offload_state_dict: Accepted without effect: the state dict is never in memory as a whole.
         offload_buffers: Offload buffers to the disk too.
         keep_in_fp32_modules: Names of modules (parts of dotted names) that are loaded in float32.
         strict: Raise an error if names differ between checkpoint and model. By default, a warning lists the names, and

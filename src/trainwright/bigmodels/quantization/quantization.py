@@ -180,7 +180,7 @@ def load_and_quantize_model(
         device_map: See `load_checkpoint_and_dispatch`. Default: the model's accelerator, or the current one.
         no_split_module_classes, max_memory: See `load_checkpoint_and_dispatch`.
         offload_folder: See `load_checkpoint_and_dispatch`. Also required for int8 layers on the disk.
-        offload_state_dict: Accepted for compatibility; has no effect.
+        offload_state_dict: Accepted without effect: the state dict is never in memory as a whole.
 
     Returns:
         The model.
