@@ -46,8 +46,10 @@ class AgreedClock:
         return up
 
     def _look(self, step: int) -> tuple[bool, int]:
-        remaining_s, now_s = self._remaining_s(), time.monotonic()
+        remaining_s = self._remaining_s()
+        now_s = time.monotonic()
         seconds_per_step = max((now_s - self._checked_at_s) / max(step - self._checked_at_step, 1), 1e-6)
-        self._checked_at_s, self._checked_at_step = now_s, step
+        self._checked_at_s = now_s
+        self._checked_at_step = step
         wait = int(0.5 * remaining_s / seconds_per_step) if remaining_s > 0 else 1
         return remaining_s <= 0, min(max(wait, 1), MAX_STEPS_BETWEEN_CHECKS)

@@ -207,7 +207,9 @@ class AveragedWeights:
         def as_held(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
             if not isinstance(like, DTensor):
                 return value
-            mesh, placements, stride = like.device_mesh, like.placements, tuple(like.stride())
+            mesh = like.device_mesh
+            placements = like.placements
+            stride = tuple(like.stride())
             return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=stride)
 
         return [as_held(value, like) for value, like in zip(values, self._held, strict=True)]

@@ -132,11 +132,13 @@ class BatchSizeFinder(Callback):
                 "samples."
             )
         high: int | None = None  # the smallest size that did not fit
-        low, size = 0, min(self._init_val, limit)
+        low = 0
+        size = min(self._init_val, limit)
         fitted = 0
         while True:
             if tries.fits(size):
-                low, fitted = size, fitted + 1
+                low = size
+                fitted = fitted + 1
             else:
                 high = size
             if low == 0 and size == 1:

@@ -81,7 +81,8 @@ def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool
     """
 
     def one(match: re.Match[str]) -> str:
-        name, spec = match.group(1), match.group(2) or ""
+        name = match.group(1)
+        spec = match.group(2) or ""
         text = _format_value(name, metrics.get(name), spec, template)
         return f"{name.replace('/', '_')}{equals}{text}" if insert_names else text
 

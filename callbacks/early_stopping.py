@@ -146,7 +146,8 @@ class EarlyStopping(Callback):
             trainer.print(message)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopped_epoch = epoch
-            self.stopping_reason, self.stopping_reason_message = reason, message
+            self.stopping_reason = reason
+            self.stopping_reason_message = message
             trainer.request_stop(f"EarlyStopping: {message}")
 
     def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
@@ -155,7 +156,8 @@ class EarlyStopping(Callback):
         Returns:
             The reason to stop, or `NOT_STOPPED`, and a message about it, or None if there is nothing to report.
         """
-        name, best = self.monitor, self.best_score
+        name = self.monitor
+        best = self.best_score
         compared = "<" if self.mode == "min" else ">"
         if self.check_finite and not math.isfinite(value):
             return (
@@ -174,7 +176,8 @@ class EarlyStopping(Callback):
             )
         margin = self.min_delta if self.mode == "min" else -self.min_delta
         if is_better(value + margin, best, self.mode):
-            self.best_score, self.wait_count = MetricValue(value), 0
+            self.best_score = MetricValue(value)
+            self.wait_count = 0
             since = f" from {best:.5g}" if math.isfinite(best) else ""
             return EarlyStoppingReason.NOT_STOPPED, f"{name} improved{since} to {value:.5g}."
         self.wait_count += 1

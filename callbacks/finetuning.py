@@ -88,7 +88,8 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that are not in the optimizer yet. Warn if some are already in it."""
-        params, known = list(params), _ids_in(optimizer)
+        params = list(params)
+        known = _ids_in(optimizer)
         found = [p for p in params if id(p) not in known]
         if len(found) < len(params):
             warnings.warn(
@@ -137,7 +138,8 @@ class BaseFinetuning(Callback):
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         if self._trained is None:
             return
-        parameters, trained = dict(task.named_parameters()), set(self._trained)
+        parameters = dict(task.named_parameters())
+        trained = set(self._trained)
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trained)
         for name, module in task.named_modules():
@@ -200,10 +202,15 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
-        self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
-        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
-        self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
-        self.verbose, self.rounding = verbose, rounding
+        self.unfreeze_backbone_at_epoch = unfreeze_backbone_at_epoch
+        self.lambda_func = lambda_func
+        self.backbone_initial_ratio_lr = backbone_initial_ratio_lr
+        self.backbone_initial_lr = backbone_initial_lr
+        self.should_align = should_align
+        self.initial_denom_lr = initial_denom_lr
+        self.train_bn = train_bn
+        self.verbose = verbose
+        self.rounding = rounding
         self.previous_backbone_lr: float | None = None
 
     def freeze_before_training(self, pl_module: TaskModule) -> None:
@@ -217,7 +224,8 @@ class BackboneFinetuning(BaseFinetuning):
     def finetune_function(self, pl_module: TaskModule, epoch: int, optimizer: Optimizer) -> None:
         current = float(optimizer.param_groups[0]["lr"])
         if epoch == self.unfreeze_backbone_at_epoch:
-            given, backbone = self.backbone_initial_lr, pl_module.get_submodule("backbone")
+            given = self.backbone_initial_lr
+            backbone = pl_module.get_submodule("backbone")
             rate = current * self.backbone_initial_ratio_lr if given is None else given
             self.unfreeze_and_add_param_group(backbone, optimizer, rate, self.initial_denom_lr, self.train_bn)
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:

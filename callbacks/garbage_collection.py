@@ -34,7 +34,9 @@ class GarbageCollection(Callback):
                 f"GarbageCollection(every_n_steps={every_n_steps}, generation={generation}): expected at least 1 "
                 "step, and generation 0, 1 or 2."
             )
-        self.every_n_steps, self.generation, self._was_enabled = every_n_steps, generation, False
+        self.every_n_steps = every_n_steps
+        self.generation = generation
+        self._was_enabled = False
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         self._was_enabled = gc.isenabled()

@@ -32,7 +32,8 @@ class KeepEvery:
         """Return the progress of the run if an interval has ended since the last permanent checkpoint, else None."""
         if self._every is None:
             return None
-        now, at = self._progress(trainer), self._at or 0.0
+        now = self._progress(trainer)
+        at = self._at or 0.0
         return now if self._stretch(now) > self._stretch(at) else None
 
     def keep(self, name: str, at: float) -> None:
@@ -63,7 +64,8 @@ class KeepEvery:
             return 0.0
         if self._every.unit != "epochs":
             return self._every.elapsed(trainer.state)
-        state, total = trainer.state, trainer.num_training_batches
+        state = trainer.state
+        total = trainer.num_training_batches
         # At an epoch's end the epoch counter has not increased yet, but all of its batches are done.
         return state.epoch + (state.batch_in_epoch / total if 0 < total < math.inf else float(state.epoch_done))
 

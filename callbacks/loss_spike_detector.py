@@ -103,7 +103,8 @@ class LossSpikeDetector(Callback):
         self._in_a_row = state_dict["in_a_row"]
         self._first_of_row = state_dict["first_of_row"]
         if state_dict["num_spikes"] >= self.num_spikes:  # else this run has rolled back
-            self.num_spikes, self.last_spike = state_dict["num_spikes"], state_dict["last_spike"]
+            self.num_spikes = state_dict["num_spikes"]
+            self.last_spike = state_dict["last_spike"]
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._unread = []
@@ -127,7 +128,8 @@ class LossSpikeDetector(Callback):
 
     def _look(self, trainer: Run) -> None:
         """Read the losses that are still on the device and act on spikes. Collective; waits for the device."""
-        unread, self._unread = self._unread, []
+        unread = self._unread
+        self._unread = []
         if not unread:
             return
         losses = torch.stack([loss.float() for _, loss in unread])

@@ -75,7 +75,8 @@ class LRFinder:
 
     def examine(self, skip_begin: int = 10, skip_end: int = 1) -> tuple[float | None, str]:
         """Return the rate of `suggestion` and the text of its warning. The text is empty without a warning."""
-        lrs, losses = self.results["lr"], self.results.get("step_loss") or self.results["loss"]
+        lrs = self.results["lr"]
+        losses = self.results.get("step_loss") or self.results["loss"]
         points = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         self._optimal_idx = None
         if len(points) < 2:
@@ -146,7 +147,8 @@ def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _FittedLin
     """Fit a line to some losses over the logarithms of their learning rates, by least squares."""
     x = torch.tensor([lrs[i] for i in points], dtype=torch.float64).log()
     y = torch.tensor([losses[i] for i in points], dtype=torch.float64)
-    x, y = x - x.mean(), y - y.mean()
+    x = x - x.mean()
+    y = y - y.mean()
     slope = float((x * y).sum() / x.square().sum())
     if len(points) < 5:
         return _FittedLine(slope, 0.0)  # too few to separate noise from a curve

@@ -376,7 +376,8 @@ class ModelCheckpoint(Callback):
             self._request(trainer, request, facts)
 
     def _facts(self, trainer: Run, epoch: int, step: int) -> SaveFacts:
-        present, claimed = names_in(self._folder) | self._remote_names, claimed_names(self._folder)
+        present = names_in(self._folder) | self._remote_names
+        claimed = claimed_names(self._folder)
         index_holds = self._recorded is None or self._is_same_folder(trainer, self._recorded)
         return SaveFacts(
             epoch, step, dict(trainer.callback_metrics), present, claimed, index_holds, self._kept.look(trainer)
@@ -425,13 +426,15 @@ class ModelCheckpoint(Callback):
 
     def _add_last(self, trainer: Run, facts: SaveFacts, request: SaveRequest | None) -> None:
         """Make `request`, if any, and request the checkpoint or link named `last`."""
-        previous, self._last = self._last, self._free_name(trainer, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
+        previous = self._last
+        self._last = self._free_name(trainer, facts, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:
                 self._request(trainer, request, facts)
             self._request(trainer, self._new_request(self._last, facts, previous), facts)
             return
-        beside, self._beside = self._beside, None
+        beside = self._beside
+        self._beside = None
         if request is None:
             # Not among the best: it is still written, and kept as long as it is the last.
             self._beside = self._free_name(trainer, facts, self.filename, reuse=beside)
@@ -482,7 +485,8 @@ class ModelCheckpoint(Callback):
         """Remove names from the index of a resumed run that are not in the folder (another dirpath, or deleted by the
         user).
         """
-        recorded, self._recorded = self._recorded, None
+        recorded = self._recorded
+        self._recorded = None
         present = facts.present if facts.index_holds else frozenset[str]()
         missing = self._held_names() - present
         # In the same folder `last` is missing if the run was killed before it was created.

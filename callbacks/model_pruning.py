@@ -86,9 +86,13 @@ class ModelPruning(Callback):
             )
         self._given, self._names = parameters_to_prune, tuple(parameter_names or ("weight", "bias"))
         self._method = _method(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
-        self._is_global, self._amount, self._apply = use_global_unstructured, amount, apply_pruning
-        self._uses_ticket, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
-        self._is_permanent, self._at_train_end = make_pruning_permanent, prune_on_train_epoch_end
+        self._is_global = use_global_unstructured
+        self._amount = amount
+        self._apply = apply_pruning
+        self._uses_ticket = use_lottery_ticket_hypothesis
+        self._resamples = resample_parameters
+        self._is_permanent = make_pruning_permanent
+        self._at_train_end = prune_on_train_epoch_end
         self._verbose = verbose
         self._targets: list[Target] = []
         self._first: dict[nn.Module, nn.Module] = {}  # module → a copy with its first weights
@@ -130,8 +134,10 @@ class ModelPruning(Callback):
             self.make_pruning_permanent(task)
 
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        weights, names = checkpoint["state_dict"], {module: name for name, module in task.named_modules()}
-        masks, hidden = {}, {}
+        weights = checkpoint["state_dict"]
+        names = {module: name for name, module in task.named_modules()}
+        masks = {}
+        hidden = {}
         for module, key in self._targets:
             name = f"{names[module]}.{key}".lstrip(".")
             if f"{name}_mask" in weights:
@@ -147,7 +153,8 @@ class ModelPruning(Callback):
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
-            self._targets, self._first = [], {}
+            self._targets = []
+            self._first = {}
 
     def make_pruning_permanent(self, module: nn.Module) -> None:
         """Replace masks by zeros in the parameters."""

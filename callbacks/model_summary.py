@@ -188,7 +188,8 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
         in_size, out_size = sizes.get(name, (None, None))
         kind = own_class(module).__name__
         layer = LayerSummary(name, kind, count, trainable, training[name], flops.get(f"{root}.{name}", 0))
-        layer.in_size, layer.out_size = in_size, out_size
+        layer.in_size = in_size
+        layer.out_size = out_size
         found.layers.append(layer)
     own, own_trainable = _count(task.parameters(recurse=False))
     if own and max_depth != 0:

@@ -102,7 +102,8 @@ class BasePredictionWriter(Callback):
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._forget()
         # Before the first batch: a missing method must not be noticed only after a long prediction.
-        own, base = type(self), BasePredictionWriter
+        own = type(self)
+        base = BasePredictionWriter
         if self.interval.on_batch and own.write_on_batch_end is base.write_on_batch_end:
             raise self._not_overridden("write_on_batch_end")
         if self.interval.on_epoch and own.write_on_epoch_end is base.write_on_epoch_end:

@@ -244,7 +244,8 @@ class ProgressBar(Callback):
         self._next_look_s = time.monotonic() + (REDRAW_S if self._draws else LINE_S)
 
     def _finish_training(self, trainer: Run, task: TaskModule, *, leave: bool) -> None:
-        progress, self._training = self._training, None
+        progress = self._training
+        self._training = None
         if progress is None:
             return
         progress.end(progress.done if progress.ended_s is not None else trainer.state.batch_in_epoch)
@@ -256,7 +257,8 @@ class ProgressBar(Callback):
             self._output(self.write, progress.line(metrics))
 
     def _finish_evaluation(self, trainer: Run, task: TaskModule) -> None:
-        progress, self._evaluating = self._evaluating, None
+        progress = self._evaluating
+        self._evaluating = None
         if progress is None:
             return
         progress.end(progress.done)
@@ -304,7 +306,8 @@ class _Progress:
         """Return, for example, `Epoch 0/9: 50/100 (50%) [00:10<00:10, 5.0 batch/s] loss=0.5`."""
         elapsed_s = (self.ended_s if self.ended_s is not None else time.monotonic()) - self.started_s
         rate = (self.done - self.began_at) / elapsed_s if elapsed_s > 0 else 0.0
-        place, left = f"{self.done}", ""
+        place = f"{self.done}"
+        left = ""
         if self.total:
             place = f"{self.done}/{self.total} ({100 * self.done // self.total}%)"
             if rate > 0 and self.ended_s is None:

@@ -98,6 +98,7 @@ class QuantizationAwareTraining(Callback):
             self._restore()
 
     def _restore(self) -> None:
-        undo, self._undo = self._undo, None
+        undo = self._undo
+        self._undo = None
         if undo is not None:
             undo()

@@ -59,12 +59,15 @@ class SlowRankDetector(Callback):
                 f"SlowRankDetector(every_n_steps={every_n_steps}, factor={factor}, communication_factor="
                 f"{communication_factor}): expected at least 1 step, and factors above 1."
             )
-        self.every_n_steps, self.factor, self.communication_factor = every_n_steps, factor, communication_factor
+        self.every_n_steps = every_n_steps
+        self.factor = factor
+        self.communication_factor = communication_factor
         self.seconds: list[dict[str, float]] = []
         self._warned: set[str] = set()
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
-        self._num_steps, self._data_s = 0, 0.0
+        self._num_steps = 0
+        self._data_s = 0.0
         self._marks: list[tuple[Any, Any, Any]] = []  # per micro-batch: its start, the start and end of backward
         self._waits_since_s: float | None = None  # end of the last step; None after a validation or an epoch
         self._pending: tuple[Any, torch.Tensor] | None = None
@@ -101,7 +104,9 @@ class SlowRankDetector(Callback):
         gathered = own.repeat(trainer.world_size)
         work = dist.all_gather_into_tensor(gathered, own, async_op=True) if trainer.world_size > 1 else None
         self._pending = (work, gathered)
-        self._num_steps, self._data_s, self._marks = 0, 0.0, []
+        self._num_steps = 0
+        self._data_s = 0.0
+        self._marks = []
 
     def _compare(self, trainer: Run, work: Any, gathered: torch.Tensor) -> None:
         if work is not None:

@@ -87,7 +87,10 @@ class StochasticWeightAveraging(Callback):
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
-            self._weights, self._schedule, self._loaded, self._latest_update_epoch = None, None, None, -1
+            self._weights = None
+            self._schedule = None
+            self._loaded = None
+            self._latest_update_epoch = -1
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither the task nor functions of torch are copied into another process: only the numbers are.
@@ -121,7 +124,8 @@ class StochasticWeightAveraging(Callback):
                 "whose training_step also steps its optimizers (automatic_optimization=False). Use WeightAveraging."
             )
         self._first_epoch = self._begin_at(trainer)
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         if loaded is None:
             return
         self._latest_update_epoch = loaded["latest_update_epoch"]

@@ -119,7 +119,8 @@ class Throughput(Callback):
 
     def _end_count(self, trainer: Run) -> None:
         self._counting.close()
-        counter, self._counter = self._counter, None
+        counter = self._counter
+        self._counter = None
         if counter is not None:
             self.flops_per_step = float(counter.get_total_flops()) * trainer.world_size
 

@@ -33,7 +33,8 @@ def torchao_config(config: object, group_size: int) -> Any:
     check_config(config)
     kinds = load_torchao(_PURPOSE).quantization
     if isinstance(config, str):
-        dtype, granularity = torch.int8, kinds.PerAxis(0)
+        dtype = torch.int8
+        granularity = kinds.PerAxis(0)
         if "int4" in config:
             dtype, granularity = torch.int4, kinds.PerGroup(group_size)  # type: ignore[attr-defined]  # torch lacks it
         if "dynamic" in config:

@@ -85,7 +85,8 @@ class WeightAveraging(Callback):
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
-            self._weights, self._loaded = None, None
+            self._weights = None
+            self._loaded = None
             self._validating = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +101,8 @@ class WeightAveraging(Callback):
         # checkpoint.
         options = {"device": self._device, "use_buffers": self._use_buffers, **self.average_functions()}
         weights = AveragedWeights(task, trainer, **options)
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         if loaded is not None:
             self._latest_update_step = loaded["latest_update_step"]
             self._latest_update_epoch = loaded["latest_update_epoch"]

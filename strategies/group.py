@@ -368,7 +368,8 @@ class StepGroups:
     ) -> None:
         self._loop = loop
         self.num_steps = num_steps
-        self.ends_with_data, self.short_group = ends_with_data, short_group
+        self.ends_with_data = ends_with_data
+        self.short_group = short_group
         self.sync_gradients = True
         self.warns = warns and short_group is None
         # By the ids of their models, in order: `accumulate(a, b)` and `accumulate(b, a)` count their own micro-batches.

@@ -197,9 +197,11 @@ class TrainData:
         Raises:
             ConfigurationError: training cannot continue from that position.
         """
-        name, states = self.loader.options.title, place.get("loaders") or []
+        name = self.loader.options.title
+        states = place.get("loaders") or []
         in_epoch = place["position"] is not None
-        before, now = place.get("order"), self.loader.facts()
+        before = place.get("order")
+        now = self.loader.facts()
         if in_epoch and before is not None and before != now and place["position"]["batch"]:
             warnings.warn(
                 f"{name} has {_listed(now)}, but the checkpoint was written in the middle of an epoch with "
@@ -264,7 +266,8 @@ class EvaluationData:
         items = members_of(loaders) if holds_loaders(loaders) else [loaders]
         self.is_list = holds_loaders(loaders)
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
-        self._limit, self._name = limit, _LIMITS[kind]
+        self._limit = limit
+        self._name = _LIMITS[kind]
         self.limits: list[int | None] = []
         self.begin(epoch)
 
@@ -350,7 +353,8 @@ class StageData:
     def __init__(
         self, sources: Sources, task: TaskModule | None, engine: Engine, settings: Settings, progress: RunProgress
     ) -> None:
-        self.sources, self.datamodule = sources, sources.datamodule
+        self.sources = sources
+        self.datamodule = sources.datamodule
         self._given_task = task
         self._engine = engine
         self._settings = settings
@@ -373,7 +377,8 @@ class StageData:
 
         After a resume, this is the epoch in which the interrupted run requested them, unless a reload was due since.
         """
-        state, every = self._progress.state, self._settings.arguments.reload_dataloaders_every_n_epochs
+        state = self._progress.state
+        every = self._settings.arguments.reload_dataloaders_every_n_epochs
         now = state.epoch
         made_in = self._made_in.get(kind, now)
         last_reload = now - now % every if every > 0 else 0
@@ -428,7 +433,8 @@ class StageData:
     @property
     def has_validation(self) -> bool:
         """True if `fit` validates: the task has a validation_step and a loader, and the limit is above 0."""
-        task, limit = self._task, self._settings.limit_batches["validate"]
+        task = self._task
+        limit = self._settings.limit_batches["validate"]
         return has_step(task, "validation_step") and self.sources.has("validate", task) and (limit is None or limit > 0)
 
     def given(self, kind: str) -> Any:
@@ -452,7 +458,9 @@ class StageData:
         Restores the state of a stateful loader and `state.batch_in_epoch`. Returns the position for
         `TrainData.begin_epoch`. None means the start of an epoch.
         """
-        place, data, self.place = self.place, self.train(), None
+        place = self.place
+        data = self.train()
+        self.place = None
         if place is None:
             return None
         data.load_place(place, self._engine.data_ranks.reader, self._engine.data_ranks.num_readers)
@@ -500,7 +508,9 @@ def incomplete_validation(sources: Sources, task: TaskModule, limit: int | float
         task: the task of the fit.
         limit: `limit_val_batches`; 0 disables validation.
     """
-    steps, data, name = has_step(task, "validation_step"), sources.has("validate", task), type(task).__name__
+    steps = has_step(task, "validation_step")
+    data = sources.has("validate", task)
+    name = type(task).__name__
     if steps == data or limit == 0:
         return None
     if data:

@@ -119,7 +119,9 @@ class _EvaluationLoop:
         return data, limits
 
     def _run_epoch(self, when_metrics_known: Callable[[], None]) -> Flushed:
-        run, metrics, name = self._run, self._metrics, self._name
+        run = self._run
+        metrics = self._metrics
+        name = self._name
         if self._kind == "predict":
             metrics.close("a prediction")
         run.hooks.fire(f"on_{name}_start")
@@ -161,7 +163,8 @@ class _EvaluationLoop:
         loader.end_pass()
 
     def _replay(self, batch: Batch, idx: int, calls: StepCalls) -> None:
-        run, dataloader_idx = self._run, self._metrics.dataloader_idx
+        run = self._run
+        dataloader_idx = self._metrics.dataloader_idx
         replay_batch(run.task, run.engine.step, self._kind, f"{self._name}_step", batch, idx, dataloader_idx, calls)
 
     def _run_batch(self, batch: Batch, idx: int, recorded: AbstractContextManager[None]) -> Any:
@@ -172,8 +175,12 @@ class _EvaluationLoop:
             idx: index of the batch.
             recorded: context for the call of the step.
         """
-        run, metrics, step = self._run, self._metrics, f"{self._name}_step"
-        task, table, dataloader_idx = run.task, run.hooks.table, metrics.dataloader_idx
+        run = self._run
+        metrics = self._metrics
+        step = f"{self._name}_step"
+        task = run.task
+        table = run.hooks.table
+        dataloader_idx = metrics.dataloader_idx
         # With a single loader, hooks and steps do not receive its index.
         index_args = () if dataloader_idx is None else (dataloader_idx,)
         batch = run.engine.step.to_device(batch, dataloader_idx or 0)

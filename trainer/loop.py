@@ -100,9 +100,14 @@ class FitLoop:
 
     def _epoch(self) -> None:
         """Train the rest of the current epoch: one optimizer step per group of micro-batches."""
-        run, loop = self._run, self._run.loop
-        trainer, task, state, hooks = run.trainer, run.task, run.state, run.hooks.table
-        engine, step = run.engine, run.engine.step
+        run = self._run
+        loop = self._run.loop
+        trainer = run.trainer
+        task = run.task
+        state = run.state
+        hooks = run.hooks.table
+        engine = run.engine
+        step = run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
         if state.validation_owed:
@@ -152,7 +157,9 @@ class FitLoop:
 
         `stepped` is False if the group did not count as a step.
         """
-        run, loop, state = self._run, self._run.loop, self._run.progress.state
+        run = self._run
+        loop = self._run.loop
+        state = self._run.progress.state
         loop.read_clock(state)
         if run.saves.needs_memory and state.step_in_epoch:
             run.saves.reserve_memory()
@@ -178,7 +185,8 @@ class FitLoop:
 
     def _groups_until_due(self) -> int:
         """Return the number of steps until `_after_step` must run again. A stop request shortens it."""
-        run, state = self._run, self._run.progress.state
+        run = self._run
+        state = self._run.progress.state
         if run.loop.stop != Stop.NOT or self._end.asks_every_step or run.loop.schedules.watch_steps:
             return 1
         nearest = min(self._log_every.left(state), self._end.steps_left(state))
@@ -189,9 +197,13 @@ class FitLoop:
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state, hooks = self._run, self._run.data, self._run.progress.state, self._run.hooks.table
+        run = self._run
+        data = self._run.data
+        state = self._run.progress.state
+        hooks = self._run.hooks.table
         run.loop.group_end = None
-        place, before = data.enter_saved_position(), data.train().num_batches
+        place = data.enter_saved_position()
+        before = data.train().num_batches
         data.train().begin_epoch(state.epoch, place)
         if not self._metrics_begun:
             run.logs.metrics.begin("train")
@@ -216,7 +228,9 @@ class FitLoop:
 
     def _end_epoch(self, epoch_is_complete: bool) -> None:
         """End the epoch. If a limit ended it before its last batch, a later fit can continue it."""
-        run, loop, state = self._run, self._run.loop, self._run.progress.state
+        run = self._run
+        loop = self._run.loop
+        state = self._run.progress.state
         loop.read_clock(state)
         run.logs.metrics.in_step = False
         if not epoch_is_complete and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._should_stop():
@@ -250,7 +264,9 @@ class FitLoop:
 
     def _advance(self, group: Group, stepped: bool) -> None:
         """Update the progress after a step, and step the learning-rate schedules that are due."""
-        run, state, n = self._run, self._run.progress.state, len(group.batches)
+        run = self._run
+        state = self._run.progress.state
+        n = len(group.batches)
         if stepped:
             state.step += 1
             state.step_in_epoch += 1
@@ -275,14 +291,16 @@ class FitLoop:
 
     def _step_monitored(self) -> None:
         """Step the schedules with `interval="step"` that monitor a metric, after the validation of their step."""
-        schedules, step = self._run.loop.schedules, self._run.state.step
+        schedules = self._run.loop.schedules
+        step = self._run.state.step
         if schedules.watches(step):
             schedules.after_step_metrics(step, _metrics_of_step(self._run))
 
     @property
     def _validation(self) -> ValidationSchedule:
         """The validation schedule, created when the training data is known."""
-        run, loop = self._run, self._run.loop
+        run = self._run
+        loop = self._run.loop
         if loop.validation is None:
             every = run.settings.arguments.check_val_every_n_epoch
             # Without validation, an interval that does not fit the epoch has no effect.
@@ -297,8 +315,10 @@ class FitLoop:
             return
         run.loop.check_finite()
         run.state.validation_owed = True  # for checkpoints written before the validation completes
-        in_step, run.logs.metrics.in_step = run.logs.metrics.in_step, False
-        data, device = run.data.evaluation("validate"), run.engine.device
+        in_step = run.logs.metrics.in_step
+        run.logs.metrics.in_step = False
+        data = run.data.evaluation("validate")
+        device = run.engine.device
         generators = rng_state(device)
         run.evaluation.own_objects = unused_objects(run.task)
         began = time.perf_counter()
@@ -342,7 +362,8 @@ class FitLoop:
 
     def _agree(self) -> None:
         """Exchange stop requests, time limits and signals between ranks. Collective, on the host."""
-        run, loop = self._run, self._run.loop
+        run = self._run
+        loop = self._run.loop
         mine = [int(self._end.stop_request(run.state, loop.stop)), *run.recovery.preemption.note()]
         everyone = [mine] if run.logs.exchange is None else self._agreement.exchange(run.state.step, mine)
         loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))

@@ -45,7 +45,8 @@ class StageProfiler:
         Args:
             root: `default_root_dir`.
         """
-        profiler, processes = self.profiler, self._engine.processes
+        profiler = self.profiler
+        processes = self._engine.processes
         profiler.setup(self._stage, processes.rank, processes.world_size, root)
         self._is_set_up = profiler.enabled
         if not profiler.enabled:
@@ -118,7 +119,9 @@ class _Steps(Callback):
 
 def _wrap_step(step: Step, profiler: Profiler, strategy: str) -> Step:
     """Record the parts of a step: transfer, forward, backward, optimizer."""
-    own, task, wrap = vars(step), type(step.task).__name__, profiler.wrap
+    own = vars(step)
+    task = type(step.task).__name__
+    wrap = profiler.wrap
     if step._transfer is not None:
         step._transfer = wrap(f"{strategy}.batch_to_device", step._transfer)
     step._training_step = wrap(f"{strategy}.training_step", step._training_step)

@@ -63,13 +63,16 @@ class _Work:
     """Function that each rank runs: the stage. Rank 0 then writes the result for the process that started the ranks."""
 
     def __init__(self, trainer: Any, work: Callable[[], Any], task: TaskModule) -> None:
-        self._trainer, self._work, self._task = trainer, work, task
+        self._trainer = trainer
+        self._work = work
+        self._task = task
 
     def __call__(self) -> None:
         result = self._work()
         if variable("RANK") != "0":
             return
-        trainer, run = self._trainer, self._trainer.run
+        trainer = self._trainer
+        run = self._trainer.run
         state = TrainState()
         state.load_dict(trainer.state.to_dict())
         found = {

@@ -149,7 +149,8 @@ class StageRun:
         """Start the engine's communication with other ranks, and agree on the run's identity and seed. Collective."""
         topology = detect("torchrun") if started_by_trainer() else self.settings.selection.topology
         self.engine.start(topology)
-        processes, progress = self.engine.processes, self.progress
+        processes = self.engine.processes
+        progress = self.progress
         if processes.world_size > 1:
             self.logs.exchange = lambda value: self.engine.data_ranks.gather(value)
             progress.run_id = processes.broadcast_object(progress.run_id)
@@ -162,7 +163,10 @@ class StageRun:
 
     def set_up(self, request: LoadRequest) -> None:
         """Prepare the data, build the task and its optimizers, load a checkpoint and start the loggers. Collective."""
-        task, stage, hooks, engine = self.task, self.stage, self.hooks, self.engine
+        task = self.task
+        stage = self.stage
+        hooks = self.hooks
+        engine = self.engine
         assert stage is not None
         is_trained = task.global_step > 0  # by this Trainer or an earlier one
         task.trainer = self.trainer
@@ -209,7 +213,9 @@ class StageRun:
         self.places.default_folder = self.engine.processes.broadcast_object(folder)
 
     def _prepare_data_and_set_up(self, stage: Stage, *, is_trained: bool) -> None:
-        task, datamodule, processes = self.task, self.data.datamodule, self.engine.processes
+        task = self.task
+        datamodule = self.data.datamodule
+        processes = self.engine.processes
         profile = self.profiler.profiler.profile
         owners: list[Any] = [task]
         if datamodule is not None:
@@ -302,7 +308,8 @@ class StageRun:
     def begin_fit(self) -> None:
         """Call `on_fit_start`, restore optimizers that wait for it, and log hyper-parameters and the graph."""
         self.hooks.fire("on_fit_start")
-        restore, self.loop.restore_after_fit_start = self.loop.restore_after_fit_start, None
+        restore = self.loop.restore_after_fit_start
+        self.loop.restore_after_fit_start = None
         if restore is not None:
             restore()
         self.logs.describe_task(self.data.datamodule)
@@ -323,7 +330,8 @@ class StageRun:
             status: `"success"`, `"failed"` or `"interrupted"`, for the loggers. An error before the loggers finish
                 makes a success `"failed"`.
         """
-        stage, hooks = self.stage or "fit", self.hooks
+        stage = self.stage or "fit"
+        hooks = self.hooks
 
         def finish_logs(_kind: object, error: BaseException | None, _trace: object) -> None:
             self.logs.finish("failed" if status == "success" and error is not None else status)

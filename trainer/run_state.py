@@ -82,7 +82,8 @@ class RunState(TrainState):
     @property
     def stage(self) -> RunningStage | None:
         """The kind of steps that run: training, sanity check or an evaluation; None between stages."""
-        trainer, evaluation = self._trainer, self._trainer.run.evaluation
+        trainer = self._trainer
+        evaluation = self._trainer.run.evaluation
         if evaluation.sanity_checking:
             return RunningStage.SANITY_CHECKING
         if evaluation.kind is not None:

@@ -448,7 +448,8 @@ class Trainer(Planner, LightningNames):
         with nothing_else_runs(stage, self.run, task):
             progress = self.progress.for_trial(RunState(self, self.state)) if is_trial else self.progress
             self.run = StageRun(self, self.settings, progress, stage, task, sources, is_trial=is_trial)
-        self.verb, self.status = stage, "running"
+        self.verb = stage
+        self.status = "running"
         return self.run
 
     def _elsewhere(

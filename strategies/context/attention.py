@@ -84,7 +84,8 @@ class SplitAttention:
     def __init__(self, group: dist.ProcessGroup | None, kind: Kind) -> None:
         self.order: Order = "zigzag" if kind == "ring" else "plain"
         self.is_active = False
-        self._group, self._kind = group, kind
+        self._group = group
+        self._kind = kind
         self._num_calls = 0
 
     @contextmanager
@@ -94,7 +95,8 @@ class SplitAttention:
         The function behaves as before, except within `over_ranks` and in the backward of its steps, where activations
         may be recomputed in another thread.
         """
-        plain, plain_module = functional.scaled_dot_product_attention, functional.multi_head_attention_forward
+        plain = functional.scaled_dot_product_attention
+        plain_module = functional.multi_head_attention_forward
 
         def attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if query.is_meta or not self._spans():
@@ -132,7 +134,8 @@ class SplitAttention:
         Raises:
             ConfigurationError: Attention has a mask or dropout, or `torch.nn.MultiheadAttention` is called.
         """
-        before, self.is_active = self.is_active, True
+        before = self.is_active
+        self.is_active = True
         num_calls = self._num_calls
         try:
             yield

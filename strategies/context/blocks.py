@@ -24,7 +24,8 @@ def forward_block(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: fl
         is_causal: Query i sees only keys up to i. Both lengths must be equal.
         scale: Factor of the scores. None means 1 / √(head size).
     """
-    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    k = _repeat_heads(k, q)
+    v = _repeat_heads(v, q)
     kernel = _kernel(q, k, v, is_causal)
     if kernel == "cpu":
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
@@ -53,7 +54,8 @@ def backward_block(
         lse: Log-sum-exp over all blocks, (batch, heads, query length).
     """
     key_heads = k.shape[1]
-    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
+    k = _repeat_heads(k, q)
+    v = _repeat_heads(v, q)
     kernel = _kernel(q, k, v, is_causal)
     if kernel == "cpu":
         lse = lse.transpose(1, 2).contiguous().transpose(1, 2)  # the memory layout of the forward's result
@@ -125,8 +127,11 @@ def _plain_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights = (_scores(q, k, is_causal, scale) - lse.unsqueeze(-1)).exp()
-    gradient, out = gradient.to(weights.dtype), out.to(weights.dtype)
-    q, k, v = q.to(weights.dtype), k.to(weights.dtype), v.to(weights.dtype)
+    gradient = gradient.to(weights.dtype)
+    out = out.to(weights.dtype)
+    q = q.to(weights.dtype)
+    k = k.to(weights.dtype)
+    v = v.to(weights.dtype)
     with torch.autocast(q.device.type, enabled=False):
         of_weights = gradient @ v.transpose(-1, -2) - (gradient * out).sum(-1, keepdim=True)
         of_scores = weights * of_weights * (q.shape[-1] ** -0.5 if scale is None else scale)

@@ -23,7 +23,8 @@ def count_targets(batch: object, *, shifts: bool) -> Tensor | None:
     """
     if not isinstance(batch, Mapping):
         return None
-    targets, labels = batch.get("shift_labels"), batch.get("labels")
+    targets = batch.get("shift_labels")
+    labels = batch.get("labels")
     if targets is None and isinstance(labels, Tensor):
         targets = shifted(labels) if shifts and labels.dim() > 1 else labels
     return None if targets is None else (targets != IGNORED).sum()

@@ -76,7 +76,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -
 
 def _block(rank: int, source: int, length: int, is_causal: bool) -> tuple[slice, slice, bool]:
     """Return which of `rank`'s queries see which of `source`'s keys, and whether a causal mask applies to them."""
-    everything, half = slice(None), length // 2
+    everything = slice(None)
+    half = length // 2
     if not is_causal or source == rank:  # a rank's own positions ascend
         return everything, everything, is_causal
     # Rank r holds chunks r and 2n-1-r. The second chunk of an earlier rank comes after both chunks of this rank. The
@@ -140,7 +141,8 @@ class _RingAttention(torch.autograd.Function):
             at, of, causal = _block(ring.rank, source, q.shape[2], is_causal)
             new, new_lse = forward_block(q[:, :, at], k[:, :, of], v[:, :, of], is_causal=causal, scale=scale)
             if out is None or lse is None:  # the rank's own block, which has all queries
-                out, lse = new.to(accumulator_dtype(q)), new_lse.clone()
+                out = new.to(accumulator_dtype(q))
+                lse = new_lse.clone()
             else:
                 _merge(out[:, :, at], lse[:, :, at], new, new_lse)
             if transfer is not None:
@@ -148,7 +150,9 @@ class _RingAttention(torch.autograd.Function):
         assert out is not None
         out = out.to(q.dtype)
         ctx.save_for_backward(q, own_k, own_v, out, lse)
-        ctx.group, ctx.is_causal, ctx.scale = group, is_causal, scale
+        ctx.group = group
+        ctx.is_causal = is_causal
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -159,7 +163,8 @@ class _RingAttention(torch.autograd.Function):
         ring = Ring(ctx.group)
         dtype = accumulator_dtype(q)
         dq = torch.zeros_like(q, dtype=dtype)
-        dk, dv = torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype)
+        dk = torch.zeros_like(k, dtype=dtype)
+        dv = torch.zeros_like(v, dtype=dtype)
         of_keys = None  # transfer of the gradients of this step's keys and values
         for step in range(ring.size):
             source = (ring.rank - step) % ring.size

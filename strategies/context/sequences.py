@@ -108,7 +108,8 @@ class SplitSequences:
         own: int | Tensor | None = count_targets(part, shifts=self._shifts)
         total: int | Tensor | None = count_targets(batch, shifts=self._shifts)
         if own is None and overrides(task, "num_items", TaskModule):
-            own, total = task.num_items(part), task.num_items(batch)
+            own = task.num_items(part)
+            total = task.num_items(batch)
         return part, 1.0 if own is None or not total else float(own) * self.size / float(total)
 
     # Models
@@ -176,7 +177,8 @@ class SplitSequences:
                 f"maybe_context_parallel received {len(buffers)} buffers and {len(dims)} entries of buffer_seq_dims. "
                 "Pass one dimension for each buffer."
             )
-        parts, originals = [self(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)], []
+        parts = [self(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
+        originals = []
         for buffer, part in zip(buffers, parts, strict=True):
             originals.append(buffer.detach())
             buffer.data = part

@@ -30,7 +30,8 @@ def positions(length: int, group: dist.ProcessGroup | None, order: Order) -> Ten
         ConfigurationError: `length` is not divisible by the number of ranks (`"plain"`) or by twice that number
             (`"zigzag"`).
     """
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     num_chunks = 2 * size if order == "zigzag" else size
     if length % num_chunks:
         following = (length // num_chunks + 1) * num_chunks

@@ -170,7 +170,8 @@ class CommHook:
         self.state = state
         self.power_sgd: dict[str, Any] | None = None
         if isinstance(state, PowerSGDState) or self.hook in _POWER_SGD:
-            self.power_sgd, self.state = _power_sgd_options(state), None
+            self.power_sgd = _power_sgd_options(state)
+            self.state = None
         elif isinstance(self.hook, str) and state is not None:
             raise ConfigurationError(
                 f"ddp_comm_state={state!r}: the hook {self.hook!r} has no state. Remove it, or use 'power_sgd'."

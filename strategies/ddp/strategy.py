@@ -136,7 +136,8 @@ class DDPEngine(ParallelEngine):
 
     def __init__(self, strategy: DDPStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self.comm_hook, self.ddp_options = strategy.comm_hook, strategy.ddp_options
+        self.comm_hook = strategy.comm_hook
+        self.ddp_options = strategy.ddp_options
         self._replica: DistributedDataParallel | None = None
         # Replicas with a static graph that torch 2.13 has not recorded yet. Their first backward must synchronize.
         self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()
@@ -235,7 +236,8 @@ class DDPEngine(ParallelEngine):
                 "parameters in a forward outside of no_sync(). Run the forward of the last backward outside of "
                 "no_sync(), or remove find_unused_parameters."
             )
-        before, prepared.require_backward_grad_sync = prepared.require_backward_grad_sync, True
+        before = prepared.require_backward_grad_sync
+        prepared.require_backward_grad_sync = True
         prepared.reducer.prepare_for_backward([])  # as a synchronizing forward does
         try:
             yield
@@ -317,7 +319,9 @@ class DDPEngine(ParallelEngine):
 
     def _unwrap(self) -> None:
         """Destroy the replica, and remove its hooks from the parameters."""
-        replica, self._replica, self._wrapped_step = self._replica, None, None
+        replica = self._replica
+        self._replica = None
+        self._wrapped_step = None
         self._bucket_order.stop()
         if replica is not None:
             # The replica is part of a reference cycle, which the garbage collector frees at any time. The cycle must

@@ -203,7 +203,8 @@ class EngineConfig:
         Raises:
             ConfigurationError: DeepSpeed does not support the precision here, or the configuration has another one.
         """
-        name, stage = precision.name, self.stage
+        name = precision.name
+        stage = self.stage
         if name == "64-true":
             raise ConfigurationError("precision='64-true': DeepSpeed has no float64. Use '32-true'.")
         if name in ("16-true", "16-mixed") and device_type == "cpu":
@@ -347,7 +348,8 @@ def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
 
 
 def _fill_buckets(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
-    zero, hidden = config.get("zero_optimization", {}), facts.hidden_size
+    zero = config.get("zero_optimization", {})
+    hidden = facts.hidden_size
     for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
         if zero.get(key) == AUTO:
             zero[key] = 1_000_000_000  # DeepSpeed's own default

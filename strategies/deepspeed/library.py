@@ -66,7 +66,8 @@ def connect(library: Any, topology: Topology) -> None:
     """Connect DeepSpeed to the existing process group. Collective. Each call needs one call of `disconnect`."""
     global _users, _own_linear, _set_rank
     if not _users:
-        _own_linear, _set_rank = nn.functional.linear, False
+        _own_linear = nn.functional.linear
+        _set_rank = False
     _set_rank |= set_variable("LOCAL_RANK", str(topology.local_rank))  # DeepSpeed reads the local rank only there
     _users += 1
     # On the CPU, DeepSpeed would spend a minute compiling an operation for tensor-parallel inference.
@@ -98,10 +99,13 @@ def disconnect(library: Any) -> None:
     library.comm.comm.cdb = None
     library.utils.groups._release_process_group_references(group=None)
     autocast = library.runtime.torch_autocast
-    autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None
+    autocast.TORCH_AUTOCAST_INITIALIZED = False
+    autocast.TORCH_AUTOCAST_DTYPE = None
     library.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
     init = library.zero.Init
-    init.apply_param_persistence, init.num_persisted_parameters, init.num_persisted_elements = False, 0, 0
+    init.apply_param_persistence = False
+    init.num_persisted_parameters = 0
+    init.num_persisted_elements = 0
     # Ranks compare ids of parameters and modules. Without the reset, the script's own process would keep counting from
     # stage to stage, but processes that are started for each stage begin at 0.
     init.param_id = 0
@@ -137,7 +141,8 @@ def keep_own_adagrad(engine: Any) -> None:
     vectors, with one group and default values. The learning rates of groups would be lost, several groups would make
     the first step fail, and schedulers would change an optimizer that is never stepped.
     """
-    given, zero = engine.basic_optimizer, engine.optimizer
+    given = engine.basic_optimizer
+    zero = engine.optimizer
     made = getattr(zero, "optimizer", None)
     if made is given or not isinstance(made, torch.optim.Adagrad):
         return
@@ -158,7 +163,8 @@ def keep_unaligned_gradients(zero: object) -> None:
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is None:
         return
-    split, block = swapper._adjust_for_misaligned_lengths, swapper.numel_alignment
+    split = swapper._adjust_for_misaligned_lengths
+    block = swapper.numel_alignment
 
     def split_and_mark(tensors: list[torch.Tensor], offsets: list[int]) -> tuple[list[torch.Tensor], list[int]]:
         parts, places = split(tensors=tensors, offsets=offsets)

@@ -57,9 +57,12 @@ class ZeroState(FullState):
         keeps_float32: bool,
     ) -> None:
         super().__init__(task, optimizers, model.device, is_main=is_main)
-        self._library, self._shards = model.library, model.shards
-        self._groups, self._dtypes = model.groups, model.dtypes
-        self._writes_shards, self._keeps_float32 = writes_shards, keeps_float32
+        self._library = model.library
+        self._shards = model.shards
+        self._groups = model.groups
+        self._dtypes = model.dtypes
+        self._writes_shards = writes_shards
+        self._keeps_float32 = keeps_float32
         self._placeholders: dict[int, tuple[torch.Tensor, SavedShards]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
         trained = {name for _, names in self._groups for name in names}
@@ -98,7 +101,8 @@ class ZeroState(FullState):
         held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
         if held is None or held.status.name != "AVAILABLE":  # unsharded, or on disk
             return self._weight(value)
-        span, dtype = _partition(value), self._dtypes.get(id(value), held.dtype)
+        span = _partition(value)
+        dtype = self._dtypes.get(id(value), held.dtype)
         values = held.data.view(-1).narrow(0, 0, span.stop - span.start).to(dtype)
         return self._placeholder_for(SavedShards(tuple(shape_of(value)), dtype, ((span, values),)))
 
@@ -305,7 +309,8 @@ class ZeroState(FullState):
                         "allow_missing=['optimizer']."
                     )
             if "step" in values:
-                flat, steps = id(shards.flat(parameter)), float(values["step"])
+                flat = id(shards.flat(parameter))
+                steps = float(values["step"])
                 other, before = counts.setdefault(flat, (name, steps))
                 if before != steps:
                     raise CheckpointError(

@@ -28,7 +28,9 @@ class EngineStep(AutomaticStep):
 
     def __init__(self, parts: StepParts, model: ZeroModel, clipping: float | None) -> None:
         super().__init__(parts)
-        self._engine, self._shards, self._check_trained = model.engine, model.shards, model.check_trained
+        self._engine = model.engine
+        self._shards = model.shards
+        self._check_trained = model.check_trained
         self._clipping = None if clipping is None else GradientClip(clipping)
         self._backward = self._run_backward
         self._zeroed = not self._zero_late  # the engine zeroes gradients; hooks are still called

@@ -209,7 +209,8 @@ class DeepSpeedEngine(ParallelEngine):
     def prepare(self, models: Models, optimizers: Optimizers, plan: TrainingPlan, roots: Models = ()) -> Prepared:
         """Create an engine for each model that is trained or sharded. Collective."""
         if roots:
-            (model,), (root,) = models, roots
+            (model,) = models
+            (root,) = roots
             return self._prepare_root(model, root, optimizers, plan)
         stepped = made(optimizers)
         owned = [self._optimizer_of(model, models, stepped) for model in models]
@@ -280,7 +281,8 @@ class DeepSpeedEngine(ParallelEngine):
     def _zero_model(
         self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan
     ) -> ZeroModel:
-        ranks, device = self.data_ranks.size, self.device
+        ranks = self.data_ranks.size
+        device = self.device
         if optimizer is not None:
             optimizer = on_host(optimizer, self.config)
         found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
@@ -447,7 +449,8 @@ class DeepSpeedEngine(ParallelEngine):
 
     def close(self) -> None:
         self._close_models()
-        library, self._library = self._library, None
+        library = self._library
+        self._library = None
         if library is not None:
             # Engines contain reference cycles. Collect them now, so that none keeps a process group alive; see
             # DDPStrategy.

@@ -70,7 +70,8 @@ class ZeroGradients(Gradients):
                 "backward and step within accelerator.accumulate(model), and do not set sync_each_batch. To sum "
                 "losses, add them and call backward once."
             )
-        model.holds_gradients, model.is_complete = True, boundary
+        model.holds_gradients = True
+        model.is_complete = boundary
         model.engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
 
     def _of(self, parameters: Iterable[torch.Tensor]) -> list[tuple[ZeroModel, list[nn.Parameter]]]:
@@ -125,7 +126,10 @@ class ZeroOptimizer(Optimizer):
     """Wrapper of an optimizer that DeepSpeed's engine steps. Other attributes are those of the wrapped optimizer."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
-        self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
+        self.optimizer = model.optimizer
+        self.zero = model
+        self._gradients = gradients
+        self._clipping = clipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip by the configuration, and run the engine's step, which frees the gradients. A `closure` is an error."""

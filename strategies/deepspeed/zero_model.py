@@ -141,7 +141,10 @@ class ZeroModel:
         device: torch.device,
         dp_size: int,
     ) -> None:
-        self.model, self.library, self.device, self.stage = model, library, device, config.stage
+        self.model = model
+        self.library = library
+        self.device = device
+        self.stage = config.stage
         options = config.options
         names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         given = optimizer.given_groups if isinstance(optimizer, DummyOptim) else _groups_of(optimizer)
@@ -208,7 +211,8 @@ class ZeroModel:
 
     def close(self) -> None:
         """Destroy the engine, and remove its attributes and hooks from the model. Not collective."""
-        engine, self.engine = self.engine, None
+        engine = self.engine
+        self.engine = None
         if engine is None:
             return
         self._frozen.destroy()

@@ -123,7 +123,8 @@ class ZeroShards(ABC):
         """
         full = torch.zeros(shape.numel(), dtype=torch.float32, device=self.device)
         with self.loaded(parameter, changes=False):
-            shard, flat = self.shard(parameter), self.flat(parameter)
+            shard = self.shard(parameter)
+            flat = self.flat(parameter)
             if shard is not None:
                 source = flat if key is None else self.states[flat][key]
                 full.narrow(0, shard.offset, shard.length).copy_(shard.of(source))
@@ -173,7 +174,8 @@ class ZeroShards(ABC):
     def set_states(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
         """Set this rank's shards of optimizer states from full states. Not collective."""
         with self.loaded(parameter, changes=True):
-            shard, flat = self.shard(parameter), self.flat(parameter)
+            shard = self.shard(parameter)
+            flat = self.flat(parameter)
             state = self.states.setdefault(flat, {})
             for key, value in values.items():
                 if not isinstance(value, torch.Tensor) or not value.dim():
@@ -208,7 +210,8 @@ class FlatShards(ZeroShards):
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
-        in_parameter, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
+        in_parameter = mapping.lp_fragment_address
+        in_flat = mapping.hp_fragment_address
         return ShardRange(in_flat.start, in_flat.numel, in_parameter.start)
 
     def clear_states(self, parameter: torch.Tensor) -> None:
@@ -292,7 +295,8 @@ class ParameterShards(ZeroShards):
 
     @contextmanager
     def loaded(self, parameter: torch.Tensor, *, changes: bool) -> Iterator[None]:
-        zero, group = self.zero, self._position(parameter)[0]
+        zero = self.zero
+        group = self._position(parameter)[0]
         if not self.is_swapped(parameter):
             yield
             return

@@ -54,7 +54,8 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    own, count = list(module.parameters(recurse=False)), getattr(module, "num_experts", None)
+    own = list(module.parameters(recurse=False))
+    count = getattr(module, "num_experts", None)
     if not own or not isinstance(count, int) or any(p.dim() < 2 or p.shape[0] != count for p in own):
         return False
     return tuple(inspect.signature(module.forward).parameters)[:3] == _ARGUMENTS
@@ -117,7 +118,8 @@ class DividedExperts:
         names = self._mesh.mesh_dim_names or ()
         shards = self._mesh.size(names.index("dp_shard"))
         self._model, self._modules, self._dtype = model, check_experts(model, ep, shards), dtype
-        self._divisor, self._replicas = shards, ranks.size // shards
+        self._divisor = shards
+        self._replicas = ranks.size // shards
         self.parameters: list[nn.Parameter] = []
         self._divided: set[int] = set()
         self._own_mesh: DeviceMesh | None = None

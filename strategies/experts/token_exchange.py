@@ -19,9 +19,11 @@ experts, `(tokens, width)`."""
 _all_gather: Callable[..., object]
 _reduce_scatter: Callable[..., object]
 if hasattr(dist, "all_gather_single"):
-    _all_gather, _reduce_scatter = dist.all_gather_single, dist.reduce_scatter_single
+    _all_gather = dist.all_gather_single
+    _reduce_scatter = dist.reduce_scatter_single
 else:  # before torch 2.13
-    _all_gather, _reduce_scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    _all_gather = dist.all_gather_into_tensor
+    _reduce_scatter = dist.reduce_scatter_tensor
 
 
 def exchange(
@@ -45,7 +47,8 @@ def exchange(
         group: Process group. Rank r holds `num_experts / size` experts, beginning with `r * num_experts / size`.
         compute: Applies this rank's experts to tokens. Expert indices are local, from 0.
     """
-    size, top_k = group.size(), experts.shape[-1]
+    size = group.size()
+    top_k = experts.shape[-1]
     chosen = experts.reshape(-1)
     order = chosen.argsort(stable=True)
     to_send = chosen.bincount(minlength=num_experts)
@@ -72,7 +75,9 @@ class GatherExperts(torch.autograd.Function):
     def forward(
         ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup | None, dtype: torch.dtype, divisor: int
     ) -> torch.Tensor:
-        ctx.group, ctx.dtype, ctx.divisor = group, shard.dtype, divisor
+        ctx.group = group
+        ctx.dtype = shard.dtype
+        ctx.divisor = divisor
         shard = shard.to(dtype)
         if group is None:
             return shard.view_as(shard)

@@ -36,7 +36,8 @@ class MetaBuilding:
     """
 
     def __init__(self, *, everywhere: bool, others: bool) -> None:
-        self._everywhere, self._others = everywhere, others
+        self._everywhere = everywhere
+        self._others = others
         self.awaited: set[str] = set()
 
     def context(self, task: TaskModule, processes: Processes) -> AbstractContextManager[object]:

@@ -72,13 +72,15 @@ class Float8Gather:
         for record in self._records:
             for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
                 vars(record._sharded_local_tensor).pop(name, None)
-        self._records, self._weights = [], []
+        self._records = []
+        self._weights = []
 
 
 def _extend(record: FSDPParam) -> Any:
     """Set the hooks on a shard. Optimizers and checkpoints still use the shard as a plain tensor."""
     layer: Any = record._module_info.module
-    shard, dtype = record._sharded_local_tensor, layer.config.cast_config_weight.target_dtype
+    shard = record._sharded_local_tensor
+    dtype = layer.config.cast_config_weight.target_dtype
     weight = float8().fsdp_utils.WeightWithDynamicFloat8CastTensor(shard.detach(), layer.linear_mm_config, dtype)
 
     # Every process group can gather bytes.

@@ -266,7 +266,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
 
 def _check_quantized(optimizer: Optimizer) -> None:
     """Check an optimizer with quantized states, which may need full parameters or unsplit blocks of states."""
-    name, modules = type(optimizer).__name__, [kind.__module__ for kind in type(optimizer).__mro__]
+    name = type(optimizer).__name__
+    modules = [kind.__module__ for kind in type(optimizer).__mro__]
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_sharded(p)]
     if any(module.startswith(_FULL_ONLY) for module in modules):
         raise ConfigurationError(

@@ -29,7 +29,8 @@ class OutsideSteps:
     def gathered(self, task: nn.Module) -> Iterator[None]:
         """Return a context in which calls of the task and of modules outside of units gather these parameters."""
         inside = {id(module) for unit in self._units for module in unit.modules()}
-        state, gather = self._state, self._gather
+        state = self._state
+        gather = self._gather
         groups = parameter_groups(self._root)
 
         # A function: a copy of the task would copy a bound method together with its object.

@@ -80,7 +80,9 @@ class Usage:
     """
 
     def __init__(self, model: nn.Module, processes: Processes, peers: Sequence[int]) -> None:
-        self._model, self._processes, self._peers = model, processes, peers
+        self._model = model
+        self._processes = processes
+        self._peers = peers
         self._parameters = dict(model.named_parameters())
         self._checksum = self._steps = 0
 
@@ -292,10 +294,14 @@ class ParallelModel:
         self.usage = Usage(model, ranks.processes, peers) if ranks.size > 1 else None
         self.is_wrapped = True
         self._units: list[Any] = units
-        self._undo, self._gather, self._experts, self._outputs_split = undo, gather, experts, outputs_split
+        self._undo = undo
+        self._gather = gather
+        self._experts = experts
+        self._outputs_split = outputs_split
         self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(self.root, FSDPModule)
-        self._syncs, self._sums = True, False
+        self._syncs = True
+        self._sums = False
         # fully_shard itself gives gradients the placements of its parameters.
         self._split = (
             []

@@ -87,7 +87,9 @@ class Recomputed:
             replace_module(self._task, wrapper, module)
         for hook in self._hooks:
             hook.remove()
-        self._task, self._wrapped, self._hooks = None, [], []
+        self._task = None
+        self._wrapped = []
+        self._hooks = []
 
 
 def _caching(task: nn.Module) -> list[nn.Module]:

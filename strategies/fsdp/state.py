@@ -37,7 +37,9 @@ class ShardedState(FullState):
         names: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
         super().__init__(task, optimizers, device, is_main=is_main, names=names)
-        self._model, self._building, self._writes_shards = model, building, writes_shards
+        self._model = model
+        self._building = building
+        self._writes_shards = writes_shards
 
     @property
     def saves_shards(self) -> bool:

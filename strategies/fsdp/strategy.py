@@ -262,10 +262,8 @@ class FSDPStrategy(DataParallel):
             check_plan(task, self.split_plan, shape.lengths)
 
     def outline(self, task: TaskModule | None, settings: EngineSettings) -> StrategyOutline:
-        shape, policy = (
-            self.mesh_shape(settings),
-            fsdp_precision(settings.precision, mixed_precision_policy(self.mixed_precision)),
-        )
+        shape = self.mesh_shape(settings)
+        policy = fsdp_precision(settings.precision, mixed_precision_policy(self.mixed_precision))
         by_rows = shape.tp == shape.pp == self.ep == 1 and not self.cpu_offload
         shards = shape.dp_shard * shape.cp if by_rows else None
         by_unit = self.reshard_after_forward is None and self.sharding_strategy in RESHARDING
@@ -386,7 +384,8 @@ class FSDPEngine(ParallelEngine):
         inside = {module for root in roots for module in root.modules()}
         units = [u for u in find_units(model, given.auto_wrap_policy, given.min_num_params) if u in inside]
         warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
-        sharding, experts = self._sharding(), None
+        sharding = self._sharding()
+        experts = None
         if given.ep > 1 and sharding is not None:
             experts = DividedExperts(model, given.ep, self.mesh, self.data_ranks, sharding.parameter_dtype)
         found = parallelize(
@@ -453,7 +452,8 @@ class FSDPEngine(ParallelEngine):
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(p, p) for p in group["params"]]
         for old in [p for p in optimizer.state if p in self._replaced]:
-            new, state = self._replaced[old], optimizer.state.pop(old)
+            new = self._replaced[old]
+            state = optimizer.state.pop(old)
             optimizer.state[new] = {key: shard_like(value, new) for key, value in state.items()}
         disable_foreach([optimizer])
 
@@ -488,7 +488,8 @@ class FSDPEngine(ParallelEngine):
     def unshard(self) -> None:
         self.begin_save()
         self._unwrap()
-        weights, is_main = self.strategy.weights_after_stage, self.processes.rank == 0
+        weights = self.strategy.weights_after_stage
+        is_main = self.processes.rank == 0
         unshard_task(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
 
     def _unwrap(self) -> None:
@@ -500,7 +501,8 @@ class FSDPEngine(ParallelEngine):
 
     def close(self) -> None:
         self._unwrap()
-        mesh, self.mesh = self.mesh, None
+        mesh = self.mesh
+        self.mesh = None
         self.gradients.models.clear()
         if mesh is not None:
             self.data_ranks = replace(self.data_ranks, group=None)

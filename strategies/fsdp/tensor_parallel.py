@@ -62,7 +62,8 @@ class TensorParallelStrategy(FSDPStrategy):
             check_tp_size(self.tp)
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
-        world, wanted = settings.num_processes, self.tp
+        world = settings.num_processes
+        wanted = self.tp
         if wanted not in (None, world):
             other = (
                 f", or FSDPStrategy(tp={wanted}) to split data over the others" if world % (wanted or 1) == 0 else ""
@@ -130,7 +131,9 @@ class ModelParallelStrategy(FSDPStrategy):
                 raise ConfigurationError(f"{name}={size!r}: use a number of ranks, such as 2, or 'auto'.")
 
     def mesh_shape(self, settings: EngineSettings) -> MeshShape:
-        world, data, split = settings.num_processes, self.data_parallel_size, self.tensor_parallel_size
+        world = settings.num_processes
+        data = self.data_parallel_size
+        split = self.tensor_parallel_size
         if data == "auto":
             data = settings.num_nodes if split == "auto" else world // split
         tp = max(1, world // data) if split == "auto" else split

@@ -27,7 +27,9 @@ def reset_iteration(root: FSDPModule) -> None:
     state: Any = root._get_fsdp_state()
     if state._is_root is None:  # before the first forward
         return
-    exchanges, iteration, stream = state._comm_ctx, state._state_ctx, state._device_handle.current_stream()
+    exchanges = state._comm_ctx
+    iteration = state._state_ctx
+    stream = state._device_handle.current_stream()
     for name in ("all_gather_state", "reduce_scatter_state"):
         _wait(stream, getattr(exchanges, name))
         setattr(exchanges, name, None)

@@ -141,7 +141,8 @@ class CopyStream:
         if self._stream is None or source.is_pinned():
             target.copy_(source, non_blocking=True)
             return
-        source, target = source.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
+        source = source.reshape(-1).view(torch.uint8)
+        target = target.reshape(-1).view(torch.uint8)
         for start in range(0, source.numel(), _BUFFERS.num_bytes):
             count = min(_BUFFERS.num_bytes, source.numel() - start)
             buffer = _BUFFERS.acquire()

@@ -45,7 +45,8 @@ class HostStorage:
     """
 
     def __init__(self, place: str, folder: str | os.PathLike[str] | None = None, *, pinned: bool = False) -> None:
-        self.place, self.pinned = place, pinned
+        self.place = place
+        self.pinned = pinned
         self.folder = None if folder is None else Path(folder)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -110,7 +111,9 @@ class HostStorage:
 
 def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return consecutive views of a flat tensor of `flat_numel` elements, with the formats of `tensors`."""
-    found, start, step = [], 0, _ALIGN_BYTES // flat.itemsize
+    found = []
+    start = 0
+    step = _ALIGN_BYTES // flat.itemsize
     for tensor in tensors:
         found.append(_laid_out(flat[start : start + tensor.numel()], tensor))
         start += -(-tensor.numel() // step) * step

@@ -26,7 +26,9 @@ from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 _IDLE_S = 1.0  # after this time without work and units in use, the reader ends and discards prefetched units
 MIN_BUDGET_BYTES = 64 * 2**20
 # A fetch within these limits reads from the page cache. After so many in a row, prefetching pauses until a slower one.
-_QUICK_S, _QUICK_BYTES_PER_S, _QUICK_IN_A_ROW = 100e-6, 10e9, 16
+_QUICK_S = 100e-6
+_QUICK_BYTES_PER_S = 10e9
+_QUICK_IN_A_ROW = 16
 _NOBODY = -1  # predecessor of the first unit
 
 _readers: weakref.WeakKeyDictionary[threading.Thread, threading.Condition] = weakref.WeakKeyDictionary()
@@ -52,7 +54,8 @@ class _Fetch:
     """A fetch of one unit, before or at its use."""
 
     def __init__(self, unit: Fetchable) -> None:
-        self.unit, self.num_bytes = unit, unit.num_bytes
+        self.unit = unit
+        self.num_bytes = unit.num_bytes
         self.started = False
         self.done = threading.Event()
         self.seconds = 0.0  # duration
@@ -96,7 +99,8 @@ class Prefetcher:
                 "disable prefetching; or None for twice the largest layer."
             )
         self.budget_bytes = MIN_BUDGET_BYTES if budget_bytes is None else budget_bytes
-        self._is_fixed, self._num_units = budget_bytes is not None, num_units
+        self._is_fixed = budget_bytes is not None
+        self._num_units = num_units
         self._condition = threading.Condition()
         self._numbers = itertools.count()
         self.total_bytes = 0

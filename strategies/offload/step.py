@@ -45,7 +45,8 @@ class OffloadStep(AutomaticStep):
 
     def __init__(self, parts: StepParts, stream: WeightStream | None, state_storage: HostStorage | None) -> None:
         super().__init__(parts)
-        self._stream, self._state_storage = stream, state_storage
+        self._stream = stream
+        self._state_storage = state_storage
         self._is_early = False  # device copies were updated after the last step
         self._last_of_group = 0
         hooks = parts.hooks
@@ -59,13 +60,15 @@ class OffloadStep(AutomaticStep):
         self._copies_early = self._in_portions and quiet
         self._rewritten = moves or not hooks.only_read(("on_train_batch_start", "on_train_batch_end"))
         if stream is not None:
-            backward, forward = self._backward, self._training_step
+            backward = self._backward
+            forward = self._training_step
             self._backward = lambda loss: self._run_backward(stream, backward, loss)
             self._training_step = lambda batch, idx: self._run_training_step(stream, forward, batch, idx)
         for optimizer in self.optimizers:
             self._store_state(optimizer)
         if self._in_portions:
-            self._plain_step, self._own_step = False, self._step_in_portions
+            self._plain_step = False
+            self._own_step = self._step_in_portions
 
     def weights_changed(self) -> None:
         """Record that device copies may be outdated."""

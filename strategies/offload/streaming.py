@@ -59,7 +59,9 @@ class Unit:
         prefetcher: Prefetcher,
         gradients_out: CopyStream,
     ) -> None:
-        self.device, self.stays, self._gradient_storage = device, stays, gradients
+        self.device = device
+        self.stays = stays
+        self._gradient_storage = gradients
         self._prefetcher, self._weights_in = prefetcher, prefetcher.copies_to(device)
         self._gradients_out = gradients_out
         self.parameters = list(parameters)
@@ -128,14 +130,16 @@ class Unit:
         """Move the parameters to the device, for use on the current stream."""
         if self.on_device:
             return
-        former, self._assigned = self._assigned, self._find_assigned()
+        former = self._assigned
+        self._assigned = self._find_assigned()
         if former or self._assigned or self._versions != self._present_versions():  # written in place
             self.weights_changed()
         self._prefetcher.acquire(self.number).use()
         for i, value in self._assigned.items():
             self._views[i].data.copy_(value)
         for i, parameter in enumerate(self.parameters):
-            self._stashed[i], parameter.grad = parameter.grad, None
+            self._stashed[i] = parameter.grad
+            parameter.grad = None
             parameter.data = self._views[i]
         self.on_device = True
 
@@ -162,7 +166,8 @@ class Unit:
                 if parameter.grad is not None:  # of a parameter that was frozen when the hooks were registered
                     self._copy_to_host(i, parameter)
                 parameter.data = self._assigned.get(i, self._host_values[i])
-                parameter.grad, self._stashed[i] = self._stashed[i], None
+                parameter.grad = self._stashed[i]
+                self._stashed[i] = None
             self.on_device = False
             self._prefetcher.release()
             if self.stays:
@@ -190,7 +195,8 @@ class Unit:
         """Wait until all gradients have been copied to the host, and accumulate them."""
         self._gradients_out.wait(self._gradients_event)
         self._gradients_event = None
-        to_add, self._to_add = self._to_add, []
+        to_add = self._to_add
+        self._to_add = []
         for total, gradient in to_add:
             total.add_(gradient)
 
@@ -242,7 +248,8 @@ class Unit:
             self._move_when_done()
 
     def _copy_to_host(self, index: int, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        gradient = parameter.grad
+        parameter.grad = None
         assert gradient is not None  # autograd calls the hook after it has set it
         before = self._stashed[index]
         if gradient.layout is not torch.strided:  # sparse embedding: small, of varying size

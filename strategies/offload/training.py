@@ -200,7 +200,8 @@ class OffloadEngine(Engine):
     @property
     def _state_storage(self) -> HostStorage | None:
         """Storage for optimizer state. None keeps the state in memory."""
-        place, folder = self.strategy.optimizer_state, self.strategy.offload_folder
+        place = self.strategy.optimizer_state
+        folder = self.strategy.offload_folder
         return HostStorage(place, folder) if place == "disk" else None
 
     # User-written loops

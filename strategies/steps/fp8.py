@@ -93,7 +93,8 @@ class Fp8(Precision):
                     f"Fp8(skip={self.skip!r}): {', '.join(type(model).__name__ for model in models)} has no module "
                     f"{skipped!r}.{nearest(skipped, names)}"
                 )
-        converted, left = [], []
+        converted = []
+        left = []
         for model in models:
             for name, layer in linear_layers(model):
                 reason = "" if is_converted(layer) else self._reason_against(model, name, layer)
@@ -235,7 +236,8 @@ def convert_layer(layer: nn.Linear, config: object) -> Callable[[], None]:
     Returns:
         A function that restores the layer.
     """
-    before, own = type(layer), set(vars(layer))
+    before = type(layer)
+    own = set(vars(layer))
     made = float8().convert_to_float8_training(layer, config=config)
     added = {name: value for name, value in vars(made).items() if name not in own}
     vars(layer).update(added)

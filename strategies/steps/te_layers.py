@@ -153,7 +153,8 @@ class TransformerEnginePrecision(Precision):
         self, device_type: str, *, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[None]:
         outer = partial(super().autocast, device_type, enabled=enabled, cache_enabled=cache_enabled)
-        recipe, evaluates = self.options.make_recipe(), bool(self.options.use_autocast_during_eval)
+        recipe = self.options.make_recipe()
+        evaluates = bool(self.options.use_autocast_during_eval)
         return Contexts(outer, lambda: _autocast(enabled and (evaluates or torch.is_grad_enabled()), recipe))
 
 
@@ -189,7 +190,8 @@ def _engine_layer(layer: nn.Module, *, linear: bool = True, norms: bool = True) 
     te: Any = _load(".pytorch")
     new: Any = None
     if type(layer) is nn.Linear and linear and not any(size % MULTIPLE for size in layer.weight.shape):
-        sizes, bias = (layer.in_features, layer.out_features), layer.bias is not None
+        sizes = (layer.in_features, layer.out_features)
+        bias = layer.bias is not None
         new = te.Linear(*sizes, bias=bias, params_dtype=layer.weight.dtype)
     elif type(layer) is nn.LayerNorm and norms and len(layer.normalized_shape) == 1 and layer.bias is not None:
         new = te.LayerNorm(layer.normalized_shape[0], eps=layer.eps, params_dtype=layer.weight.dtype)

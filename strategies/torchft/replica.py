@@ -108,7 +108,8 @@ class TorchFTStep(AutomaticStep):
 
     def __init__(self, parts: StepParts, engine: Engine, replica: Replica) -> None:
         super().__init__(parts)
-        self._engine, self._replica = engine, replica
+        self._engine = engine
+        self._replica = replica
         self._weight = 0.0
 
     def state_to_send(self) -> dict[str, Any]:
@@ -132,7 +133,8 @@ class TorchFTStep(AutomaticStep):
         received = replicas.received
         if received is None:
             return True
-        here, there = self.run.state.batches, received["progress"]["batches"]
+        here = self.run.state.batches
+        there = received["progress"]["batches"]
         if here < there:
             return False
         if here > there:

@@ -116,7 +116,9 @@ class TorchFTStrategy(Strategy):
         Raises:
             ConfigurationError: One of the values is missing or not valid.
         """
-        replica, num, lighthouse = self.replica, self.max_replicas, self.lighthouse
+        replica = self.replica
+        num = self.max_replicas
+        lighthouse = self.lighthouse
         if replica is None or num is None:
             raise ConfigurationError(
                 f"{self!r}: replica={replica}, max_replicas={num}. Pass both, or set REPLICA_GROUP_ID and "

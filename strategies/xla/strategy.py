@@ -173,7 +173,8 @@ class XLAEngine(ParallelEngine):
 
     def _finish(self, batch_idx: int, trains: bool) -> None:
         """Run the recorded operations of a step. Warn if this compiles a new program after the first steps."""
-        shapes, self._shapes = self._shapes, []
+        shapes = self._shapes
+        self._shapes = []
         seen = self._seen[trains]
         before = self.library.num_compilations()
         self.library.sync()
@@ -229,7 +230,8 @@ class AveragedGradients(Gradients):
 
     def __init__(self, device: torch.device, processes: Processes, library: XLALibrary) -> None:
         super().__init__(device)
-        self._processes, self._library = processes, library
+        self._processes = processes
+        self._library = library
         self.parameters: list[nn.Parameter] = []
 
     def complete(self) -> None:

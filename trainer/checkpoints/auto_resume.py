@@ -28,7 +28,8 @@ def this_attempt(processes: Processes) -> Attempt:
     """Return the key and attempt number of the fit that begins. Collective: every rank calls it once per fit."""
     global _fits
     _fits += 1
-    name, found = f"fit-{_fits}", job()
+    name = f"fit-{_fits}"
+    found = job()
     if found.name is not None:
         return Attempt(f"{found.name}/{name}", found.attempt)
     token = processes.recall(name, secrets.token_hex(8)) if processes.rank == 0 else None

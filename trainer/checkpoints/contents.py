@@ -156,7 +156,8 @@ class CheckpointContents:
         self, gather: Callable[[], list[dict[str, Any]]], *, weights_only: bool, metrics: dict[str, float]
     ) -> Snapshot:
         """Collect the state of the run. `gather` returns the `_own_state` of each rank."""
-        engine, task = self._engine, self._hooks.task
+        engine = self._engine
+        task = self._hooks.task
         if any(type(parameter).__module__.startswith("torchao.") for parameter in task.parameters()):
             raise CheckpointError(
                 f"{type(task).__name__} has quantized layers, which checkpoints do not support. Save before the fit "
@@ -208,7 +209,9 @@ class CheckpointContents:
 
     def _trainer_entries(self, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the entries that only a full checkpoint has."""
-        engine, progress, logs = self._engine, self._progress, self._logs
+        engine = self._engine
+        progress = self._progress
+        logs = self._logs
         of_data_ranks = engine.data_ranks.pick(of_ranks) if of_ranks else []
         schedules = self._loop.schedules
         datamodule = self._data.datamodule

@@ -93,7 +93,9 @@ class Loads:
             FileNotFoundError, ConfigurationError, CheckpointError: see `CheckpointSearch` and `Opened.read`.
             ConfigurationError: the checkpoint has completed more epochs than the fit may run.
         """
-        stage, processes, attempt = self._stage, self._engine.processes, self._contents.attempt
+        stage = self._stage
+        processes = self._engine.processes
+        attempt = self._contents.attempt
         assert stage is not None
         folder = self._places.run_folder
         of_earlier_attempt: FoundCheckpoint | None = None
@@ -117,7 +119,8 @@ class Loads:
         return Opened.read(found, request, full=resumes)
 
     def _check_epochs(self, found: FoundCheckpoint) -> None:
-        epoch, bound = found.manifest.epoch, self._settings.limits.max_epochs
+        epoch = found.manifest.epoch
+        bound = self._settings.limits.max_epochs
         if bound is not None and epoch > bound:
             raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={bound}. Increase max_epochs.")
 
@@ -189,7 +192,8 @@ class Loads:
     # The complete state
 
     def _restore(self, opened: Opened) -> None:
-        snapshot, path = opened.snapshot, opened.path
+        snapshot = opened.snapshot
+        path = opened.path
         saved = Entries(snapshot.trainer, path, opened.request.allow_missing)
         self._load_weights(opened)
         self._progress.state.load_dict(snapshot.state)
@@ -212,7 +216,10 @@ class Loads:
 
     def _restore_last(self, opened: Opened, *, order_is_known: bool) -> None:
         """Have the loop restore metrics and generators just before training continues, after all hooks."""
-        snapshot, path, state, ranks = opened.snapshot, opened.path, self._progress.state, self._engine.data_ranks
+        snapshot = opened.snapshot
+        path = opened.path
+        state = self._progress.state
+        ranks = self._engine.data_ranks
         to_restore = self._loop.to_restore
         if state.batch_in_epoch > 0 and not state.epoch_done:
             to_restore.append(partial(self.restore_metrics, snapshot.trainer.get("metrics", []), path))
@@ -270,8 +277,10 @@ class Loads:
             of_ranks: the `metrics_state` of each data rank.
             origin: their source, for the warning.
         """
-        metrics, task = self._logs.metrics, self._hooks.task
-        device, ranks = self._engine.device, self._engine.data_ranks
+        metrics = self._logs.metrics
+        task = self._hooks.task
+        device = self._engine.device
+        ranks = self._engine.data_ranks
         if len(of_ranks) == ranks.size:
             metrics.load_state_dict(of_ranks[ranks.rank]["logged"], device, task)
             lost = load_objects_state(task, of_ranks[ranks.rank]["objects"], device)
@@ -300,7 +309,8 @@ class Loads:
             not_restored = self._restore_optimizers(opened)
             self._restore_schedules(saved, not_restored)
 
-        states, optimizers = opened.snapshot.optimizers, self._engine.optimizers
+        states = opened.snapshot.optimizers
+        optimizers = self._engine.optimizers
         if self._hooks.table.on_fit_start and len(states) == len(optimizers):
             for state, optimizer in zip(states, optimizers, strict=True):
                 saved_groups = state.get("groups", state.get("param_groups", []))  # as torch names them in old files
@@ -311,7 +321,9 @@ class Loads:
 
     def _restore_optimizers(self, opened: Opened) -> list[Optimizer]:
         """Restore the optimizers. Return those that start from scratch, which `allow_missing` must permit."""
-        path, states, optimizers = opened.path, opened.snapshot.optimizers, self._engine.optimizers
+        path = opened.path
+        states = opened.snapshot.optimizers
+        optimizers = self._engine.optimizers
         if "optimizer" in opened.snapshot.missing:
             return optimizers
         may_miss = "optimizer" in opened.request.allow_missing

@@ -130,7 +130,8 @@ class Saves:
         if self._actions:
             with self._choosing_names():
                 self._run_actions()
-        requests, self._requests = self._requests, []
+        requests = self._requests
+        self._requests = []
         for _, of_one_kind in groupby(requests, key=lambda request: request.weights_only):
             try:
                 self._write(list(of_one_kind))
@@ -140,7 +141,8 @@ class Saves:
 
     def _run_actions(self) -> None:
         while self._actions:  # an action may add others
-            actions, self._actions = self._actions, []
+            actions = self._actions
+            self._actions = []
             for action in actions:
                 action()
             self._engine.weights_changed()  # actions may have changed them

@@ -220,7 +220,8 @@ def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | N
     Raises:
         ConfigurationError: the strategy lacks a capability.
     """
-    strategy, alone = selection.strategy, selection.runs_alone
+    strategy = selection.strategy
+    alone = selection.runs_alone
     name = type(strategy).__name__
     for callback in callbacks:
         for need in callback.needs:
@@ -239,7 +240,8 @@ def check_graphs(loggers: list[Any], selection: Selection) -> None:
     Raises:
         ConfigurationError: a forward under the strategy is collective.
     """
-    strategy, alone = selection.strategy, selection.runs_alone
+    strategy = selection.strategy
+    alone = selection.runs_alone
     name = type(strategy).__name__
     for logger in loggers:
         if logger.wants_graph and strategy.capabilities.lockstep_evaluation and not alone:

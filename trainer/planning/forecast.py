@@ -149,7 +149,8 @@ def batch_counts(
     Unknown values are None. If the data needs `prepare_data` or `setup`, it is not read, and `notes` says so. From a
     data module that is set up, a batch is read to count its tokens.
     """
-    accumulate, limits = settings.accumulate_grad_batches, settings.limits
+    accumulate = settings.accumulate_grad_batches
+    limits = settings.limits
     micro = num_batches = per_epoch = samples = tokens = None
     if (reason := _why_not_read(sources, task, is_set_up=is_set_up)) is None:
         options = LoaderOptions(

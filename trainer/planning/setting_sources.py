@@ -20,7 +20,8 @@ _SECRET_KEYS = re.compile(r"key|token|secret|passw", re.IGNORECASE)
 
 def planned_settings(settings: Settings) -> dict[str, PlannedSetting]:
     """Return the value and the source of each argument of a Trainer."""
-    arguments, given = settings.arguments, settings.given
+    arguments = settings.arguments
+    given = settings.given
     resolved = {
         "accelerator": settings.selection.settings.device_type,
         "strategy": settings.selection.strategy,

@@ -38,7 +38,8 @@ class StepCalls:
     @contextlib.contextmanager
     def record(self, task: TaskModule, trainer: Run) -> Iterator[None]:
         """Record the outermost calls of the running step and discard those of the previous step."""
-        self._calls, self.can_repeat = [], True
+        self._calls = []
+        self.can_repeat = True
         with contextlib.ExitStack() as undo:
             # `nn.Module.__call__` runs `_compiled_call_impl` if it is set. Hooks would miss calls of compiled modules.
             for module in dict.fromkeys((task, *_modules_below(task))):

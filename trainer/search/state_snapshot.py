@@ -71,7 +71,9 @@ class StateSnapshot:
     def _keep_tensor(self, tensor: torch.Tensor) -> None:
         if tensor.is_meta:
             return
-        data, gradient, needs_gradient = tensor.data, tensor.grad if tensor.is_leaf else None, tensor.requires_grad
+        data = tensor.data
+        gradient = tensor.grad if tensor.is_leaf else None
+        needs_gradient = tensor.requires_grad
         local = data.to_local() if hasattr(data, "to_local") else data  # this rank's shard
         saved = local.detach().to("cpu", copy=True)
         if gradient is not None:

@@ -36,7 +36,9 @@ from trainwright.trainer.loop import FitLoop
 from trainwright.trainer.run import StageRun
 from trainwright.trainer.search.state_snapshot import StateSnapshot
 
-_FITS, _FULL, _FAILED = "fits", "full", "failed"
+_FITS = "fits"
+_FULL = "full"
+_FAILED = "failed"
 
 
 class StageTrialSteps:
@@ -133,7 +135,9 @@ class StageTrialSteps:
 
     def _renew_loaders(self) -> None:
         """Create the run's loaders again, at the same position in the data. Collective if creating a loader is."""
-        run, state, made = self._run, self._run.state, self._run.data.made
+        run = self._run
+        state = self._run.state
+        made = self._run.data.made
         run.data.forget()
         run.loop.validation = None
         if made is not None and run.running_stage == "fit":
@@ -168,7 +172,8 @@ class StageTrialSteps:
         clear_device_cache(garbage_collection=True)
         failure: Exception | None = None
         size: int | None = None
-        status, reason = _FITS, ""
+        status = _FITS
+        reason = ""
         try:
             with ExitStack() as last:
                 trial = self._begin(last)
@@ -181,7 +186,8 @@ class StageTrialSteps:
                 with without_ranks(trial.task):
                     work()
         except Exception as error:  # noqa: BLE001  # raised below, after the exchange that the other ranks wait for
-            status, reason = (_FULL if is_out_of_memory(error) else _FAILED), f"{type(error).__name__}: {error}"
+            status = _FULL if is_out_of_memory(error) else _FAILED
+            reason = f"{type(error).__name__}: {error}"
             failure = None if status == _FULL else error
         self._forget()
         reports: list[tuple[str, str]] = self._processes.gather_object((status, reason))
@@ -216,7 +222,9 @@ class StageTrialSteps:
         clock = self._new_clock(run.state)
         clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
         clock.validation_owed = clock.epoch_done = False
-        stage, sources, progress = run.running_stage, run.data.sources, run.progress.for_trial(clock)
+        stage = run.running_stage
+        sources = run.data.sources
+        progress = run.progress.for_trial(clock)
         trial = StageRun(
             run.trainer, _for_trial(run.settings), progress, stage, run.task, sources, self._engine, is_trial=True
         )

@@ -159,7 +159,8 @@ class _Search:
 
     def run(self) -> Any:
         """Return the result of the search."""
-        run, finder = self._run, self._finder
+        run = self._run
+        finder = self._finder
         stage = run.stage or "fit"
         finder.setup(run.trainer, run.task, stage)
         if isinstance(finder, BatchSizeFinder):

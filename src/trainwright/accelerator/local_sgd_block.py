@@ -52,7 +52,9 @@ class LocalSGD:
             _check(accelerator)
         self.enabled = enabled and accelerator.engine.data_ranks.size > 1
         self.num_steps = 0
-        self._accelerator, self._model, self._local_sgd_steps = accelerator, model, local_sgd_steps
+        self._accelerator = accelerator
+        self._model = model
+        self._local_sgd_steps = local_sgd_steps
         self._block = ExitStack()
 
     def __enter__(self) -> Self:
@@ -93,7 +95,8 @@ class LocalSGD:
 
 def _check(accelerator: Accelerator) -> None:
     """Check that replicas can be trained separately and averaged."""
-    name, engine = type(accelerator.strategy).__name__, accelerator.engine
+    name = type(accelerator.strategy).__name__
+    engine = accelerator.engine
     if not engine.capabilities.independent_steps:
         raise ConfigurationError(
             f"LocalSGD averages full replicas, one on each process, which {name} does not keep. Use strategy='ddp', "

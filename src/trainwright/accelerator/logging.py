@@ -31,7 +31,8 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Write a record; see the class."""
-        main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        main_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)  # as in Accelerate, the caller of the logger's method is 2
         if not self.isEnabledFor(level) and not in_order:
             return

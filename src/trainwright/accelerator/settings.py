@@ -224,7 +224,8 @@ def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
     for name, attribute in (("timeout", "timeout"), ("backend", "process_group_backend")):
         if name not in given or not hasattr(strategy, attribute):
             continue
-        own, value = getattr(strategy, attribute), given[name]
+        own = getattr(strategy, attribute)
+        value = given[name]
         if own not in (None, value):
             raise ConfigurationError(
                 f"InitProcessGroupKwargs({name}={value!r}) and {type(strategy).__name__}({attribute}={own!r}) differ. "

@@ -109,7 +109,8 @@ class LoggerTracker(GeneralTracker):
         self.run_name = run_name
         self._folder = Path(logging_dir or ".")
         self.logger: Logger = LOGGERS.get(self.name).in_folder(self._folder, run_name, **options)
-        self._step, self._has_warned = -1, False
+        self._step = -1
+        self._has_warned = False
 
     @property
     def tracker(self) -> Any:
@@ -320,7 +321,8 @@ class LoopTrackers:
     """
 
     def __init__(self, kinds: Sequence[str | GeneralTracker], folder: str | None) -> None:
-        self._kinds, self._folder = kinds, folder
+        self._kinds = kinds
+        self._folder = folder
         self.started: list[GeneralTracker] = []
         self._all: list[GeneralTracker] = []
         self._unopened: list[GeneralTracker] = []  # they failed at their start
@@ -439,7 +441,8 @@ class LoopTrackers:
         """Close all trackers. Repeated calls have no effect."""
         if self.started:
             self.each("finish")
-        self.started, self._all = [], []
+        self.started = []
+        self._all = []
 
 
 def _check_names(argument: str, given: Iterable[str], names: Sequence[str]) -> None:

@@ -70,7 +70,8 @@ def prepare_pippy(
     num_chunks = world if num_chunks is None else num_chunks
     if num_chunks < 1:
         raise ConfigurationError(f"num_chunks={num_chunks}, expected at least 1.")
-    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    args = tuple(example_args or ())
+    kwargs = dict(example_kwargs or {})
     size = math.ceil(_batch_size(args, kwargs) / num_chunks)
     points = _split_points(model, split_points, no_split_module_classes, world)
     run = _Pipeline(model, points, _resized(args, size), _resized(kwargs, size), size, bool(gather_output))
@@ -141,7 +142,8 @@ def _even_points(model: nn.Module, no_split_module_classes: list[str] | None, wo
     outline = read_outline(model, no_split_module_classes=no_split_module_classes)
     modules = dict(model.named_modules())
     before: dict[str, int] = {}  # module that may begin a stage → bytes of the modules before it
-    done, index = 0, 0
+    done = 0
+    index = 0
     while index < len(outline.names):
         module = modules.get(outline.names[index])
         is_called = module is not None and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
@@ -229,13 +231,15 @@ class _Pipeline:
 
     def _broadcast_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the batch size of rank 0's arguments. Collective. Raise on every rank if they are invalid."""
-        size, error = 0, None
+        size = 0
+        error = None
         if self.rank == 0:
             try:
                 self._leaves_like_example(args, kwargs)
                 size = _batch_size(args, kwargs)
             except ConfigurationError as raised:
-                size, error = 0, raised
+                size = 0
+                error = raised
         sent_size = torch.tensor([size], device=self.device)
         dist.broadcast(sent_size, src=0)
         if error is not None:
@@ -303,7 +307,8 @@ class _Stage:
     """
 
     def __init__(self, traced: torch.fx.GraphModule, rank: int, device: torch.device) -> None:
-        self.rank, self.device = rank, device
+        self.rank = rank
+        self.device = device
         nodes = list(traced.graph.nodes)
         calls = [node for node in nodes if node.op == "call_module"]
         self.is_last = rank == len(calls) - 1
@@ -385,7 +390,8 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _recorded_result(model: nn.Module) -> Iterator[list[Any]]:
     """Yield a list that receives the results of the model's forward."""
-    own, forward = model.__dict__.get("forward"), model.forward
+    own = model.__dict__.get("forward")
+    forward = model.forward
     found: list[Any] = []
 
     def record(*args: object, **kwargs: object) -> Any:

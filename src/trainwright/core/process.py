@@ -110,7 +110,8 @@ def _read(launcher: LauncherName, env: Mapping[str, str]) -> Topology | None:
         rank_name, world_name, local_rank_name, local_world_name = names
         if rank_name not in env or world_name not in env:
             continue
-        rank, world = _integer(env, rank_name), _integer(env, world_name)
+        rank = _integer(env, rank_name)
+        world = _integer(env, world_name)
         local_world = _integer(env, local_world_name, world)
         node_rank = rank // max(local_world, 1)
         if launcher == "torchrun":

@@ -87,8 +87,11 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        self.batch_sampler, self.num_processes, self.process_index = batch_sampler, num_processes, process_index
-        self.split_batches, self.even_batches = split_batches, even_batches
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]  # unknown
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         _check_index(process_index, num_processes)
@@ -157,8 +160,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         _check_index(process_index, num_processes)
         if split_batches:
             check_divisible(batch_size, num_processes)
-        self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
-        self.num_processes, self.process_index, self.split_batches = num_processes, process_index, split_batches
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
         self.epoch = 0
 
     @property
@@ -313,7 +320,8 @@ def _shares(
     rounds: Iterator[Any], part: int, shard: BatchSamplerShard | IterableDatasetShard, *, completes: bool = True
 ) -> Iterator[Any]:
     """Yield the samples of one process in each round. `part` is their number in a complete round."""
-    size, start = part * shard.num_processes, part * shard.process_index
+    size = part * shard.num_processes
+    start = part * shard.process_index
     first: Any = None
     for found in rounds:
         first = found if first is None else first

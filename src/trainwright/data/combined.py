@@ -135,7 +135,8 @@ class PreparedCombined(PreparedLoader):
             member.check_resume(batch, has_state=has_state and self.stateful)
 
     def _own_state(self) -> dict[str, list[Any]]:
-        rounds, fresh = self._rounds, [False] * len(self._members)
+        rounds = self._rounds
+        fresh = [False] * len(self._members)
         return {
             "members": [member.state_dict() if member.stateful else None for member in self._members],
             "ended": fresh if rounds is None else list(rounds.ended),
@@ -201,10 +202,12 @@ class PreparedCombined(PreparedLoader):
             )
 
     def _open(self, start_batch: int) -> Iterator[Any]:
-        mode, rank = self.raw.mode, self.options.rank
+        mode = self.raw.mode
+        rank = self.options.rank
         if mode == "sequential":
             return self._sequence(start_batch)
-        resumed, self._resumed_at = self._resumed_at, None
+        resumed = self._resumed_at
+        self._resumed_at = None
         ended = list(resumed["ended"]) if resumed else [False] * len(self._members)
         begun: list[tuple[Iterator[Any], int]] = []
         for index, member in enumerate(self._members):
@@ -214,7 +217,8 @@ class PreparedCombined(PreparedLoader):
             else:
                 cycle, place = member.place_in_cycles(start_batch)
                 if resumed and member.stateful:
-                    cycle, place = resumed["cycles"][index], start_batch
+                    cycle = resumed["cycles"][index]
+                    place = start_batch
                 begun.append((member.cycle(cycle, place), cycle))
         self._rounds = _Rounds(
             self._tree,

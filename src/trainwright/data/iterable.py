@@ -121,7 +121,8 @@ class ShardedIterable(IterableDataset[Any]):
         """Return a copy for one of `world` ranks. `block` is the block size if the user has not set one."""
         kind = _KeptShard if keeps_state(self.dataset) else ShardedIterable
         placed = kind(self.dataset, block=self.block or block)
-        placed.rank, placed.world = rank, world
+        placed.rank = rank
+        placed.world = world
         return placed
 
     def set_epoch(self, epoch: int) -> None:
@@ -172,7 +173,8 @@ class _KeptShard(ShardedIterable):
         self._num_read = self._go_on_at = int(state["num_read"])
 
     def __iter__(self) -> Iterator[Any]:
-        self._num_read, self._go_on_at = self._go_on_at, 0
+        self._num_read = self._go_on_at
+        self._go_on_at = 0
         if sets_epoch(self.dataset):
             self.dataset.set_epoch(int(self._epoch))
         return self._mine(self._counted(iter(self.dataset)), self._num_read)
@@ -255,7 +257,8 @@ class KeptStream(IterableDataset[Any]):
         self._has_ended = self._ends_at_once = state["has_ended"]
 
     def __iter__(self) -> Iterator[Any]:
-        self._has_ended, self._ends_at_once = self._ends_at_once, False
+        self._has_ended = self._ends_at_once
+        self._ends_at_once = False
         if self._has_ended:
             return iter(())
         samples = iter(self.dataset)

@@ -162,14 +162,16 @@ class _PreparedByIndex(PreparedLoader):
         return self._dealer.micro_batches_left if self._is_dealt else None
 
     def place_in_cycles(self, start_batch: int) -> tuple[int, int]:
-        length, world = self._cycle_length, self.options.world
+        length = self._cycle_length
+        world = self.options.world
         if not length:
             return super().place_in_cycles(start_batch)
         cycle, place = divmod(start_batch * world + self.options.rank, length)
         return cycle, place // world
 
     def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
-        length, rank = self._cycle_length, self._dealer.rank
+        length = self._cycle_length
+        rank = self._dealer.rank
         if not length or cycle == 0:
             return super().cycle(cycle, start_batch)
         try:

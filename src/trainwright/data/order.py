@@ -93,7 +93,8 @@ class KeyedPermutation:
 
     def slice(self, start: int, stop: int) -> Indices:
         """Return the items at positions `start <= i < stop`, int64 of shape (stop - start,). Clips both ends."""
-        start, stop = max(0, start), min(stop, self.n)
+        start = max(0, start)
+        stop = min(stop, self.n)
         return self.take(np.arange(start, max(start, stop), dtype=np.uint64))
 
     def take(self, places: npt.ArrayLike) -> Indices:
@@ -118,7 +119,8 @@ class KeyedPermutation:
         top = np.uint64(64 - self._half_bits)
         left = words >> half
         right = words & np.uint64((1 << self._half_bits) - 1)
-        mixed, shifted = np.empty_like(words), np.empty_like(words)
+        mixed = np.empty_like(words)
+        shifted = np.empty_like(words)
         for multiplier, offset in self._rounds:
             np.multiply(right, multiplier, out=mixed)
             np.add(mixed, offset, out=mixed)
@@ -141,7 +143,8 @@ class SequentialOrder:
 
     def slice(self, start: int, stop: int) -> Indices:
         """Return `start, …, stop - 1`, shape (stop - start,), int64; both ends are clipped to [0, n]."""
-        start, stop = max(0, start), min(stop, self.n)
+        start = max(0, start)
+        stop = min(stop, self.n)
         return np.arange(start, max(start, stop), dtype=np.int64)
 
     def take(self, places: npt.ArrayLike) -> Indices:

@@ -189,7 +189,8 @@ class PreparedLoader(ABC):
             if options.in_lockstep and options.world > 1 and options.stage != "train":
                 return self._agreed(batches, start_batch)
             return batches  # in training, iterate_groups agrees once per group
-        own, rounds = self._counts[options.rank], self.num_batches
+        own = self._counts[options.rank]
+        rounds = self.num_batches
         assert rounds is not None  # counts are known
         if options.in_lockstep and options.lend is not None and not self._is_dealt and not min(self._counts):
             return self._with_loan(start_batch, own, rounds, options.lend)
@@ -307,7 +308,8 @@ class PreparedLoader(ABC):
         After a resume, return ([], [batch]) if this rank had no further batch when the checkpoint was saved. The batch
         is then only used as padding.
         """
-        state, self._rng_ahead = self._rng_ahead, None
+        state = self._rng_ahead
+        self._rng_ahead = None
         if state is None:
             return list(itertools.islice(batches, 1)), []
         # It was fetched before the checkpoint's generators were saved.
@@ -460,7 +462,8 @@ class PreparedLoader(ABC):
 
     def _begin(self, start_batch: int) -> None:
         """Check that the epoch can begin at `start_batch`. A restored state counts for one pass only."""
-        restored, self._restored = self._restored, False
+        restored = self._restored
+        self._restored = False
         self.check_resume(start_batch, has_state=restored)
 
     def _need_state(self) -> None:

@@ -157,7 +157,9 @@ class Dealer(Sampler[Any], ABC):
     def first(self) -> Any:
         """Return the indices of the epoch's first batch, on any rank. The epoch must not be empty."""
         alone = copy.copy(self)
-        alone.rank, alone.world, alone.seeding = 0, 1, "none"
+        alone.rank = 0
+        alone.world = 1
+        alone.seeding = "none"
         Dealer.set_epoch(alone, self.epoch)
         alone._rewind()
         return next(iter(alone))
@@ -227,7 +229,8 @@ class ShardedBatchSampler(Dealer):
         completes: bool = False,
     ) -> None:
         super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
-        data, num_samples = num_samples, num_samples if isinstance(num_samples, int) else len(num_samples)
+        data = num_samples
+        num_samples = num_samples if isinstance(num_samples, int) else len(num_samples)
         if num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
             raise ConfigurationError(
                 f"num_samples={num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
@@ -425,7 +428,8 @@ class BatchShard(Dealer):
         self._anchor_micro_batch = 0
 
     def samples_in_round(self, round_index: int) -> int | None:
-        left, sampler = self.micro_batches_left, self._plain
+        left = self.micro_batches_left
+        sampler = self._plain
         if left is None or sampler is None:
             return None
         if self.completes and not self._drop_last:
@@ -472,7 +476,8 @@ class BatchShard(Dealer):
         return self._of_completed_rounds(batches, first - self.rank)
 
     def _of_completed_rounds(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        rows, round_index = self._real_rows, self._start_round
+        rows = self._real_rows
+        round_index = self._start_round
         size = getattr(self.batch_sampler, "batch_size", None)
         lists = (batch if isinstance(batch, (list, tuple)) else _Single([batch]) for batch in batches)
         rounds = rounds_of_batches(lists, self.world, size, drop_last=self._drop_last, completes=True, first=first)
@@ -523,7 +528,8 @@ class SplitBatchShard(BatchShard):
     ) -> None:
         super().__init__(batch_sampler, seed=seed, seeding=seeding)
         self.completes = completes
-        self._part, self._num_parts = rank, world
+        self._part = rank
+        self._num_parts = world
         size = getattr(batch_sampler, "batch_size", None)
         self._part_size = None if size is None else size // world
         self.batch_size = None if self._plain is None else self._part_size
@@ -553,7 +559,9 @@ class SplitBatchShard(BatchShard):
         return {"num_batches": self._num_batches()}
 
     def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        short, rows, round_index = self._short_rounds, self._real_rows, self._start_round
+        short = self._short_rounds
+        rows = self._real_rows
+        round_index = self._start_round
         head: Any = None
         for number, batch in enumerate(batches):
             head = batch if head is None else head

@@ -89,7 +89,8 @@ class _OutlivesFirst:
 
 def _end_with_parent() -> None:
     """End this process soon after its parent has been killed. Torch's own check runs every 5 seconds."""
-    first, parent = os.getppid(), multiprocessing.parent_process()
+    first = os.getppid()
+    parent = multiprocessing.parent_process()
     while os.getppid() == first and (parent is None or parent.is_alive()):
         time.sleep(_LOOK_S)
     if hasattr(signal, "pthread_kill"):
@@ -127,7 +128,8 @@ class Workers:
         torch would end them when the iterator is deleted, where a Ctrl-C is lost, and would wait for workers that are
         reading a sample.
         """
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is None or last._shutdown or getattr(last, "_persistent_workers", False):
             return
         if os.getpid() == self._process:

@@ -59,7 +59,8 @@ class KeyValueCache:
         if layer not in self._stored:
             shapes = [(*new.shape[:2], self._capacity, new.shape[3]) for new in (keys, values)]
             self._stored[layer] = keys.new_zeros(shapes[0]), values.new_zeros(shapes[1])
-        rows, end = torch.arange(len(keys), device=keys.device)[:, None], self.mask.shape[-1]
+        rows = torch.arange(len(keys), device=keys.device)[:, None]
+        end = self.mask.shape[-1]
         for stored, new in zip(self._stored[layer], (keys, values), strict=True):
             stored[rows, :, self.positions] = new.transpose(1, 2)
         stored_keys, stored_values = self._stored[layer]

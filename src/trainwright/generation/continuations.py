@@ -85,7 +85,8 @@ def generate(
             eos_token = library.generation_config.eos_token_id
             eos_token = eos_token[0] if isinstance(eos_token, list) else eos_token
     pad = pad_token if pad_token is not None else eos_token or 0
-    words, processors = all_stop_words(stop_words, eos_token), list[Sampling]()
+    words = all_stop_words(stop_words, eos_token)
+    processors = list[Sampling]()
     if is_sampled:
         seeds = [int(torch.randint(2**62, ())) if seed is None else seed]
         if seed is None and _is_shared(model):
@@ -131,8 +132,10 @@ def _prompts(input_ids: Tensor, mask: Tensor | None, bos_token: int | None) -> l
 
 
 def _check_limits(config: Any, prompts: list[Tensor], num: int) -> None:
-    context, size = getattr(config, "max_position_embeddings", None), config.to_dict().get("vocab_size")
-    length, largest = max(map(len, prompts)) + num, max(int(prompt.max()) for prompt in prompts)
+    context = getattr(config, "max_position_embeddings", None)
+    size = config.to_dict().get("vocab_size")
+    length = max(map(len, prompts)) + num
+    largest = max(int(prompt.max()) for prompt in prompts)
     if isinstance(context, int) and length > context:
         raise ConfigurationError(
             f"The longest prompt and max_new_tokens have {length} tokens together, but the model's context has "
@@ -172,7 +175,8 @@ def _by_logits(
 ) -> list[Tensor]:
     lengths = torch.tensor(list(map(len, prompts)), device=prompts[0].device)
     tokens = nn.functional.pad(pad_sequence(prompts, batch_first=True), (0, num))
-    cache, done = _make_cache(model, tokens.shape[1]), [False] * len(prompts)
+    cache = _make_cache(model, tokens.shape[1])
+    done = [False] * len(prompts)
     for step in range(num):
         scores = _next_logits(model, tokens, lengths + step, cache, is_first=step == 0)
         for process in processors:
@@ -189,7 +193,8 @@ def _beams(
     model: nn.Module, prompt: Tensor, num: int, num_beams: int, length_penalty: float, words: list[list[int]]
 ) -> Tensor:
     """Return the best continuation of a prompt by beam search, like transformers' `generate`."""
-    cache, beams = _make_cache(model, len(prompt) + num), prompt.repeat(num_beams, 1)
+    cache = _make_cache(model, len(prompt) + num)
+    beams = prompt.repeat(num_beams, 1)
     totals = torch.full((num_beams,), -torch.inf, device=prompt.device)
     totals[0] = 0.0  # all beams are equal at first
     finished: list[tuple[float, Tensor]] = []
@@ -199,7 +204,8 @@ def _beams(
         scores = totals[:, None] + logits.log_softmax(-1)
         # So many that enough of them do not end.
         best = scores.flatten().topk(min(max(2, 1 + len(words)) * num_beams, scores.numel()))
-        sources, tokens = best.indices // scores.shape[1], best.indices % scores.shape[1]
+        sources = best.indices // scores.shape[1]
+        tokens = best.indices % scores.shape[1]
         rows = torch.cat([beams[sources], tokens[:, None]], dim=1)
         ended = [length == num or ends(words, row[len(prompt) :]) for row in rows]
         found = [(float(best.values[i]) / length**length_penalty, rows[i]) for i in range(num_beams) if ended[i]]
@@ -209,7 +215,8 @@ def _beams(
             break
         if len(finished) == num_beams and float(best.values[kept[0]]) / length**length_penalty <= finished[-1][0]:
             break  # as `early_stopping=False` of transformers
-        beams, totals = rows[kept], best.values[kept]
+        beams = rows[kept]
+        totals = best.values[kept]
         if cache is not None:
             cache.select(sources[kept])
     return finished[0][1][len(prompt) :]

@@ -36,7 +36,10 @@ class Sampling:
                 "temperature > 0, top_k >= 0, 0 < top_p <= 1 and 0 < top_p_decay <= 1. For greedy search, pass none "
                 "of them."
             )
-        self._temperature, self._top_k, self._top_p, self._decay = temperature, top_k, top_p, top_p_decay
+        self._temperature = temperature
+        self._top_k = top_k
+        self._top_p = top_p
+        self._decay = top_p_decay
         self._generator = generator
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

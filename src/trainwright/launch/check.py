@@ -19,7 +19,9 @@ from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, read_config, split
 from trainwright.processes.launcher import set_variable
 
-PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
+PASS = "pass"
+FAIL = "fail"
+SKIPPED = "skipped"
 STOPPED = "stopped: "  # prefix of the error in the part in which all processes were ended
 # Each part, in its order, with the advice for a failure.
 PARTS = {
@@ -113,7 +115,8 @@ def _read(results: Path) -> list[Finding]:
 
 def complete(rows: Sequence[Finding], ended: str) -> list[Finding]:
     """Return a row for every part. If `rows` end early, the next part failed, because processes `ended`."""
-    found, left = list(rows), list(PARTS)[len(rows) :]
+    found = list(rows)
+    left = list(PARTS)[len(rows) :]
     if left and not (found and found[-1].found.startswith(STOPPED)):
         found.append(failed(left.pop(0), STOPPED + (ended or "processes ended without a result")))
     return found + [Finding(part, SKIPPED, "not reached") for part in left]

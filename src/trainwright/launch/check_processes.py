@@ -31,11 +31,15 @@ from trainwright.core.process import detect
 from trainwright.launch.check import FAIL, PARTS, PASS, SKIPPED, STOPPED, Finding, failed
 
 LIMIT_S = 45.0
-_DELAY_S, _LOOK_S = 3.0, 0.2
-_WIDTH, _BATCH, _STEPS = 16, 4, 20
+_DELAY_S = 3.0
+_LOOK_S = 0.2
+_WIDTH = 16
+_BATCH = 4
+_STEPS = 20
 _TOLERANCE = {"no": 1e-4, "fp16": 2e-2, "bf16": 5e-2, "fp8": 2e-1}
 _MAX_SKEW_S = 1.0
-_MIN_FREE, _WRITTEN = 2**30, 2**25
+_MIN_FREE = 2**30
+_WRITTEN = 2**25
 
 Facts = tuple[str, str]  # result and found
 
@@ -107,7 +111,8 @@ class Watch:
 
     def _reasons(self) -> list[str]:
         """Return the errors of all ranks in the current part, including ranks that did not finish it."""
-        part, text = self._part, f"did not finish within {LIMIT_S:.0f} s, or when another rank failed"
+        part = self._part
+        text = f"did not finish within {LIMIT_S:.0f} s, or when another rank failed"
         if self.store is None:
             return [f"rank {self._here.rank} {text}"]
         self.store.set(f"late/{self._here.rank}", "")
@@ -129,8 +134,10 @@ class Check:
     """State of a check: Accelerator, folder of the run, which does not exist yet, and exchange between ranks."""
 
     def __init__(self, accelerator: Accelerator, folder: Path) -> None:
-        self.accelerator, self.folder = accelerator, folder
-        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.accelerator = accelerator
+        self.folder = folder
+        self.rank = accelerator.process_index
+        self.world_size = accelerator.num_processes
         self.failed: set[str] = set()
         self._store = accelerator.state.processes.own_store("check")
         self._num_exchanges = 0
@@ -181,7 +188,8 @@ def combined(part: str, facts: list[Facts]) -> Finding:
 
 def processes(check: Check) -> str:
     """Describe the processes."""
-    kind, backend = check.accelerator.distributed_type.name, check.accelerator.state.backend
+    kind = check.accelerator.distributed_type.name
+    backend = check.accelerator.state.backend
     return f"{check.world_size} ({kind}, {backend or 'no communication'})"
 
 
@@ -224,14 +232,19 @@ def clocks(check: Check) -> str:
 
 def collectives(check: Check) -> str:
     """Compare the results of collective operations with known values, and measure all_reduce."""
-    n, rank, device = check.world_size, check.rank, check.accelerator.device
+    n = check.world_size
+    rank = check.rank
+    device = check.accelerator.device
     if n == 1:
         raise _NotNeeded("one process")
 
     def filled(value: float) -> torch.Tensor:
         return torch.full((1000,), float(value), device=device)
 
-    one, last, mine, every = filled(rank + 1), filled(rank + 1), filled(0), [filled(0) for _ in range(n)]
+    one = filled(rank + 1)
+    last = filled(rank + 1)
+    mine = filled(0)
+    every = [filled(0) for _ in range(n)]
     dist.all_reduce(one)
     dist.broadcast(last, src=n - 1)
     dist.all_gather(every, filled(rank + 1))
@@ -242,8 +255,10 @@ def collectives(check: Check) -> str:
     for name, tensor, value in results:
         _expect(torch.equal(tensor, filled(value)), f"{name} returned {tensor[0].item()}, expected {value}")
     size = 2**24 if device.type == "cpu" else 2**28
-    small, big = torch.ones(1, device=device), torch.ones(size // 4, device=device)
-    latency_s, seconds = _seconds(small, 20), _seconds(big, 3)
+    small = torch.ones(1, device=device)
+    big = torch.ones(size // 4, device=device)
+    latency_s = _seconds(small, 20)
+    seconds = _seconds(big, 3)
     speed = 2 * (n - 1) / n * size / seconds / 1e9
     return f"results are right; all_reduce {latency_s * 1e6:.0f} µs, {speed:.2f} GB/s at {size >> 20} MiB"
 
@@ -261,12 +276,14 @@ def _seconds(tensor: torch.Tensor, repetitions: int) -> float:
 
 def data(check: Check) -> str:
     """Compare the samples that all ranks receive with the data set."""
-    number, seen = 8 * check.world_size + 3, []
+    number = 8 * check.world_size + 3
+    seen = []
     check.accelerator.free_memory()
     loader = check.accelerator.prepare(DataLoader(TensorDataset(torch.arange(number)), batch_size=2, shuffle=True))
     for (batch,) in loader:
         seen += check.accelerator.gather_for_metrics(batch).tolist()
-    missing, repeated = sorted(set(range(number)) - set(seen)), len(seen) - len(set(seen))
+    missing = sorted(set(range(number)) - set(seen))
+    repeated = len(seen) - len(set(seen))
     _expect(not missing and not repeated, f"of {number} samples {missing} are missing, and {repeated} are repeated")
     return f"each of {number} samples once"
 
@@ -324,8 +341,11 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def plain_training(training: Training, batches: list[tuple[list[int], float, bool]]) -> list[float]:
     """Train `training.plain` on the same global batches with plain PyTorch in this process. Return the losses."""
-    accelerator, model, losses = training.accelerator, training.plain, []
-    optimizer, size = _optimizer(model), accelerator.gradient_accumulation_steps
+    accelerator = training.accelerator
+    model = training.plain
+    losses = []
+    optimizer = _optimizer(model)
+    size = accelerator.gradient_accumulation_steps
     deepspeed = accelerator.deepspeed_plugin
     clip = None if deepspeed is None else deepspeed.gradient_clipping
     for number, (index, _, skipped) in enumerate(batches, 1):
@@ -345,7 +365,8 @@ def parity(check: Check) -> str:
     """Compare a training in all processes with a training on the same global batches in one process."""
     training = Training(check, seed=0)
     done = list(islice(training.batches(), training.num_batches))
-    weights, losses = training.weights(), plain_training(training, done)
+    weights = training.weights()
+    losses = plain_training(training, done)
     scale = statistics.mean(losses)
     differences = [abs(loss - one) / scale for (_, loss, _), one in zip(done, losses, strict=True)]
     plain = training.plain.state_dict()
@@ -362,7 +383,8 @@ def parity(check: Check) -> str:
 def run_folder(check: Check) -> str:
     """Write to the run folder, and compare its content between ranks."""
     check.folder = Path(check.exchange(str(check.folder))[0])
-    problem, seconds = "", 1.0
+    problem = ""
+    seconds = 1.0
     if check.rank == 0:
         try:
             check.folder.mkdir()
@@ -389,7 +411,8 @@ def resume(check: Check) -> str:
     """Compare a training that was saved and loaded with one that was not interrupted."""
     if "run folder" in check.failed:
         raise _NotNeeded("the run folder cannot be used")
-    state, half = check.folder / "state", _STEPS // 2 * check.accelerator.gradient_accumulation_steps
+    state = check.folder / "state"
+    half = _STEPS // 2 * check.accelerator.gradient_accumulation_steps
     training = Training(check, seed=0)
     batches = training.batches()
     for _ in range(half):

@@ -203,7 +203,8 @@ def _address(config: LaunchConfig) -> dict[str, str]:
     """Return the variables with the address of rank 0, which runs on the first machine of the hostfile."""
     lines = Path(config.mpirun_hostfile).expanduser().read_text().splitlines() if config.mpirun_hostfile else []
     hosts = [re.split(r"[\s:]", line.strip())[0] for line in lines if line.strip() and not line.strip().startswith("#")]
-    first, several = next(iter(hosts), "127.0.0.1"), len(set(hosts)) > 1
+    first = next(iter(hosts), "127.0.0.1")
+    several = len(set(hosts)) > 1
     if several and first in ("localhost", "127.0.0.1"):
         first = socket.gethostname()
     port = config.main_process_port or (_PORT if several else free_port())

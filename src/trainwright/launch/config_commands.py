@@ -66,7 +66,8 @@ def config(argv: Sequence[str]) -> int:
 def _update(path: Path | None) -> int:
     if path is None:
         raise ConfigurationError("there is no configuration file. Write one with `trainwright config`.")
-    content, values = reading.read_content(path), reading.read_file(path)[1]
+    content = reading.read_content(path)
+    values = reading.read_file(path)[1]
     kind = str(content.get("distributed_type"))
     _write(LaunchConfig(**values), path, kind if kind in reading.DEVICES and kind != "MULTI_CPU" else "MULTI_GPU")
     unused = [key for key in content if reading.sets_nothing(key) and key not in values]
@@ -81,7 +82,8 @@ def described(path: str | Path | None = None) -> list[str]:
     Args:
         path: The file. Default: None, which is the file that `trainwright launch` reads by default.
     """
-    variables, file = reading.read_variables(), reading.read_file(path)
+    variables = reading.read_variables()
+    file = reading.read_file(path)
     found, notes = reading.merged({}, variables, file)
     known = reading.known_options()
     origins = {name: f"the variable {known[name].variable}" if name in variables else file[0] for name in found}
@@ -137,7 +139,8 @@ def tpu_config(argv: Sequence[str]) -> int:
     file = options.config_file or reading.default_file()
     content: Any = {} if file is None else reading.read_content(file)
     found = content if isinstance(content, dict) else {}
-    name, zone = options.tpu_name or found.get("tpu_name"), options.tpu_zone or found.get("tpu_zone")
+    name = options.tpu_name or found.get("tpu_name")
+    zone = options.tpu_zone or found.get("tpu_zone")
     if not (name and zone):
         raise ConfigurationError("a TPU pod needs --tpu_name and --tpu_zone, as flags or keys of --config_file.")
     program = ["gcloud", *(["alpha"] if options.use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", str(name)]

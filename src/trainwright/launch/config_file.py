@@ -144,7 +144,8 @@ def to_fsdp2(config: LaunchConfig, origin: str) -> tuple[LaunchConfig, list[str]
         raise ConfigurationError(f"{origin} does not describe FSDP. Add distributed_type: FSDP.")
     if config.fsdp_version == 2:
         raise ConfigurationError(f"{origin} has fsdp_version: 2 already. Use it as it is.")
-    given, strategy = str(config.fsdp_reshard_after_forward), config.fsdp_sharding_strategy
+    given = str(config.fsdp_reshard_after_forward)
+    strategy = config.fsdp_sharding_strategy
     if given.upper() in FSDP_SHARDING_STRATEGY:  # files of FSDP1 may have the strategy under this key
         strategy = strategy or given
     numbers = {str(number): name for number, name in enumerate(FSDP_SHARDING_STRATEGY, 1)}

@@ -30,7 +30,8 @@ _OWN = (
     *("deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher"),
     *("machine_rank", "gpu_ids"),
 )
-_REACH_SECONDS, _LAST_OUTPUT_SECONDS = 8, 0.5
+_REACH_SECONDS = 8
+_LAST_OUTPUT_SECONDS = 0.5
 _FAILURE = re.compile(rf"(?:{child.ENDED}|^pdsh@.*exited with exit code) (\d+)|^pdsh@.*connect".encode())
 _HOST = re.compile(r"\w[\w.:@-]*")  # pdsh and ssh read other characters as options, lists and files
 _Hosts = dict[str, list[int]]
@@ -61,7 +62,8 @@ def read_hosts(config: LaunchConfig) -> _Hosts:
 
 def with_hostfile(command: LaunchCommand) -> tuple[LaunchCommand, _Hosts | None]:
     """Return the command with the options of the hostfile, and the machines for pdsh. None: pdsh is not used."""
-    config, launcher = command.config, command.config.deepspeed_multinode_launcher or "standard"
+    config = command.config
+    launcher = command.config.deepspeed_multinode_launcher or "standard"
     if launcher not in ("standard", "pdsh"):
         raise ConfigurationError(
             f"--deepspeed_multinode_launcher {launcher} is not supported. Use standard or pdsh, or start the script by "

@@ -57,7 +57,8 @@ def launch(argv: Sequence[str]) -> int:
     if not argv or "help" in split(argv)[1]:
         print(_help())
         return 0
-    command, machines = read_command(argv), None
+    command = read_command(argv)
+    machines = None
     if command.config.engine is None:
         command, machines = with_hostfile(command)
     check(command)
@@ -248,7 +249,8 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    config, machines = command.config, command.config.num_machines or 1
+    config = command.config
+    machines = command.config.num_machines or 1
     if config.log_dir is not None:
         try:
             Path(config.log_dir).mkdir(parents=True, exist_ok=True)
@@ -275,12 +277,11 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
             shutil.rmtree(logs, ignore_errors=True)
     if first is None:
         return 0
-    place, others = "", ""
+    place = ""
+    others = ""
     if machines > 1:
-        place, others = (
-            " on this machine",
-            ". A process of another machine may have failed before: see the output there",
-        )
+        place = " on this machine"
+        others = ". A process of another machine may have failed before: see the output there"
     about = f"{first.how}, process {first.pid} on {socket.gethostname()}"
     return _failed(f"rank {first.rank} failed first{place} ({about}){first.error()}{others}", first.code)
 

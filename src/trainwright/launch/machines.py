@@ -35,10 +35,12 @@ class MachineWatch:
 
     def __init__(self, config: LaunchConfig) -> None:
         self.error: str | None = None
-        self._rank, self._count = config.machine_rank or 0, config.num_machines or 1
+        self._rank = config.machine_rank or 0
+        self._count = config.num_machines or 1
         self._address = (str(config.main_process_ip), config.main_process_port or 0)
         self._beats: dict[int, tuple[int, float]] = {}  # of each machine, with the time of the change
-        self._finished, self._succeeded = threading.Event(), False
+        self._finished = threading.Event()
+        self._succeeded = False
         # An exchange blocks while the store cannot be reached, so that another thread checks the times.
         self._threads = [
             threading.Thread(target=run, name="trainwright-machines", daemon=True)

@@ -183,7 +183,8 @@ def _launch(
     if (config.num_machines or 1) == 1 and (port == _DEFAULT_PORT or is_busy(port)):
         config = replace(config, main_process_port=None)
     with work_folder() as folder:
-        file, result = folder / "work.pkl", folder / "result.pkl"
+        file = folder / "work.pkl"
+        result = folder / "result.pkl"
 
         def work() -> None:
             value = function(*args)

@@ -24,7 +24,8 @@ from trainwright.core.process import variable
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand
 
-_NAME, _INSTALL = "trainwright launch --sagemaker", "'sagemaker>=2.257,<3'"
+_NAME = "trainwright launch --sagemaker"
+_INSTALL = "'sagemaker>=2.257,<3'"
 _ENTRY = "trainwright_sagemaker.py"
 _PORT = "7777"  # of SageMaker's containers
 
@@ -50,7 +51,8 @@ def check_job(config: LaunchConfig) -> None:
 
 def start_job(command: LaunchCommand) -> int:
     """Submit a job, show its output until it ends, and return the exit code."""
-    config, arguments = command.config, estimator_arguments(command)
+    config = command.config
+    arguments = estimator_arguments(command)
     if config.print:
         print(json.dumps(arguments, indent=2))
         return 0
@@ -79,7 +81,8 @@ def start_job(command: LaunchCommand) -> int:
 
 def estimator_arguments(command: LaunchCommand) -> dict[str, Any]:
     """Return the arguments of the estimator, without its session. `additional_args` override them."""
-    config, script = command.config, Path(command.script)
+    config = command.config
+    script = Path(command.script)
     if command.kind != "script" or script.suffix != ".py":
         raise ConfigurationError(f"--sagemaker runs a script whose name ends in .py, not {command.script!r}.")
     found: dict[str, Any] = {
@@ -218,7 +221,8 @@ def container_options() -> list[str]:
 
     `MASTER_ADDR` and `MASTER_PORT`, which SageMaker's images set, override the address of the first machine.
     """
-    hosts, current = json.loads(variable("SM_HOSTS") or "[]"), variable("SM_CURRENT_HOST")
+    hosts = json.loads(variable("SM_HOSTS") or "[]")
+    current = variable("SM_CURRENT_HOST")
     if current not in hosts:
         raise ConfigurationError(
             f"SM_CURRENT_HOST={current} is not among SM_HOSTS={hosts}. Start the program in a container of SageMaker."

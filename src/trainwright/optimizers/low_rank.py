@@ -82,7 +82,8 @@ class LowRankAdamW(Optimizer):
             state["exp_avg"] = torch.zeros_like(grad)
             state["exp_avg_sq"] = torch.zeros_like(grad)
         state["step"] += 1
-        (beta1, beta2), step = group["betas"], float(state["step"])
+        (beta1, beta2) = group["betas"]
+        step = float(state["step"])
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         mean = state["exp_avg"].lerp_(grad, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

@@ -475,7 +475,8 @@ def _ready(
     try:
         _tensors(operation, tree)
     except TypeError as error:
-        refused, described = error, str(error)
+        refused = error
+        described = str(error)
     else:
         described = [
             (*([name] if name else []), *_description(leaf, lengths_differ, state.debug))
@@ -542,7 +543,8 @@ def _first_difference(calls: list[Any]) -> str:
         return ""  # a process has one tensor, without a place
     for rank, found in enumerate(places):
         for place in {**places[0], **found}:
-            here, there = places[0].get(place), found.get(place)
+            here = places[0].get(place)
+            there = found.get(place)
             if here is None or there is None:
                 has, lacks = (rank, 0) if here is None else (0, rank)
                 return f"In {name}, process {has} has a tensor at {place}, and process {lacks} has none.\n"

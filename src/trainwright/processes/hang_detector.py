@@ -84,9 +84,11 @@ class HangDetector:
         interrupt_only: bool,
     ) -> None:
         self._store: Store | None = store
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._position = position
-        self._hang_timeout_s, self._timeout_s = hang_timeout_s, timeout_s
+        self._hang_timeout_s = hang_timeout_s
+        self._timeout_s = timeout_s
         self._store_dies_with_rank_0 = store_dies_with_rank_0
         self._interrupt_only = interrupt_only
         self._beat_s = max(_BEAT_S, world_size / _RANKS_PER_BEAT_S)
@@ -205,7 +207,8 @@ class HangDetector:
             still_s = now - self._stall_of_mine[1]
             self._stall_of_mine = None
             say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
-        self._last, self._moved_at = position, now
+        self._last = position
+        self._moved_at = now
 
     def _look(self, now: float) -> None:
         if self._failure is None and self._shared.check(["failure"]):
@@ -353,7 +356,9 @@ class HangDetector:
 
     def _answer(self, now: float) -> None:
         """Write this rank's position for the next hang report."""
-        number, self._stalls, self._covered = self._stalls, self._stalls + 1, self._last
+        number = self._stalls
+        self._stalls = self._stalls + 1
+        self._covered = self._last
         own_position = position_of_rank(self._rank, self._last, now - self._moved_at, self._thread_id)
         self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(own_position)))
         self._shared.add(f"answers/{number}", 1)

@@ -87,7 +87,8 @@ def _groups(positions: Iterable[RankPosition]) -> list[list[RankPosition]]:
 
 
 def _line(alike: list[RankPosition], verb: str = "") -> str:
-    first, several = alike[0], len(alike) > 1
+    first = alike[0]
+    several = len(alike) > 1
     verb = verb or f"waits in {first.waits_in}"
     if several:
         verb = verb.replace("waits", "wait").replace("has", "have").replace("is", "are")

@@ -31,7 +31,9 @@ class LateCalls:
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
         self._thread_id = threading.get_ident()
         self._num_answers = 0
         self._request_sent: tuple[int, float] | None = None  # its number and time

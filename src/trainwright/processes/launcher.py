@@ -35,7 +35,8 @@ _GRACE_S = 10.0  # how long the others may take to end after one has failed, or 
 _LEFT_ALONE_S = 0.5  # after this process has left them: they wait for it in vain
 _JUST_MADE_S = 30.0  # a folder this new may not be held yet
 _PREFIX = "trainwright-work-"
-_FIRST_PORT, _NUM_PORTS = 15_000, 14_000
+_FIRST_PORT = 15_000
+_NUM_PORTS = 14_000
 _EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _started: list[_Children] = []  # one for each running call of `run_in_processes`
 

@@ -38,7 +38,8 @@ class LoopWatch:
     def __init__(
         self, store: Any, *, host: str, rank: int, world_size: int, timeout_s: float, store_dies_with_rank_0: bool
     ) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
+        self._world_size = world_size
         self._pid = os.getpid()
         self._store = PrefixStore("watch", store)
         self._serves_store = rank == 0 and store_dies_with_rank_0
@@ -89,7 +90,9 @@ class LoopWatch:
         try:
             self.report(error)
         except WorkerError as cause:
-            kind, error, trace = type(cause), cause, cause.__traceback__
+            kind = type(cause)
+            error = cause
+            trace = cause.__traceback__
         self._hook_before(kind, error, trace)
 
     def _end_with_process(self) -> None:

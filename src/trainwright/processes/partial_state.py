@@ -293,7 +293,8 @@ class PartialState:
                     "destroy_process_group(), or start the script with a launcher such as torchrun."
                 )
             self.processes.open(self.device)
-            self._world, self._joined = _default_group(), True
+            self._world = _default_group()
+            self._joined = True
         return self.processes
 
     def _only(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Callable[..., Any]:
@@ -318,7 +319,8 @@ class PartialState:
             return
         if self._first_store is None:
             self._first_store = processes.own_store("trainwright/first")
-        store, turn = self._first_store, f"{corner}/{next(_turns)}"
+        store = self._first_store
+        turn = f"{corner}/{next(_turns)}"
         barrier = processes.barrier if not _open_blocks else lambda: None
         _open_blocks.append(turn)
         try:
@@ -343,7 +345,8 @@ class PartialState:
         if world is self._world:
             return
         if world is None and _JOINED in self.topology.evidence:  # nothing else has information about the others
-            self._world, self._joined = None, False
+            self._world = None
+            self._joined = False
             return
         placed = _place(self._cpu, self._options)
         self.__dict__.update(placed, _world=world, debug=self.debug)
@@ -422,7 +425,8 @@ def _topology() -> Topology:
     found = detect()
     if not dist.is_initialized():
         return found
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     if (rank, world_size) == (found.rank, found.world_size):
         return found
     return Topology(
@@ -435,7 +439,8 @@ def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
         return torch.device("xla", 0)
     if properties(kind).is_unified:
         return torch.device("cpu" if topology.world_size > 1 else kind)
-    available, index = torch.accelerator.device_count(), topology.local_rank
+    available = torch.accelerator.device_count()
+    index = topology.local_rank
     # A launcher may show each process only its own device; only with gloo can processes share a device.
     if index >= available > 1 and backend != "gloo":
         raise ConfigurationError(
@@ -472,7 +477,8 @@ def _leave() -> None:
 
 def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
     """Wait until the first process has reported its result. Polls the store, so that Ctrl-C can end the wait."""
-    start_s, look_s = time.monotonic(), 0.001
+    start_s = time.monotonic()
+    look_s = 0.001
     while not store.check([turn]):
         if time.monotonic() - start_s > timeout.total_seconds():
             raise TimeoutError(

@@ -287,7 +287,8 @@ class ProcessGroup(Processes):
             dist.init_process_group(
                 backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
             )
-            self._made_here, _torch_excepthook = True, sys.excepthook
+            self._made_here = True
+            _torch_excepthook = sys.excepthook
             _groups_made += 1
         self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
         self._is_open, self._others_end = True, variable(STARTED_BY_TRAINER) is not None
@@ -309,7 +310,9 @@ class ProcessGroup(Processes):
     def _meet(self, store: Any) -> None:
         """Wait for all ranks, such that Ctrl-C works and missing ranks can be reported."""
         store.append("arrived", f"{self.rank} ")
-        start_s, look_s, told = time.monotonic(), 0.005, False
+        start_s = time.monotonic()
+        look_s = 0.005
+        told = False
         while not store.check(["everyone"]):
             waited_s = time.monotonic() - start_s
             arrived = {int(rank) for rank in store.get("arrived").split()}
@@ -381,7 +384,8 @@ class ProcessGroup(Processes):
             return
         self._num_meetings += 1
         store = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store)
-        earlier, self._meeting = self._meeting, store
+        earlier = self._meeting
+        self._meeting = store
         store.set(str(self.rank), "")
         if store.add("arrived", 1) == self.world_size:
             for key in ("arrived", "everyone", *map(str, range(self.world_size))) if earlier is not None else ():
@@ -568,7 +572,8 @@ def _wait_for_gloo_threads() -> None:
     may outlive the process group). This function sleeps to release the GIL, and returns after it has seen no running
     gloo thread three times in a row. Only Linux shows which threads are running.
     """
-    end_s, num_idle = time.monotonic() + 2.0, 0
+    end_s = time.monotonic() + 2.0
+    num_idle = 0
     while num_idle < 3 and time.monotonic() < end_s:
         time.sleep(0.002)
         num_idle = 0 if _gloo_runs() else num_idle + 1
@@ -593,7 +598,8 @@ def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
     a machine.
     """
     port_unless_told = 29500 if topology.world_size > 1 else 0
-    host, port = topology.master_addr or "127.0.0.1", topology.master_port or port_unless_told
+    host = topology.master_addr or "127.0.0.1"
+    port = topology.master_port or port_unless_told
     key = (host, port, topology.rank)
     if variable(STARTED_BY_TRAINER) is not None:
         _stores.clear()

@@ -101,7 +101,8 @@ def collective_of(frames: list[FrameType]) -> str:
     """
     found = ""
     for frame in frames:
-        module, name = _module(frame), frame.f_code.co_name
+        module = _module(frame)
+        name = frame.f_code.co_name
         if module.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
             found = found if found and name in _WRAPPERS else name
         elif not (module.startswith("torch.utils._contextlib") or name in _WRAPPERS):
@@ -160,7 +161,8 @@ class ProcessMark:
     @classmethod
     def mine(cls) -> ProcessMark:
         """Return this process's mark."""
-        pid, namespace = os.getpid(), Path("/proc/self/ns/pid")
+        pid = os.getpid()
+        namespace = Path("/proc/self/ns/pid")
         node = socket.gethostname() + (f" {os.readlink(namespace)}" if namespace.exists() else "")
         status = _kernel_status(pid)
         return cls(node, pid, status[1] if status is not None else "")

@@ -162,7 +162,8 @@ def _placement(ray: Any, job: RayJob) -> Iterator[Any]:
                 f"{job.num_processes} processes of {count} {resource} need {count * job.num_processes}, and the Ray "
                 f"cluster has {available.get(resource, 0):g}. Start fewer processes, or add machines."
             )
-    bundles, strategy = [of_process] * job.num_processes, "PACK"
+    bundles = [of_process] * job.num_processes
+    strategy = "PACK"
     if job.num_machines is not None:
         local = job.num_processes // job.num_machines
         bundles = [{name: count * local for name, count in of_process.items()}] * job.num_machines
@@ -254,7 +255,9 @@ def _wait(ray: Any, waiting: dict[Any, int], actors: Sequence[Any]) -> tuple[str
         try:
             code, error, found = ray.get(done[0])
         except ray.exceptions.RayError as error_of_ray:
-            code, error, found = 1, str(error_of_ray).splitlines()[0], None
+            code = 1
+            error = str(error_of_ray).splitlines()[0]
+            found = None
         if rank == 0:
             result = found
         if code:

@@ -209,7 +209,9 @@ class _LoopHandler(SignalHandler):
 
     def __init__(self, received: LoopSignal, number: int) -> None:
         super().__init__()
-        self._received, self._number, self._closed = received, number, False
+        self._received = received
+        self._number = number
+        self._closed = False
         self._before: Any = signal.getsignal(number)
         signal.signal(number, self)
 

@@ -44,7 +44,8 @@ class SimpleProfiler(Profiler):
         self._open.append([action_name, perf_counter(), 0.0])  # the last: seconds in actions inside of it
 
     def stop(self, action_name: str) -> None:
-        now, at = perf_counter(), self._innermost(action_name)
+        now = perf_counter()
+        at = self._innermost(action_name)
         _, since, inside = self._open.pop(at)
         passed = now - since
         if at:
@@ -90,12 +91,14 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
-        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self.line_count_restriction = line_count_restriction
+        self.dump_stats = dump_stats
         self._profiles: dict[str, cProfile.Profile] = {}
 
     def setup(self, stage: str, rank: int = 0, world_size: int = 1, root: str | Path = ".") -> None:
         super().setup(stage, rank, world_size, root)
-        self._profiles, self._open = {}, []
+        self._profiles = {}
+        self._open = []
 
     def start(self, action_name: str) -> None:
         if self._open:

@@ -68,7 +68,8 @@ class Profiler:
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that records each call of `function` under `name`."""
-        start, stop = self.start, self.stop
+        start = self.start
+        stop = self.stop
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             start(name)

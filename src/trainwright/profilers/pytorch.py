@@ -107,11 +107,13 @@ class CycleProfile(torch.profiler.profile):
     def _call_handlers(self) -> None:
         if self.step_num and self.num_recorded == self.num_exported:
             return
-        handlers, self._first = self.handlers, ""
+        handlers = self.handlers
+        self._first = ""
         self.handlers = []  # after a failed export, torch crashes in another one
         for handler in handlers:
             handler(self)
-        self.handlers, self.num_exported = handlers, self.num_recorded
+        self.handlers = handlers
+        self.num_exported = self.num_recorded
 
     def export_chrome_trace(self, path: str, *args: Any, **options: Any) -> None:
         """Write the trace of a cycle. torch can write it only once, so further files are copies of the first."""
@@ -191,10 +193,15 @@ class PyTorchProfiler(Profiler):
         # torch treats the columns of all kinds of devices as the same ones.
         if re.sub("cuda|xpu|privateuse1", "device", sort_by_key or "count") not in _COLUMNS:
             raise unknown("sort_by_key", sort_by_key, _COLUMNS)
-        self.group_by_input_shapes, self.emit_nvtx = group_by_input_shapes, emit_nvtx
-        self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
+        self.group_by_input_shapes = group_by_input_shapes
+        self.emit_nvtx = emit_nvtx
+        self.export_to_chrome = export_to_chrome
+        self.row_limit = row_limit
+        self.sort_by_key = sort_by_key
         self.record_module_names, self.table_kwargs = record_module_names, dict(table_kwargs or {})
-        self.memory_timeline, self.memory_snapshot, self.peak_flops = memory_timeline, memory_snapshot, peak_flops
+        self.memory_timeline = memory_timeline
+        self.memory_snapshot = memory_snapshot
+        self.peak_flops = peak_flops
         self.schedule = _DEFAULT_SCHEDULE if schedule is None else schedule
         make_schedule(self.schedule)  # an error before the stage
         needs = ["record_shapes"] if group_by_input_shapes or memory_timeline else []
@@ -250,9 +257,11 @@ class PyTorchProfiler(Profiler):
 
     def _receive(self, profiler: CycleProfile) -> None:
         """Export a finished cycle of the schedule, and write the text of the summary."""
-        cycle, of = "", ""
+        cycle = ""
+        of = ""
         if self._cycles:
-            cycle, of = f"-{len(self._cycles)}", f", in the last of {len(self._cycles) + 1} cycles"
+            cycle = f"-{len(self._cycles)}"
+            of = f", in the last of {len(self._cycles) + 1} cycles"
         averages = profiler.key_averages(group_by_input_shape=self.group_by_input_shapes)
         key = self.sort_by_key or f"{'cuda' if torch.cuda.is_available() else 'cpu'}_time_total"
         table = averages.table(**{"sort_by": key, "row_limit": self.row_limit, **self.table_kwargs})

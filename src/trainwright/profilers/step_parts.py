@@ -42,17 +42,23 @@ class StepPartsProfiler(SimpleProfiler):
 
     def __init__(self, steps: int, warmup: int, traced: int = 0) -> None:
         super().__init__()
-        self.steps, self.warmup, self.traced = steps, warmup, traced
-        self._done = self._measured = 0
-        self._mark = self._wall = 0.0
-        self._own: dict[str, float] = {}
-        self._waited = self._longest_wait = 0.0  # seconds of the data wait: until the step before, and of one step
+        self.steps = steps
+        self.warmup = warmup
+        self.traced = traced
+        self._num_done = 0
+        self._num_measured = 0
+        self._measuring_since = 0.0
+        self._measured_s = 0.0
+        self._own_s: dict[str, float] = {}  # of each action, in the measured steps
+        self._data_wait_s = 0.0
+        self._longest_data_wait_s = 0.0  # in one step
         self._trace: Any = None
-        self._regions: list[Any] = []
-        self._shares: dict[str, float] = {}
+        self._regions: list[Any] = []  # open regions of the trace, the innermost last
+        self._communication_shares: dict[str, float] = {}
 
     def start(self, action_name: str) -> None:
-        if (part := part_of(action_name)) is None:
+        part = part_of(action_name)
+        if part is None:
             return
         _wait_for_gpu()
         super().start(action_name)
@@ -69,28 +75,36 @@ class StepPartsProfiler(SimpleProfiler):
         super().stop(action_name)
 
     def end_step(self) -> None:
-        self._done += 1
+        self._num_done += 1
         _wait_for_gpu()
-        if self._done <= self.warmup:
-            self.totals, self._mark = {}, perf_counter()
-        elif self._done <= self.warmup + self.steps:
-            self._measured, self._wall = self._done - self.warmup, perf_counter() - self._mark
-            self._own = {name: own for name, (_, _, own) in self.totals.items()}
-            waited = sum(own for name, own in self._own.items() if part_of(name) == "data wait")
-            self._longest_wait, self._waited = max(self._longest_wait, waited - self._waited), waited
-        if self._done == self.warmup + self.steps and self.traced:
+        last_measured = self.warmup + self.steps
+        if self._num_done <= self.warmup:
+            self.totals = {}
+            self._measuring_since = perf_counter()
+        elif self._num_done <= last_measured:
+            self._measure()
+        if self._num_done == last_measured and self.traced:
             self._trace = torch.profiler.profile(activities=None)
             self._trace.__enter__()
-        elif self._done == self.warmup + self.steps + self.traced:
+        elif self._num_done == last_measured + self.traced:
             self.close()
+
+    def _measure(self) -> None:
+        self._num_measured = self._num_done - self.warmup
+        self._measured_s = perf_counter() - self._measuring_since
+        self._own_s = {name: own_s for name, (_, _, own_s) in self.totals.items()}
+        data_wait_s = sum(own_s for name, own_s in self._own_s.items() if part_of(name) == "data wait")
+        self._longest_data_wait_s = max(self._longest_data_wait_s, data_wait_s - self._data_wait_s)
+        self._data_wait_s = data_wait_s
 
     def close(self) -> None:
         if self._trace is None:
             return
-        trace, self._trace = self._trace, None
+        trace = self._trace
+        self._trace = None
         trace.__exit__(None, None, None)
-        events = ((event.name, event.time_range) for event in trace.events())
-        self._shares = communication_shares((name, time.start, time.end) for name, time in events)
+        events = [(event.name, event.time_range.start, event.time_range.end) for event in trace.events()]
+        self._communication_shares = communication_shares(events)
 
     def summary(self) -> str:
         """Return an empty text, because the command prints a table."""
@@ -99,43 +113,67 @@ class StepPartsProfiler(SimpleProfiler):
     def result(self) -> dict[str, Any]:
         """Return the mean milliseconds of a step, of its parts and each callback, and the longest data wait."""
         self.close()
-        steps, parts = max(self._measured, 1), dict.fromkeys((*PARTS, OTHER), 0.0)
+        num_steps = max(self._num_measured, 1)
+        step_ms = 1000 * self._measured_s / num_steps
+        parts = dict.fromkeys((*PARTS, OTHER), 0.0)
         callbacks = defaultdict[str, float](float)
-        for name, own in self._own.items():
-            part, ms = part_of(name) or OTHER, 1000 * own / steps
-            parts[part] += ms
+        for name, own_s in self._own_s.items():
+            part = part_of(name) or OTHER
+            own_ms = 1000 * own_s / num_steps
+            parts[part] += own_ms
             if part == "callbacks":
-                kind, _, hook = name.partition("]")
-                callbacks[hook if kind == "[TaskModule" else hook.partition(".")[0]] += ms
-        step = 1000 * self._wall / steps
-        parts[OTHER] = step - sum(parts.values())
-        for part, share in self._shares.items():
-            moved = parts[part] * share
-            parts[part], parts["communication"] = parts[part] - moved, parts["communication"] + moved
-        found = {"steps": self._measured, "step_ms": step, "parts": parts, "callbacks": callbacks}
-        return {**found, "longest_wait_ms": 1000 * self._longest_wait}
+                callbacks[_callback_of(name)] += own_ms
+        parts[OTHER] = step_ms - sum(parts.values())
+        # The traced steps are slower than the measured ones, so that only their shares are used.
+        for part, share in self._communication_shares.items():
+            communication_ms = parts[part] * share
+            parts[part] -= communication_ms
+            parts["communication"] += communication_ms
+        return {
+            "steps": self._num_measured,
+            "step_ms": step_ms,
+            "parts": parts,
+            "callbacks": callbacks,
+            "longest_wait_ms": 1000 * self._longest_data_wait_s,
+        }
+
+
+def _callback_of(action_name: str) -> str:
+    """Return the name of a callback, or of a hook of the task: `[Callback]Timer.on_train_end` is of `Timer`."""
+    kind, _, hook = action_name.partition("]")
+    return hook if kind == "[TaskModule" else hook.partition(".")[0]
 
 
 def communication_shares(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
     """Return the fraction of each part's time in which a collective was running, from tuples (name, start, end)."""
-    marks: list[tuple[float, int, str]] = []  # time, +1 or -1, name
+    marks: list[tuple[float, int, str]] = []  # (time, +1 at the start or -1 at the end, name)
     for name, start, end in events:
         if name.startswith(("part:", "gloo:", "nccl:")):
-            marks += [(start, 1, name), (end, -1, name)]
-    total, shared = defaultdict[str, float](float), defaultdict[str, float](float)
-    stack, running, before = list[str](), 0, 0.0
-    for time, change, name in sorted(marks, key=lambda mark: mark[0]):
-        if stack:
-            total[stack[-1]] += time - before
-            shared[stack[-1]] += (time - before) * (running > 0)
-        before, part = time, name[5:]
+            marks.append((start, 1, name))
+            marks.append((end, -1, name))
+    marks.sort(key=lambda mark: mark[0])
+
+    total = defaultdict[str, float](float)
+    in_collectives = defaultdict[str, float](float)
+    open_parts: list[str] = []  # the innermost last
+    num_collectives = 0
+    previous = 0.0
+    for time, change, name in marks:
+        # The time since the previous mark belongs to the innermost open part.
+        if open_parts:
+            total[open_parts[-1]] += time - previous
+            if num_collectives > 0:
+                in_collectives[open_parts[-1]] += time - previous
+        previous = time
+        part = name.removeprefix("part:")
         if not name.startswith("part:"):
-            running += change
+            num_collectives += change
         elif change > 0:
-            stack.append(part)
-        elif part in stack:
-            del stack[len(stack) - 1 - stack[::-1].index(part)]
-    return {part: shared[part] / seconds for part, seconds in total.items() if seconds > 0}
+            open_parts.append(part)
+        elif part in open_parts:
+            innermost = len(open_parts) - 1 - open_parts[::-1].index(part)
+            del open_parts[innermost]
+    return {part: in_collectives[part] / seconds for part, seconds in total.items() if seconds > 0}
 
 
 def _wait_for_gpu() -> None:

@@ -142,7 +142,9 @@ def ready_plan(
             f"vocab_size={config.vocab_size} is not divisible by tp={tp}, which loss_parallel needs. Call "
             f"model.resize_token_embeddings(pad_to_multiple_of={tp})."
         )
-    styles, layouts, names = {**family.styles, **dict.fromkeys(family.embeddings, "embedding")}, None, with_stars(model)
+    styles = {**family.styles, **dict.fromkeys(family.embeddings, "embedding")}
+    layouts = None
+    names = with_stars(model)
     if sequence_parallel and family.along_sequence is not None:
         layouts = Shard(1)
         styles |= family.along_sequence

@@ -73,7 +73,8 @@ class SplitLayers:
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh, root: nn.Module | None = None) -> None:
-        self._task, self._mesh = task, mesh
+        self._task = task
+        self._mesh = mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
         self._split_modules: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
         modules = dict(task.named_modules())
@@ -258,7 +259,8 @@ def _split_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | No
 
     The dimension is -1 if the style cannot split the layer. The result is None for unknown styles.
     """
-    linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
+    linear = isinstance(module, nn.Linear)
+    embedding = isinstance(module, nn.Embedding)
     if isinstance(style, FusedColwise):
         return (1 if is_conv1d(module) else 0 if linear else -1), style.blocks
     if isinstance(style, Conv1DRowwise):

@@ -62,7 +62,8 @@ class FusedColwise(ParallelStyle):
             _split_parameter(module, "bias", device_mesh, self._placement(0))
 
         def forward(inputs: torch.Tensor) -> torch.Tensor:
-            weight, bias = _local(module.weight), None if module.bias is None else _local(module.bias)
+            weight = _local(module.weight)
+            bias = None if module.bias is None else _local(module.bias)
             found = _gathered_input(inputs, device_mesh, self.input_layouts)
             if is_converted(module):
                 return float8_linear(module, found, weight, bias)
@@ -151,7 +152,8 @@ class FirstInput(ParallelStyle):
 
     def __init__(self, source: Placement, target: Placement) -> None:
         super().__init__()
-        self.source, self.target = source, target
+        self.source = source
+        self.target = target
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def change(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +165,8 @@ class FirstInput(ParallelStyle):
         return module
 
     def _redistribute(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        length, ranks = tensor.shape[1], mesh.size()
+        length = tensor.shape[1]
+        ranks = mesh.size()
         if isinstance(self.target, Shard) and length % ranks:
             raise ValueError(
                 f"a sequence of length {length} cannot be split over tp={ranks} ranks. Pad it to "

@@ -48,7 +48,9 @@ class MegatronLoop:
                 f"gradient_accumulation_steps={num_steps} with a MegatronLMPlugin, whose step consists of its "
                 "num_micro_batches. Use MegatronLMPlugin(num_micro_batches=…)."
             )
-        self.plugin, self._engine, self._forward_backward = plugin, engine, forward_backward
+        self.plugin = plugin
+        self._engine = engine
+        self._forward_backward = forward_backward
         self._direct = False  # calls of the model reach it as they are
         self._clipped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._steps: weakref.WeakKeyDictionary[nn.Module, AbstractTrainStep] = weakref.WeakKeyDictionary()
@@ -62,7 +64,8 @@ class MegatronLoop:
     def enlarge(self, loader: T) -> T:
         """Return a DataLoader whose batches have the rows of all micro-batches of a step."""
         sampler = loader.batch_sampler if isinstance(loader, DataLoader) else None
-        num, own = self.plugin.num_micro_batches or 1, getattr(sampler, "batch_size", None)
+        num = self.plugin.num_micro_batches or 1
+        own = getattr(sampler, "batch_size", None)
         if own is not None and "global_batch_size" not in vars(self.plugin):
             self.plugin.set_training_args(own, self.data_ranks.size)
         if not isinstance(loader, DataLoader) or sampler is None or num == 1:
@@ -72,7 +75,8 @@ class MegatronLoop:
                 f"{type(sampler).__name__} has no batch_size, which num_micro_batches={num} multiplies. Use torch's "
                 "BatchSampler, or a DataLoader with batch_size=None that returns batches of all micro-batches."
             )
-        found, larger = copy.copy(loader), copy.copy(sampler)
+        found = copy.copy(loader)
+        larger = copy.copy(sampler)
         vars(larger).update(batch_size=own * num)
         # torch refuses to set these; the copy holds the user's loader.
         vars(found).update(batch_sampler=larger, batch_size=loader.batch_size and own * num, given=loader)
@@ -97,14 +101,16 @@ class MegatronLoop:
             per_process: Divide the placeholder's numbers of steps by the number of data-parallel ranks.
         """
         ranks = self.data_ranks.size if per_process else 1
-        total, warmup = (dummy.total_num_steps or 0) // ranks, dummy.warmup_num_steps // ranks
+        total = (dummy.total_num_steps or 0) // ranks
+        warmup = dummy.warmup_num_steps // ranks
         dummy.stand_for(MegatronSchedule(optimizer, self.plugin, total, warmup))
 
     def direct(self, step: Callable[[B], T]) -> Callable[[B], T]:
         """Return a function that calls `step`. Calls of the model in `step` only run the model's forward."""
 
         def run(batch: B) -> T:
-            outer, self._direct = self._direct, True
+            outer = self._direct
+            self._direct = True
             try:
                 return step(batch)
             finally:

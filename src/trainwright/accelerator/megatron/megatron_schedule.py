@@ -48,7 +48,9 @@ class MegatronLMDummyDataLoader:
             if not dataset_kwargs.get(name):
                 raise ConfigurationError(f"MegatronLMDummyDataLoader needs {name}=.")
         found: dict[str, Any] = known | dataset_kwargs
-        self.length, self.batch_size, self.seed = found["seq_length"], found["micro_batch_size"], found["seed"]
+        self.length = found["seq_length"]
+        self.batch_size = found["micro_batch_size"]
+        self.seed = found["seed"]
         self.files = _files(found["data_path"])
         try:
             parts = [float(part) for part in str(found["splits_string"]).split(",")]
@@ -120,7 +122,8 @@ class MegatronSchedule(LRScheduler):
     """
 
     def __init__(self, optimizer: Optimizer, plugin: MegatronLMPlugin, total: int, warmup: int) -> None:
-        self._style, self._min_lr = plugin.lr_decay_style, plugin.min_lr
+        self._style = plugin.lr_decay_style
+        self._min_lr = plugin.min_lr
         self._total = plugin.train_iters or total
         self._decay = plugin.lr_decay_iters or self._total
         if self._decay < 1:

@@ -128,10 +128,12 @@ class BertTrainStep(GPTTrainStep):
     per row, the labels are classes.
     """
 
-    _names, _has_order = ("input_ids", "attention_mask"), True
+    _names = ("input_ids", "attention_mask")
+    _has_order = True
 
     def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
-        labels, order = data["labels"], data.get("next_sentence_label")
+        labels = data["labels"]
+        order = data.get("next_sentence_label")
         mask = (labels != _IGNORED).float() if labels.shape == data["input_ids"].shape else None
         return data["input_ids"], data.get("token_type_ids"), order, mask, labels, data.get("attention_mask")
 
@@ -149,9 +151,11 @@ class BertTrainStep(GPTTrainStep):
             found = {"lm loss": loss.detach()}
             if sentence_order is not None and order_logits is not None:
                 of_order = cross_entropy(order_logits.float(), sentence_order.view(-1))
-                loss, found["sop loss"] = loss + of_order, of_order.detach()
+                loss = loss + of_order
+                found["sop loss"] = of_order.detach()
             return loss, found
-        labels, logits = values[0], values[1].float()
+        labels = values[0]
+        logits = values[1].float()
         if logits.shape[-1] == 1:
             loss = mse_loss(logits.view(-1), labels.float().view(-1))
         elif labels.is_floating_point():
@@ -167,7 +171,9 @@ class T5TrainStep(GPTTrainStep):
     _names = ("input_ids", "decoder_input_ids", "attention_mask", "decoder_attention_mask")
 
     def _batch(self, data: dict[str, Any]) -> tuple[Any, ...]:
-        labels, decoder, mask = data["labels"], data.get("decoder_input_ids"), data.get("attention_mask")
+        labels = data["labels"]
+        decoder = data.get("decoder_input_ids")
+        mask = data.get("attention_mask")
         if decoder is None:  # the labels, after the token that starts a sequence
             start = torch.full_like(labels[:, :1], self.args.decoder_start_token_id)
             decoder = torch.cat([start, labels[:, :-1].clamp_min(0)], 1)

@@ -53,7 +53,8 @@ class _Loader(RoundLoader):
         super().__init__(dataset, **options)
         self.use_stateful_dataloader = use_stateful_dataloader
         self.skip_batches = skip_batches
-        self._drop_last, self._non_blocking = drop_last, non_blocking
+        self._drop_last = drop_last
+        self._non_blocking = non_blocking
         self.iteration = iteration
         self.end_of_dataloader = False
         self.remainder = -1

@@ -281,7 +281,8 @@ class PreparedObjects:
         rank = next(rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0])
         of_first = itertools.chain.from_iterable(of_ranks[0])
         of_other = itertools.chain.from_iterable(of_ranks[rank])
-        here, there = None, None
+        here = None
+        there = None
         for pair in itertools.zip_longest(of_first, of_other):
             if pair[0] != pair[1]:
                 here, there = pair

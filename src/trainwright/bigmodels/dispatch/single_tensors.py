@@ -100,7 +100,8 @@ def load_state_dict(
     places = dict(device_map or {})
     check_devices(places)
     check_available(places)
-    path, stored = Path(checkpoint_file), StoredWeights()
+    path = Path(checkpoint_file)
+    stored = StoredWeights()
     if path.suffix == ".safetensors":
         stored.add_safetensors(path)
     else:

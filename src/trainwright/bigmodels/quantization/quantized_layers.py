@@ -116,7 +116,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
         self.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
         self.scale = nn.Parameter(scale.float(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=False)
@@ -146,7 +147,9 @@ class Bnb4Bit(QuantizedLayers):
     width: DType = CustomDtype.INT4
 
     def __init__(self, quant_type: str, double_quant: bool, compute_dtype: torch.dtype) -> None:
-        self.quant_type, self.double_quant, self.compute_dtype = quant_type, double_quant, compute_dtype
+        self.quant_type = quant_type
+        self.double_quant = double_quant
+        self.compute_dtype = compute_dtype
         self.extra_keys = (
             *("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
             f"weight.quant_state.bitsandbytes__{quant_type}",
@@ -227,7 +230,8 @@ class Torchao(QuantizedLayers):
     """Layers of torchao: ordinary `nn.Linear` modules whose weights are tensor subclasses."""
 
     def __init__(self, quant_type: str, group_size: int) -> None:
-        self.quant_type, self.group_size = quant_type, group_size
+        self.quant_type = quant_type
+        self.group_size = group_size
         self.width: DType = CustomDtype.INT4 if quant_type.startswith("int4") else torch.int8
         self.extra_keys = tuple(f"weight.{key}" for key in ("qdata", "scale", "zero_point"))
         self.torchao: Any = load_torchao(f"quant_type={quant_type!r}")

@@ -141,7 +141,8 @@ class MappedFile:
 
     def _is_in_memory(self, start: int, num_bytes: int) -> bool:
         """Return whether a range seems to be in the page cache. Probes a byte in each MiB."""
-        flag, byte = getattr(os, "RWF_NOWAIT", None), [bytearray(1)]
+        flag = getattr(os, "RWF_NOWAIT", None)
+        byte = [bytearray(1)]
         if flag is None or not num_bytes:
             return False
         last = start + num_bytes - 1
@@ -289,7 +290,8 @@ def copy_stored(
 def _entry(entry: Any, name: str, path: Path) -> tuple[int, torch.dtype, list[int]]:
     """Return the offset, dtype and shape in an entry of the header, after checking them."""
     try:
-        dtype, shape = _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]
+        dtype = _DTYPES[entry["dtype"]]
+        shape = [int(size) for size in entry["shape"]]
         start, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the entry of {name!r} cannot be read: {error!r}.") from error

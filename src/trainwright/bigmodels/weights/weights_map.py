@@ -97,7 +97,8 @@ def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any])
 
 
 def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
-    dtype, shape = getattr(torch, str(info.get("dtype")), None), info.get("shape")
+    dtype = getattr(torch, str(info.get("dtype")), None)
+    shape = info.get("shape")
     if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
         raise CheckpointError(f"{path}: its entry {dict(info)!r} in the index has no dtype and shape of torch.")
     if 0 in shape:
@@ -270,7 +271,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         inner = entry.get("weight_name", name)
         if inner not in stored:
             raise CheckpointError(f"{file} lacks {inner!r}, which the index lists. Copy the file again.")
-        tensor, span = stored[inner], stored.locate(inner)
+        tensor = stored[inner]
+        span = stored.locate(inner)
         dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
         return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
 

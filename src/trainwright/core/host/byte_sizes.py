@@ -35,11 +35,13 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """Return a number of bytes as text with a unit: `"1.61 GiB"`, `"85.0 MiB"`, `"12 B"`."""
-    value, unit = float(num_bytes), "B"
+    value = float(num_bytes)
+    unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 1000:  # and not 1024: "1023.9 KiB" is harder to read than "1.0 MiB"
             break
-        value, unit = value / 1024, larger
+        value = value / 1024
+        unit = larger
     if unit == "B":
         return f"{value:.0f} B"
     return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"

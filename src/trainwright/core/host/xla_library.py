@@ -59,7 +59,9 @@ def join_devices(local_rank: int, local_world_size: int) -> str:
     """
     # What `xmp.spawn` and torchrun with `init_method="xla://"` call in each process; it has no public name.
     load_xla("_internal.pjrt").initialize_multiprocess(local_rank, local_world_size)
-    xla, runtime, backend = load_xla(), load_xla("runtime"), load_xla("distributed.xla_backend")
+    xla = load_xla()
+    runtime = load_xla("runtime")
+    backend = load_xla("distributed.xla_backend")
 
     class RankedGroup(backend.ProcessGroupXla):  # type: ignore[misc, name-defined]  # torch_xla has no types
         def __init__(self, store: TCPStore, rank: int, size: int, timeout: object) -> None:

@@ -320,7 +320,8 @@ def check_class(argument: str, value: object, kind: type[_T]) -> _T:
 
 
 def _foreign_text(given: type, cls: type, library: str) -> str:
-    module, name = canonical(cls.__module__), cls.__name__
+    module = canonical(cls.__module__)
+    name = cls.__name__
     home = module
     while home not in MODULES:
         home = home.rpartition(".")[0]

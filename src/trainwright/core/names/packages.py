@@ -187,7 +187,8 @@ def compare_versions(library_or_version: str | object, operation: str, requireme
         raise ConfigurationError(f"operation={operation!r}: write one of {', '.join(_OPERATIONS)}.")
     text = str(library_or_version)
     version = text if text[:1].isdigit() else importlib.metadata.version(text)
-    own, other = _numbers(version), _numbers(requirement_version)
+    own = _numbers(version)
+    other = _numbers(requirement_version)
     length = max(len(own), len(other))
     return _OPERATIONS[operation](own + (0,) * (length - len(own)), other + (0,) * (length - len(other)))
 

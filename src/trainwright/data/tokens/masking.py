@@ -44,7 +44,8 @@ class MaskedTokens:
         ids = tokens[: self.length].copy()
         chosen = generator.random(len(ids)) < self.probability
         chosen &= ~np.isin(ids, list(self.special_tokens))
-        labels, what = np.where(chosen, ids, IGNORED), generator.random(len(ids))
+        labels = np.where(chosen, ids, IGNORED)
+        what = generator.random(len(ids))
         ids[chosen & (what < 0.8)] = self.mask_token
         is_random = chosen & (what >= 0.9)
         ids[is_random] = generator.integers(self.vocab_size, size=int(is_random.sum()))
@@ -107,7 +108,8 @@ class MaskedSpans:
         replaced, num = self._spans(len(text))
         lengths = np.stack([_parts(len(text) - replaced, num, generator), _parts(replaced, num, generator)], axis=1)
         parts = np.split(text, np.cumsum(lengths)[:-1])  # kept, replaced, kept and so on
-        masks, end = np.reshape(self.masks[:num], (num, 1)), [self.eos_token]
+        masks = np.reshape(self.masks[:num], (num, 1))
+        end = [self.eos_token]
         ids = np.concatenate([*chain(*zip(parts[::2], masks, strict=True)), end])
         labels = np.concatenate([*chain(*zip(masks, parts[1::2], strict=True)), end])
         return _sample(ids, self.input_length, self.pad_token, labels, self.target_length)

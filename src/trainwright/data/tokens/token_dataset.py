@@ -88,7 +88,10 @@ class TokenDataset(Dataset[Any]):
         paths = list(weights) if weights else [files] if isinstance(files, (str, os.PathLike)) else list(files)
         if not paths:
             raise ConfigurationError("files is empty. Pass the path of a file of tokens.")
-        self.length, self.documents, self.seed, self._pad = length, documents, seed, pad_token
+        self.length = length
+        self.documents = documents
+        self.seed = seed
+        self._pad = pad_token
         self._transform = transform
         self.files = [TokenFile(path) for path in paths]
         _check_files(self.files, vocab_size)
@@ -120,7 +123,8 @@ class TokenDataset(Dataset[Any]):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} is not in [0, {len(self)}).")
         which = bisect.bisect_right(self._ends, index)
-        source, place = self._sources[which], index - (self._ends[which - 1] if which else 0)
+        source = self._sources[which]
+        place = index - (self._ends[which - 1] if which else 0)
         place %= len(source)
         if self._orders is not None:
             place = self._orders[which][place]
@@ -136,7 +140,8 @@ class TokenDataset(Dataset[Any]):
 
     def _causal(self, tokens: Tokens, starts: list[int]) -> Sample:
         """Return a sample of up to `length` + 1 tokens in which documents begin at `starts`."""
-        length, num = self.length, min(len(tokens), self.length)
+        length = self.length
+        num = min(len(tokens), self.length)
         ids = np.full(length, self._pad, dtype=np.int64)
         labels, following = np.full((2, length), IGNORED, dtype=np.int64)
         ids[:num] = labels[:num] = tokens[:num]
@@ -156,7 +161,9 @@ class _Windows:
     """Consecutive samples of a file: `length` tokens and the next token."""
 
     def __init__(self, file: TokenFile, length: int, split: tuple[float, float], *, with_starts: bool) -> None:
-        self._file, self._length, self._with_starts = file, length, with_starts
+        self._file = file
+        self._length = length
+        self._with_starts = with_starts
         places = (int(part * file.num_tokens) for part in split)
         self._first, last = (file.nearest_boundary(at) if 0 < at < file.num_tokens else at for at in places)
         self._num = (last - self._first - 1) // length if last > self._first else 0
@@ -187,7 +194,8 @@ class _Packed:
         self._file = file
         index = file.path.with_name(file.path.name + ".idx").stat()
         key = repr((length, split, index.st_size, index.st_mtime_ns, file.num_tokens, 1))
-        name, folder = f".{file.path.name}.packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy", file.path.parent
+        name = f".{file.path.name}.packed-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npy"
+        folder = file.path.parent
         if not ((folder / name).is_file() or os.access(folder, os.W_OK)):
             folder = Path(tempfile.gettempdir())
         plan = folder / name
@@ -212,7 +220,8 @@ class _Packed:
 def _plan(lengths: Tokens, length: int, split: tuple[float, float]) -> Tokens:
     first, last = (int(part * len(lengths)) for part in split)
     starts = np.cumsum(lengths) - lengths
-    starts, lengths = starts[first:last], lengths[first:last]
+    starts = starts[first:last]
+    lengths = lengths[first:last]
     num_parts = -(-lengths // length)
     # every part but the last one of a document is as long as a sample
     offsets = length * (np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts))
@@ -225,7 +234,8 @@ def _plan(lengths: Tokens, length: int, split: tuple[float, float]) -> Tokens:
 
 def _best_fit(lengths: Tokens, capacity: int) -> Tokens:
     """Return the index of the sample for each part. `lengths` must be in decreasing order."""
-    found, num = np.empty(len(lengths), dtype=np.int64), 0
+    found = np.empty(len(lengths), dtype=np.int64)
+    num = 0
     by_space: dict[int, list[int]] = {}  # free space → samples that have it
     spaces: list[int] = []  # its keys in ascending order: the least one that is enough is found by bisection
     for i, wanted in enumerate(lengths.tolist()):
@@ -236,8 +246,11 @@ def _best_fit(lengths: Tokens, capacity: int) -> Tokens:
             if not by_space[space]:
                 del by_space[space], spaces[at]
         else:
-            space, sample, num = capacity, num, num + 1
-        found[i], left = sample, space - wanted
+            space = capacity
+            sample = num
+            num = num + 1
+        found[i] = sample
+        left = space - wanted
         if left:
             if left not in by_space:
                 bisect.insort(spaces, left)
@@ -248,7 +261,8 @@ def _best_fit(lengths: Tokens, capacity: int) -> Tokens:
 def _check_files(files: Sequence[TokenFile], vocab_size: int | None) -> None:
     first = files[0]
     for file in files:
-        found, size = file.facts.get("tokenizer"), file.facts.get("vocab_size")
+        found = file.facts.get("tokenizer")
+        size = file.facts.get("vocab_size")
         if file.facts and first.facts and found != first.facts.get("tokenizer"):
             raise ConfigurationError(
                 f"{file.path} was written with the tokenizer {found!r}, and {first.path} with "

@@ -76,14 +76,17 @@ class TokenFile:
             self._check_index(index, size)
         end = int(self._starts[-1]) + size * int(self._lengths[-1]) if num else 0
         _check_size(data, end, exact=True)
-        self.num_documents, self.num_tokens = bounds - 1, end // size
+        self.num_documents = bounds - 1
+        self.num_tokens = end // size
         # an empty file cannot be mapped
         self.tokens = np.memmap(data, self.dtype, "r", shape=(end // size,)) if end else np.zeros(0, self.dtype)
         self.facts = _read_facts(facts) if facts.is_file() else {}
 
     def _check_index(self, index: Path, size: int) -> None:
         """Check that sequences of tokens of `size` bytes follow each other, and that documents divide them."""
-        lengths, starts, bounds = self._lengths, self._starts, self._bounds
+        lengths = self._lengths
+        starts = self._starts
+        bounds = self._bounds
         fits = len(bounds) > 0 and bounds[0] == 0 and bounds[-1] == len(lengths) and not starts[:1].any()
         for first in range(0, max(len(lengths), len(bounds)), _CHECKED_AT_ONCE):
             part = slice(first, first + _CHECKED_AT_ONCE)
@@ -153,7 +156,8 @@ class TokenFileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], vocab_size: int, **facts: Any) -> None:
-        self.path, self._vocab_size = _prefix(path), vocab_size
+        self.path = _prefix(path)
+        self._vocab_size = vocab_size
         self._facts = {**facts, "vocab_size": vocab_size}
         self._code = 8 if vocab_size <= 2**16 else 4
         self._lengths: list[int] = []
@@ -186,7 +190,8 @@ class TokenFileWriter:
         with self._folder, self._data:
             if kind is not None:
                 return
-            num, lengths = len(self._lengths), np.array(self._lengths, dtype=np.int32)
+            num = len(self._lengths)
+            lengths = np.array(self._lengths, dtype=np.int32)
             starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * np.dtype(_DTYPES[self._code]).itemsize
             index = _HEADER.pack(_MAGIC, 1, self._code, num, num + 1) + lengths.tobytes() + starts.tobytes()
             _file(self._written, ".idx").write_bytes(index + np.arange(num + 1, dtype=np.int64).tobytes())

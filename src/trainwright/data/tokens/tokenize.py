@@ -63,20 +63,26 @@ def load_tokenizer(name: str, *, vocab_size: int | None = None, eod: int | str |
         )
     encode: Encode
     known: dict[str, int] = {}
-    label, end = name, None
+    label = name
+    end = None
     if name == "bytes":
-        encode, size, end = str.encode, 257, 256
+        encode = str.encode
+        size = 257
+        end = 256
     elif is_function:
         if vocab_size is None:
             raise ConfigurationError(f"--tokenizer {name} is a function: pass --vocab-size, too.")
         try:
-            encode, size = import_object(name), vocab_size
+            encode = import_object(name)
+            size = vocab_size
         except (ImportError, AttributeError) as error:
             raise ConfigurationError(f"--tokenizer {name} cannot be imported: {error}.") from error
     else:
         made = _load(name)
-        encode, known = partial(_encode_fast, made), made.get_vocab()
-        size, end = max(known.values()) + 1, next((known[token] for token in _ENDS if token in known), None)
+        encode = partial(_encode_fast, made)
+        known = made.get_vocab()
+        size = max(known.values()) + 1
+        end = next((known[token] for token in _ENDS if token in known), None)
         label = hashlib.sha256(made.to_str().encode()).hexdigest()[:16]
     if eod is not None:
         if eod not in known and not str(eod).isdigit():
@@ -142,7 +148,8 @@ def tokenize_files(
             raise ConfigurationError(f"{file} is {'not a file' if file.exists() else 'missing'}.")
     total = sum(file.stat().st_size for file in files)
     texts = (text for file in files for text in _documents(file, key, documents))
-    encoded, size = _encoded(texts, tokenizer, num_processes), None
+    encoded = _encoded(texts, tokenizer, num_processes)
+    size = None
     facts = {"tokenizer": tokenizer.name, "eod": tokenizer.eod}
     # Close the pool also after an error: Python waits for an open one at exit.
     with (
